@@ -14,12 +14,12 @@ import gin
 # All of `train` that gin files bind: nothing can be registered once a configuration is read.
 import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
-import mtf_gradsync.train.evaluation.sample  # noqa: F401
+import mtf_gradsync.train.evaluation  # noqa: F401
 from mtf_gradsync._configs import configs_dir
 from mtf_gradsync._private.gin import bindings
-from mtf_gradsync.train.config.bindings import RunConfig
-from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.transformer import transformer_utils
+from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync.train.config import RunConfig
+from mtf_gradsync.train.config import transformer_utils
 
 _RUN = "mtf_gradsync.train.run"
 _UTILS_RUN = "mesh_tensorflow.transformer.utils.run"

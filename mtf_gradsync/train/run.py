@@ -13,6 +13,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.optimizers.state.averaged import NoAveragesError, check_averages_kept
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.runtimes.saving import check_configuration, describe
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
@@ -26,31 +27,25 @@ from mtf_gradsync.runtimes.starting import (
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline
-from mtf_gradsync.train.config.bindings import RunConfig
-from mtf_gradsync.train.config.checks import check_callable, check_count
+from mtf_gradsync.train.config import RunConfig
+from mtf_gradsync.train.config import check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
-from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
-from mtf_gradsync.train.evaluation.scores import Score
-from mtf_gradsync.train.files import check_drawing, writing_to
-from mtf_gradsync.train.job import TrainingJob, resolve_job
+from mtf_gradsync.train.held_out import METRICS_FILE, HeldOut
+from mtf_gradsync.train.evaluation import Score
+from mtf_gradsync.train.figures import check_drawing, writing_to
+from mtf_gradsync.train.model import TrainingJob, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
-from mtf_gradsync.train.metrics.file import read_metrics
-from mtf_gradsync.train.metrics.recorder import Recorder
+from mtf_gradsync.train.metrics import read_metrics
+from mtf_gradsync.train.metrics import Recorder
 from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.report.facts import Facts, read_facts, versions, write_facts
-from mtf_gradsync.train.report.page import Ended, check_pages_installed, write_page
-from mtf_gradsync.train.report.recorded_steps import (
-    RecordedSteps,
-    forget_recorded,
-    read_recorded,
-    write_recorded,
-)
-from mtf_gradsync.train.report.traffic import list_traffic
-from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
-from mtf_gradsync.train.runners.runner import Runner
-from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
-from mtf_gradsync.train.runtime import Runtime, choose_runtime
+from mtf_gradsync.train.report import Facts, read_facts, versions, write_facts
+from mtf_gradsync.train.report import Ended, check_pages_installed, write_page
+from mtf_gradsync.train.report import RecordedSteps, forget_recorded, read_recorded, write_recorded
+from mtf_gradsync.train.traffic import list_traffic
+from mtf_gradsync.train.runner import PlacementMeshRunner
+from mtf_gradsync.train.runner import Runner
+from mtf_gradsync.train.runner import SimdProgramRunner
+from mtf_gradsync.train.runner import Runtime, choose_runtime
 from mtf_gradsync.train.train_graph import TrainGraph, build_on
 
 CONFIG_FILE = "operative_config.gin"

@@ -8,17 +8,16 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.runtimes.errors import SKIP_FLAG
+from mtf_gradsync.runtimes.errors import SKIP_FLAG, TrainingError
 from mtf_gradsync.runtimes.saving import check_configuration, describe
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline, TimelineError
-from mtf_gradsync.train.config.bindings import RunConfig
-from mtf_gradsync.train.errors import TrainingError
-from mtf_gradsync.train.job import resolve_job
+from mtf_gradsync.train.config import RunConfig
+from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.run import ALONE, NOTHING, Accepted, Part, training_graph
-from mtf_gradsync.train.runners.runner import Runner
-from mtf_gradsync.train.runtime import choose_runtime
+from mtf_gradsync.train.runner import Runner
+from mtf_gradsync.train.runner import choose_runtime
 
 # It moves files of the run, which a timeline may not.
 _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"

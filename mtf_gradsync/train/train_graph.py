@@ -14,12 +14,12 @@ from mtf_gradsync.optimizers import (
     gradient_noise_scale,
     reported,
 )
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
-from mtf_gradsync.train.config.bindings import VariableFilter
-from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.job import TrainingJob, placeholders
+from mtf_gradsync.train.config import VariableFilter
+from mtf_gradsync.train.model import TrainingJob, placeholders
 from mtf_gradsync.train.model import MeshModel
-from mtf_gradsync.train.transformer import transformer_utils
+from mtf_gradsync.train.config import transformer_utils
 
 
 class TrainGraph(NamedTuple):

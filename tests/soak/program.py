@@ -6,8 +6,8 @@ import sys
 from typing import Callable, Sequence
 
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.report import plots
+from mtf_gradsync.train import held_out
+from mtf_gradsync.train import plots
 from tests.soak.injected import install
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Sequence
 
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.runtimes.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse

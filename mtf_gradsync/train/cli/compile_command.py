@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from mtf_gradsync._signals import Interruption
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
 from mtf_gradsync.train.cli.outputs import make_output_folder, output_path, writing
-from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 HELP = "compile what gin files describe for a TPU, without a TPU"
 DESCRIPTION = """\
@@ -88,8 +88,8 @@ def compile_config(
     from mtf_gradsync._private.libraries import tf
     from mtf_gradsync.simd.program import compiled_only
     from mtf_gradsync.train import gin_files
-    from mtf_gradsync.train.comparison.steps import innermost_of
-    from mtf_gradsync.train.job import resolve_job
+    from mtf_gradsync.train.comparison import innermost_of
+    from mtf_gradsync.train.model import resolve_job
     from mtf_gradsync.train.train_graph import build_simd
 
     # Before the graph, which may take a minute.

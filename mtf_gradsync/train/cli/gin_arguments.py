@@ -8,9 +8,9 @@ import logging
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train.cli.package import import_package
 from mtf_gradsync.train.cli.spelling import check_spelling
-from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 _VERBOSITY = {"error": -2, "warning": -1, "info": 0, "debug": 1}
 

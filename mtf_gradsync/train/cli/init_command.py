@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from mtf_gradsync._configs import configs_dir
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.cli.outputs import output_path
-from mtf_gradsync.train.errors import ConfigError
 
 HELP = "copy an example config to start from"
 DESCRIPTION = """\

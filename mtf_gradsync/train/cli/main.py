@@ -7,6 +7,7 @@ import sys
 import traceback
 
 from mtf_gradsync._signals import signal_of
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train.cli import (
     compile_command,
     env_command,
@@ -17,7 +18,6 @@ from mtf_gradsync.train.cli import (
     timeline_command,
     train_command,
 )
-from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 # Each has HELP, DESCRIPTION and EPILOG, add_arguments(parser), and main(args).
 _COMMANDS = {

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Iterator, Mapping
 
-from mtf_gradsync.train.errors import ConfigError, TrainingError
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 
 
 def output_path(flag: str, name: str | None) -> Path | None:

@@ -7,9 +7,9 @@ import dataclasses
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._signals import Interruption
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
 from mtf_gradsync.train.cli.outputs import output_paths, writing
-from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 HELP = "predict what a training costs on TPUs for each mesh shape, without a TPU"
 DESCRIPTION = """\
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
     with Interruption() as stop, loaded_config(args):
         if png_file:
-            from mtf_gradsync.train.files import check_drawing
+            from mtf_gradsync.train.figures import check_drawing
 
             check_drawing()
         plan = plan_config(
@@ -98,8 +98,8 @@ def plan_config(
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla
     from mtf_gradsync.train import gin_files
-    from mtf_gradsync.train.config.mesh import axes_of
-    from mtf_gradsync.train.job import TrainingJob, resolve_job
+    from mtf_gradsync.train.config import axes_of
+    from mtf_gradsync.train.model import TrainingJob, resolve_job
     from mtf_gradsync.train.train_graph import build_simd
 
     config = gin_files.run_config()

@@ -47,10 +47,10 @@ def main(args: argparse.Namespace) -> int:
 
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.comparison.plot import plot_comparison
-        from mtf_gradsync.train.comparison.steps import compare
-        from mtf_gradsync.train.comparison.text import as_text
-        from mtf_gradsync.train.files import check_drawing
-        from mtf_gradsync.train.job import resolve_job
+        from mtf_gradsync.train.comparison import compare
+        from mtf_gradsync.train.comparison import as_text
+        from mtf_gradsync.train.figures import check_drawing
+        from mtf_gradsync.train.model import resolve_job
 
         if png_file:
             check_drawing()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.cli.gin_arguments import (
     add_gin_arguments,
     config_of_run,
     loaded_config,
     positive_count,
 )
-from mtf_gradsync.train.errors import ConfigError
 
 HELP = "let the model of a run write"
 DESCRIPTION = """\
@@ -73,8 +73,8 @@ def main(args: argparse.Namespace) -> int:
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.runtimes.starting import latest_checkpoint
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.evaluation.sample import sample_after
-        from mtf_gradsync.train.job import resolve_job
+        from mtf_gradsync.train.evaluation import sample_after
+        from mtf_gradsync.train.model import resolve_job
 
         path = latest_checkpoint(args.model_dir)
         if path is None:

@@ -20,7 +20,7 @@ import gin
 from gin import config_parser
 
 from mtf_gradsync._configs import configs_dir
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.runtimes.errors import ConfigError
 
 _PACKAGES = ("mtf_gradsync", "mesh_tensorflow")
 _DECORATOR = "gin.configurable"

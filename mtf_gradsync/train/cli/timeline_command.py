@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtf_gradsync.runtimes.errors import ACCEPT_FLAG
+from mtf_gradsync.runtimes.errors import ACCEPT_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
@@ -22,7 +22,6 @@ from mtf_gradsync.train.cli.gin_arguments import (
     positive_count,
 )
 from mtf_gradsync.train.cli.outputs import output_paths, writing
-from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from mtf_gradsync.timelines import Timeline
@@ -144,8 +143,8 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.processes.members import MissingProcessesError
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.on_cluster import run_on_cluster
-        from mtf_gradsync.train.on_processes import run_on_processes
+        from mtf_gradsync.train.processes import run_on_cluster
+        from mtf_gradsync.train.processes import run_on_processes
         from mtf_gradsync.train.run import Accepted
         from mtf_gradsync.train.timed_run import TimedRun
 

@@ -1,18 +1,21 @@
 """Draws the batches of a training run outside of the training step, and checks them.
 
 A session of its own draws a batch, which is then fed to the step. So an error while drawing is
-reported as one of the data, on every runtime, and nothing of the step has run yet.
-"""
+reported as one of the data, on every runtime, and nothing of the step has run yet."""
 
 from __future__ import annotations
 
+from mtf_gradsync.runtimes.errors import TrainingError
 from typing import Any, Callable, Mapping
-
 import numpy as np
-
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError, first_line
 from mtf_gradsync.train.data.datasets import MODEL_FEATURES, mapped
-from mtf_gradsync.train.errors import ConfigError, DataError, first_line
+
+
+class DataError(TrainingError):
+    """A training step has no batch, or one that the model cannot train on."""
+
 
 _FUNCTION = "train.run.train_dataset_fn"
 # Length of the shape vector of an example of unknown shape: its rank, then its dimensions.

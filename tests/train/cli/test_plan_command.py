@@ -9,7 +9,7 @@ import pytest
 
 from mtf_gradsync import planning, xla
 from mtf_gradsync._private.gin import bindings
-from mtf_gradsync.train import gin_files, job
+from mtf_gradsync.train import gin_files, model
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.cli import plan_command
 from tests.planning.machines import interrupted_and_dropped
@@ -81,7 +81,7 @@ def test_a_signal_that_python_drops_before_the_plan_begins_stops_it(capsys, monk
     def resolved(config):
         interrupted_and_dropped(number)
 
-    monkeypatch.setattr(job, "resolve_job", resolved)
+    monkeypatch.setattr(model, "resolve_job", resolved)
     monkeypatch.setattr(planning, "plan", None)
     assert cli.main(["plan", f"--gin_file={TINY}"]) == 128 + number
     assert "interrupted" in capsys.readouterr().err

@@ -9,10 +9,10 @@ import sys
 import gin
 import pytest
 
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.cli import spelling
 from mtf_gradsync.train.cli.spelling import check_spelling, known_configurables
-from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.transformer import transformer_utils
+from mtf_gradsync.train.config import transformer_utils
 from tests.cluster.processes import ROOT
 from tests.train.conftest import FASTEST, NO_EVAL, QUICK, TINY
 

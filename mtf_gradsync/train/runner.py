@@ -1,11 +1,15 @@
-"""Runner: what the training loop needs from a runtime."""
+"""Chooses the runtime of the training steps, and makes steps and checkpoints there."""
 
 from __future__ import annotations
 
+from typing import NamedTuple, get_args
+from mtf_gradsync import xla
+from mtf_gradsync.runtimes import sessions
+from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync.train.config import RunConfig, RuntimeName
 import abc
 import os
 from typing import Any, Callable, Iterable, Sequence
-
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import OuterOptimizer, SyncReplicasOptimizer, traits_of
 from mtf_gradsync.optimizers.skip_reports import ReportsSkips
@@ -16,6 +20,73 @@ from mtf_gradsync.step import Watched
 from mtf_gradsync.timelines import Timeline, timeline
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.train_graph import TrainGraph
+from typing import Any, Callable
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import singular_monitored_session
+import numpy as np
+from mtf_gradsync import simd, xla
+from mtf_gradsync.runtimes.errors import TrainingError
+from mtf_gradsync.runtimes.sessions import OnCores
+
+
+RUNTIMES = get_args(RuntimeName)
+
+_WORDS = {
+    "xla": "XLA devices",
+    "cpu_replicas": "CPU replicas of the SIMD program",
+    "placement_mesh": "a placement mesh",
+}
+# Bindings that have no effect except on a placement mesh.
+_OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
+
+
+class Runtime(NamedTuple):
+    """The runtime of the training steps, and why it was chosen.
+
+    Steps run on the server `target`; "" is this process.
+    """
+
+    name: sessions.RuntimeName
+    reason: str
+    target: str = ""
+
+    def __str__(self) -> str:
+        return f"{_WORDS[self.name]} ({self.reason})"
+
+
+def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
+    """Returns the runtime that a config names, or the fastest that this environment has.
+
+    `target` is the server of a cluster's chief where the run's mesh is over its tasks.
+    """
+    asked = config.runtime
+    if asked not in RUNTIMES:
+        raise ConfigError(f"train.run.runtime must be one of {', '.join(RUNTIMES)}; got {asked!r}")
+    if target:
+        if asked not in ("fastest", "placement_mesh"):
+            raise ConfigError(
+                f'train.run.runtime = "{asked}" does not run on a cluster of tf.train.Servers; '
+                '"placement_mesh" does. For XLA devices of several processes give --coordinator, '
+                "--num_processes and --process_id instead."
+            )
+        return Runtime("placement_mesh", "over the tasks of a cluster", target)
+    bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
+    if asked == "fastest":
+        if bound:
+            return Runtime("placement_mesh", f"train.run.{bound[0]} is bound")
+        missing = xla.why_no_xla()
+        if not missing:
+            return Runtime("xla", "the fastest that is installed")
+        return Runtime("cpu_replicas", f"the fastest without jax: {missing}")
+    if bound and asked != "placement_mesh":
+        raise ConfigError(
+            f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
+            f'"{asked}". Remove one of them.'
+        )
+    if asked == "xla" and xla.why_no_xla():
+        raise ConfigError(f'train.run.runtime = "xla": {xla.why_no_xla()}')
+    return Runtime(asked, "train.run.runtime")
+
 
 _BAD_LOSSES = 100
 
@@ -202,3 +273,118 @@ class GraphRunner(Runner):
     def skip_reason(self) -> str | None:
         """See `Runner`."""
         return self._raw(self._skips.ask)
+
+
+class PlacementMeshRunner(GraphRunner):
+    """Runs the default graph in a monitored session; finalizes the graph."""
+
+    copies_slices = True
+
+    def __enter__(self) -> PlacementMeshRunner:
+        # Copies masters to slices after every restore.
+        hooks = [mtf.MtfRestoreHook(self._lowering), *self._hooks]
+        # Not a session that restarts itself when a device is lost: the loop counts steps.
+        self._session = singular_monitored_session(self._sessions, hooks).__enter__()
+        self._begin()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._session.__exit__(*exception)
+
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """See `Runner`."""
+        values = self._session.run(self._fetches, self._batches.next())
+        return lambda: values
+
+    def save(self, step: int) -> str:
+        """See `Runner`."""
+        # The graph can be rebuilt from the config; its file would be larger than the variables'.
+        return self._raw(
+            lambda session: self._saver.save(session, self._prefix, step, write_meta_graph=False)
+        )
+
+    def should_stop(self) -> bool:
+        """See `Runner`."""
+        return self._session.should_stop()
+
+    def _scaffold(self) -> tf.train.Scaffold:
+        return tf.train.Scaffold(saver=self._saver)
+
+    def _raw(self, use: Callable[[tf.Session], Any]) -> Any:
+        # The argument's name is prescribed.
+        return self._session.run_step_fn(lambda step_context: use(step_context.session))
+
+
+# Every this many steps several processes exchange whether one has received a signal to stop.
+_AGREE_STEPS = 10
+
+
+class SimdProgramRunner(GraphRunner):
+    """Runs a SIMD program of the default graph."""
+
+    copies_slices = False
+    _place: OnCores
+    _calls = 0
+
+    def __enter__(self) -> SimdProgramRunner:
+        try:
+            self._session = self._sessions.open()
+        except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
+            raise self._other_runtime(error) from error
+        cores = getattr(self._session, "cores", None)
+        self.is_alone = cores is None or cores.is_alone
+        self._skips.ask(self._session)
+        self._begin()
+        if not self.is_alone:
+            self._session.steps = self.first_step
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._session.close()
+
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """See `Runner`."""
+        batch = self._batches.next()
+        if self._place.name != "xla":
+            values = self._session.run(self._fetches, batch)
+            return lambda: values
+        try:
+            step = self._session.dispatch(self._fetches, batch)
+        except (xla.DevicesError, simd.UnsupportedProgramError) as error:
+            raise self._other_runtime(error) from error
+
+        def result() -> dict[str, Any]:
+            try:
+                return step.result()
+            except xla.DevicesError as error:
+                raise self._other_runtime(error) from error
+
+        return result
+
+    def save(self, step: int) -> str:
+        """See `Runner`."""
+        return self._session.save(self._prefix, saver=self._saver, global_step=step)
+
+    def agreed_stop(self, received: int | None) -> int | None:
+        """See `Runner`."""
+        if self.is_alone:
+            return received
+        cores = self._session.cores
+        self._calls += 1
+        if self._calls % _AGREE_STEPS:
+            return None
+        mine = [np.int32(received or 0)] * len(cores.local)
+        (signals,) = cores.gather([mine])
+        return int(max(signals)) or None
+
+    def _scaffold(self) -> tf.train.Scaffold:
+        return tf.train.Scaffold(local_init_op=tf.tables_initializer())
+
+    def _raw(self, use: Callable[[Any], Any]) -> Any:
+        return use(self._session)
+
+    def _other_runtime(self, error: Exception) -> TrainingError:
+        name = self._place.name
+        return TrainingError(
+            f'{error} (train.run.runtime = "{name}"; "placement_mesh" runs every model.)'
+        )

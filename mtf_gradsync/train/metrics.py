@@ -1,0 +1,170 @@
+"""Writes a run's measurements to the metrics file and TensorBoard's event file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from mtf_gradsync.runtimes.manifest import write_text
+import contextlib
+import errno
+import math
+import socket
+import time
+from typing import Any, Iterator, Mapping
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import first_line
+from mtf_gradsync.runtimes.manifest import free_name
+from typing import Any, Mapping
+import numpy as np
+from mtf_gradsync.optimizers import split_by_shard
+
+
+class MetricsFile:
+    """Writes a JSON object per line: ``step`` and what was measured there."""
+
+    def __init__(self, path: Path, first_step: int):
+        """Opens the file, to append to the lines of the first_step steps that were made before.
+
+        Lines of later steps are deleted: those steps, after a checkpoint, are made again.
+        """
+        self._path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= first_step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(self, step: int, **values: Any) -> None:
+        """Appends a line."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a metrics file, without one that a killed process left half written."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
+
+
+# Seconds of events that a killed run may lose, besides the steps that are made again.
+_FLUSH_SECONDS = 30
+
+
+class EventFile:
+    """Writes scalar summaries to an event file of this session.
+
+    Unlike a ``tf.summary.FileWriter``, whose thread keeps errors to itself, every method raises
+    OSError where it cannot write.
+    """
+
+    def __init__(self, directory: Path, first_step: int):
+        """Creates the file of a session that begins after first_step steps.
+
+        It begins with an event, as TensorFlow's own sessions write it, by which TensorBoard ignores
+        later steps of earlier sessions.
+        """
+        now = time.time()
+        # Files are named by the second; a session may begin within the same one.
+        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.from_step_{first_step:09d}"
+        self._path = free_name(directory / name)
+        self._flushed_at = time.monotonic()
+        with self._writing():
+            self._writer = tf.io.TFRecordWriter(str(self._path))
+        self._add(tf.Event(wall_time=now, file_version="brain.Event:2"))
+        start = tf.SessionLog(status=tf.SessionLog.START)
+        self._add(tf.Event(wall_time=now, step=first_step + 1, session_log=start))
+
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Adds the numbers of a step, by tag; those that are not finite are skipped."""
+        values = [
+            tf.Summary.Value(tag=tag, simple_value=float(value))
+            for tag, value in scalars.items()
+            if math.isfinite(value)
+        ]
+        if values:
+            summary = tf.Summary(value=values)
+            self._add(tf.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def flush(self) -> None:
+        """Puts on disk what was written."""
+        with self._writing():
+            self._writer.flush()
+        self._flushed_at = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the file; calling it twice does no harm."""
+        with self._writing():
+            self._writer.close()
+
+    def _add(self, event: Any) -> None:
+        with self._writing():
+            self._writer.write(event.SerializeToString())
+        if time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
+            self.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        # TensorFlow has errors of its own for some, and Python's for others.
+        except (tf.errors.OpError, LookupError, RuntimeError, ValueError) as error:
+            what = first_line(error).replace(f"{self._path}; ", "")
+            raise OSError(errno.EIO, what, str(self._path)) from error
+
+
+# Names in the metrics file that differ from their tags in the event file, for old files' sake.
+_TAGS = {"held_out_nats": "held_out/nats_per_token"}
+
+
+class Recorder:
+    """Writes the measurements of steps to both files, while it is entered."""
+
+    def __init__(self, directory: Path, metrics_file: str, first_step: int):
+        """Begins a session of a run, after first_step steps, with files in its directory."""
+        self._metrics = MetricsFile(directory / metrics_file, first_step)
+        self._events = EventFile(directory, first_step)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        self._events.close()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds the measurements of a step: numbers, or arrays with one for each shard, by name.
+
+        Of values that are not finite, only the loss is written.
+        """
+        scalars = split_by_shard(values)
+        self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
+        plain = {name: _plain(value) for name, value in values.items()}
+        line = {name: value for name, value in plain.items() if value is not None}
+        if "loss" in values:
+            # To all of its digits, by which runs are compared.
+            line["loss"] = float(values["loss"])
+        self._metrics.write(step, **line)
+
+    def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds numbers that do not change during a run, to the event file alone."""
+        self._events.write(step, scalars)
+
+    def flush(self) -> None:
+        """Puts on disk what was written, before a checkpoint is saved."""
+        self._events.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value for JSON: a number, or a list of one for each shard; None if not finite."""
+    array = np.asarray(value)
+    if not np.all(np.isfinite(array)):
+        return None
+    if array.dtype.kind != "f":
+        return array.ravel().tolist() if array.shape else array.item()
+    rounded = [float(f"{x:.6g}") for x in array.ravel().tolist()]
+    return rounded if array.shape else rounded[0]
