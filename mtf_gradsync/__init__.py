@@ -12,7 +12,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     keep_masks_finite,
     note_meshes,
 )
-from mtf_gradsync._private.patches import call_before_lowering, keep_apart_when_combined
+from mtf_gradsync._private.patches import call_around_lowering, keep_apart_when_combined
 from mtf_gradsync._private.recomputing import recompute_each_shard_by_itself
 from mtf_gradsync.cluster import Cluster, join_cluster
 from mtf_gradsync.compat_v1 import MeshOptimizer
@@ -29,6 +29,7 @@ from mtf_gradsync.optimizers import (
     CrossShardOptimizer,
     GradientAccumulationOptimizer,
     LossScaleOptimizer,
+    NoUpdateError,
     OuterOptimizer,
     ShardedUpdateOptimizer,
     SyncReplicasOptimizer,
@@ -50,7 +51,7 @@ from mtf_gradsync.reduce import (
     placement_mesh_impl,
 )
 from mtf_gradsync.session import session_config
-from mtf_gradsync.step import StandIn, build_later
+from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 from mtf_gradsync.timelines import Timeline, TimelineError, timeline
 
 note_meshes()
@@ -58,7 +59,7 @@ note_gradients()
 keep_masks_finite()
 check_imported_shapes()
 recompute_each_shard_by_itself()
-call_before_lowering(build_later)
+call_around_lowering(before_lowering, after_lowering)
 keep_apart_when_combined(StandIn)
 explain_mesh_tensors_to_tensorflow()
 
@@ -73,6 +74,7 @@ __all__ = [
     "LossScaleOptimizer",
     "LowRankAllReduce",
     "MeshOptimizer",
+    "NoUpdateError",
     "OuterOptimizer",
     "ProcessesError",
     "QuantizedAllReduce",

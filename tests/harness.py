@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterable, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
-from mtf_gradsync import session_config, simd, xla
+from mtf_gradsync import placement_mesh_impl, session_config, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import grappler as grapplers
 from tests import ordering
@@ -53,6 +53,13 @@ def placement(mesh_shape: Any, layout: Any) -> mtf.placement_mesh_impl.Placement
     return mtf.placement_mesh_impl.PlacementMeshImpl(
         shape, mtf.convert_to_layout_rules(layout), devices
     )
+
+
+def shared(mesh_shape: Any, layout: Any) -> mtf.placement_mesh_impl.PlacementMeshImpl:
+    """As `placement`, by this package: processors share copies of what is equal on them."""
+    size = mtf.convert_to_shape(mesh_shape).size
+    devices = [f"/device:CPU:{i}" for i in range(size)]
+    return placement_mesh_impl(mesh_shape, layout, devices)
 
 
 def beside(program: simd.Program, mesh_shape: Any, layout: Any) -> Any:
@@ -199,12 +206,13 @@ def built(
         else:
             block = contextlib.nullcontext()
         with block as program:
-            mesh_impl = program.mesh_impl if program else placement(mesh_shape, layout)
+            on_devices = shared if kind == "shared" else placement
+            mesh_impl = program.mesh_impl if program else on_devices(mesh_shape, layout)
             graph = mtf.Graph()
             meshes = {mtf.Mesh(graph, "mesh"): mesh_impl}
             for number, of_another in enumerate(more_meshes, 2):
                 meshes[mtf.Mesh(graph, f"mesh_{number}")] = (
-                    beside(program, *of_another) if program else placement(*of_another)
+                    beside(program, *of_another) if program else on_devices(*of_another)
                 )
             operations, fetches = build(*meshes, inputs)
             # Only tensors that are not split can leave a SIMD program.
@@ -236,7 +244,8 @@ def run(
     """Builds a program in a graph of its own and runs one step for each feed.
 
     Args:
-      kind: "placement", or for a SIMD program "simd" (on CPU replicas) or "xla" (on XLA devices).
+      kind: "placement" or "shared", which are those functions; for a SIMD program "simd" (on CPU
+        replicas) or "xla" (on XLA devices).
       mesh_shape: shape of the mesh.
       layout: its layout.
       build: called with the mesh and a placeholder for each input; returns the mtf operations to

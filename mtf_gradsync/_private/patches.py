@@ -1,11 +1,11 @@
-"""Changes of Mesh-TensorFlow's functions, and what is called before it lowers a graph."""
+"""Changes of Mesh-TensorFlow's functions, and what is called around its lowerings."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any, Callable
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 
 # The attribute of a function for the names of the patches in it. Not `__wrapped__`, which every
 # decorator may set. `functools.wraps` of a decorator around the function copies the attribute.
@@ -30,22 +30,27 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, made)
 
 
-def call_before_lowering(call: Callable[[mtf.Graph], None]) -> None:
-    """Makes every lowering and `mtf.Graph.rewrite_stack_variables` call a function first.
+def call_around_lowering(
+    before: Callable[[mtf.Graph], None], after: Callable[[mtf.Lowering, int], None]
+) -> None:
+    """Makes every lowering call a function before, as `Graph.rewrite_stack_variables`, and after.
 
-    The function gets the graph, and may add to it.
+    `before` gets the graph, and may add to it. `after` gets the lowering, and how many operations
+    TensorFlow's graph had before it.
     """
 
     def call_and_lower(lower: Any) -> Any:
         def init(self: mtf.Lowering, graph: mtf.Graph, *args: Any, **kwargs: Any) -> None:
-            call(graph)
+            before(graph)
+            first = tf.get_default_graph().version
             lower(self, graph, *args, **kwargs)
+            after(self, first)
 
         return init
 
     def call_and_rewrite(rewrite: Any) -> Any:
         def rewrite_stack_variables(self: mtf.Graph, *args: Any, **kwargs: Any) -> None:
-            call(self)
+            before(self)
             rewrite(self, *args, **kwargs)
 
         return rewrite_stack_variables

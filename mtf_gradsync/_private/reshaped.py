@@ -28,6 +28,10 @@ class Reshaped:
         """As `tf.assign_add` asks for it."""
         return tf.assign_add(self._variable, self._as_held(value), name=name)
 
+    def assign_sub(self, value: tf.Tensor, name: str | None = None) -> Any:
+        """As `tf.assign_sub` asks for it."""
+        return tf.assign_sub(self._variable, self._as_held(value), name=name)
+
     def _as_held(self, value: tf.Tensor) -> tf.Tensor:
         return tf.reshape(value, self._variable.shape)
 

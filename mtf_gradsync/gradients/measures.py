@@ -12,7 +12,7 @@ from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import shard_dims_in
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.reduce.sums.algorithms import ordered_add_n
+from mtf_gradsync.reduce.sums import ordered_add_n
 
 
 def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:

@@ -7,7 +7,7 @@ from typing import Any, Callable, Collection, Hashable, NamedTuple, Sequence, Ty
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.parts.cuts import Cuts, take_parts
+from mtf_gradsync.reduce.parts import Cuts, take_parts
 from mtf_gradsync.reduce.strategy import reduce_scatter_by
 
 _K = TypeVar("_K", bound=Hashable)

@@ -7,23 +7,38 @@ from typing import Sequence
 from mtf_gradsync._names import some_lines
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.checks import MaybeGradients
-from mtf_gradsync.gradients.pending import Cause, Flow, Layout, Mixing, check_batch_dims
+from mtf_gradsync.gradients.pending import (
+    Axes,
+    Cause,
+    Flow,
+    Layout,
+    Mixing,
+    check_batch_dims,
+    gradient_name,
+    names_of_batch,
+    own_slices,
+)
+from mtf_gradsync.gradients.remade import MadeOfSums, made_of_sums
+from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.step import ValuesAfter
 
 _ACCEPT = "give accept_summed=True to take an equal share of the gradient for each shard"
 # For each cause what the operation does, and how to avoid it.
 _SAYS = {
     Cause.NEEDS_SUM: (
         "needs the sum over all shards and is not linear in it (a norm of all gradients, a "
-        "product of two gradients, a broadcast of the sum to the batch)",
+        "product of two gradients), or spreads it (a broadcast of the sum to the batch, or to a "
+        "variable that is split over the mesh axis of the batch)",
         "Do that inside the optimizer (ClipByGlobalNormOptimizer clips the reduced gradients), "
-        f"or {_ACCEPT}",
+        f"split the variable over another mesh axis, or {_ACCEPT}",
     ),
     Cause.GATHERS: (
         "gathers the values of all shards without a sum (a reshape to dimensions that the layout "
-        "does not split, a maximum over the batch, an operation of the program's own)",
+        "does not split, or splits otherwise, as one that sends examples to experts; a maximum "
+        "over the batch; an operation of the program's own)",
         "Keep the dimension of the batch split there (in a mixture of experts, split its groups "
-        f"as the batch is split), or {_ACCEPT}",
+        "as the batch is split, and experts over another mesh axis), or " + _ACCEPT,
     ),
     Cause.DROPS_SUM: (
         "runs on each processor's slices alone and drops a dimension that they are split along, "
@@ -31,20 +46,93 @@ _SAYS = {
         "Give the result that dimension, of the size of its mesh axis, and sum over it with "
         "mtf.reduce_sum",
     ),
+    Cause.SPLIT: (
+        "makes what the layout splits over the mesh axis of the batch, so that a shard has a slice "
+        "of it, and what it computes from is not that shard's alone",
+        f"Split the variable over another mesh axis, or {_ACCEPT}",
+    ),
 }
 
 
-def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
-    """Returns, by the position of each gradient that mixes shards, an operation that mixed them.
+class Apart:
+    """Whether each shard's gradient is recoverable from gradients, of a stage that needs that.
 
-    The gradients have no shard dims. The axes are of the mesh that the program will be lowered on;
-    a batch that is split over others is a ValueError.
+    Positions are those in the list of gradients.
+
+    Attributes:
+      mixed: for each gradient from which they are not, an operation that mixed shards.
+      made_of_sums: how those of `mixed` are made that are linear in sums from which they are.
+      shared: gradients that are split over a replica axis and hold no shard's data, as those of a
+        penalty on weights, with their operations. Each shard has an equal share of all slices.
     """
+
+    def __init__(self, grads: MaybeGradients, axes: ReplicaAxes):
+        """Looks at gradients without shard dims.
+
+        The axes are of the mesh that the program will be lowered on; a batch that is split over
+        others is a ValueError.
+        """
+        self.mixed: dict[int, Mixing] = {}
+        self.made_of_sums: dict[int, MadeOfSums] = {}
+        self.shared: dict[int, Mixing] = {}
+        self._grads = grads
+        present = _checked(grads, axes)
+        if not present:
+            return
+        graph, layout = present[0].graph, Layout.of(axes)
+        own = own_slices(graph, layout, names_of_batch(present, axes))
+        layout = layout._replace(own=own)
+        flow = Flow(graph, present, layout)
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            mixing = flow.mixes_shards(grad)
+            if mixing is not None:
+                self.mixed[i] = mixing
+                made = made_of_sums(grad, flow, layout)
+                if made is not None:
+                    self.made_of_sums[i] = made
+            elif layout.split(grad) & set(axes.mesh_axes) - layout.split_over_shards(grad):
+                is_pending = flow.axes.get(grad, Axes()).intersection(axes.mesh_axes)
+                is_known = not is_pending and not _is_ours(flow, grad)
+                found = self.shared if is_known else self.mixed
+                found[i] = Mixing(grad.operation, Cause.SPLIT)
+
+    def check(self, names: Sequence[str] | None = None, remakes: bool = False) -> None:
+        """Raises ValueError unless per-shard gradients are recoverable.
+
+        The error names the gradients, by `names` or by their variables, and the operations, and
+        says what helps. With `remakes`, gradients `made_of_sums` and `shared` ones are no error.
+        """
+        bad = {**self.mixed, **self.shared}
+        if remakes:
+            fine = {*self.made_of_sums, *self.shared}
+            bad = {i: mixing for i, mixing in bad.items() if i not in fine}
+        if bad:
+            raise ValueError(_says(self._grads, bad, names))
+
+
+def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
+    """Whether a gradient comes from stages, which do not tell whose data it holds."""
+    return any(isinstance(op, (StageOperation, ValuesAfter)) for op in flow.before(grad))
+
+
+def _checked(grads: MaybeGradients, axes: ReplicaAxes) -> list[mtf.Tensor]:
+    """Returns the gradients that are not None; none if there is only one shard."""
     present = [g for g in grads if g is not None]
+    if present:
+        check_batch_dims(present, axes)
+    return present if axes.num_shards > 1 else []
+
+
+def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
+    """Returns, by position, operations that mixed shards in gradients otherwise than by a sum.
+
+    What shards hold of the other gradients can be added up later. It need not be their own: an
+    expert's gradient is of all shards' examples. The gradients and axes are as for `Apart`.
+    """
+    present = _checked(grads, axes)
     if not present:
-        return {}
-    check_batch_dims(present, axes)
-    if axes.num_shards == 1:
         return {}
     flow = _flow(present, axes)
     found = {i: flow.mixes_shards(g) for i, g in enumerate(grads) if g is not None}
@@ -79,27 +167,33 @@ def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
 
 
 def check_recoverable(
-    grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str] | None = None
+    grads: MaybeGradients,
+    axes: ReplicaAxes,
+    names: Sequence[str] | None = None,
+    remakes: bool = False,
 ) -> None:
-    """Raises ValueError unless per-shard gradients are recoverable; see `mixed_gradients`.
+    """Raises ValueError unless per-shard gradients are recoverable; see `Apart.check`."""
+    Apart(grads, axes).check(names, remakes)
 
-    The error names the gradients, by `names` or by their tensors, and the operations, and says what
-    helps.
-    """
+
+def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
+    """Raises ValueError if shards are mixed otherwise than by a sum; see `mixed_gradients`."""
     mixed = mixed_gradients(grads, axes)
-    if not mixed:
-        return
+    if mixed:
+        raise ValueError(_says(grads, mixed, names))
+
+
+def _says(grads: MaybeGradients, mixed: dict[int, Mixing], names: Sequence[str] | None) -> str:
     paragraphs = []
     for cause in dict.fromkeys(mixing.cause for mixing in mixed.values()):
         lines = []
         for i, (operation, why) in mixed.items():
             grad = grads[i]
             if why is cause and grad is not None:
-                name = names[i] if names else f"gradient {i} ({grad.name})"
+                name = names[i] if names else f"gradient {i} ({gradient_name(grad)})"
                 lines.append(f"\n  {name}: {type(operation).__name__} {operation.name!r}")
         what, cure = _SAYS[cause]
         paragraphs.append(f"an operation {what}:{some_lines(lines)}\n{cure}.")
-    raise ValueError(
-        "Per-shard gradients are not recoverable from some gradients, because "
-        + "\nThey are not recoverable from others, because ".join(paragraphs)
+    return "Per-shard gradients are not recoverable from some gradients, because " + (
+        "\nThey are not recoverable from others, because ".join(paragraphs)
     )

@@ -13,9 +13,9 @@ from mtf_gradsync.gradients.pending.linear import linear_positions
 from mtf_gradsync.gradients.stage import StageOperation, dims_to_sum
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.parts.all_gather import all_gather
-from mtf_gradsync.reduce.parts.cuts import Cut, Cuts, take_parts
-from mtf_gradsync.reduce.strategies.fused import PLACEMENT_BUCKET_BYTES
+from mtf_gradsync.reduce.one_level import PLACEMENT_BUCKET_BYTES
+from mtf_gradsync.reduce.parts import Cut, Cuts, take_parts
+from mtf_gradsync.reduce.scatter_gather import all_gather
 
 
 def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:

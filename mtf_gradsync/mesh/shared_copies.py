@@ -1,10 +1,13 @@
-"""Keeps and computes once what processors that share a memory have in common."""
+"""Keeps, computes and writes once what processors that share a memory have in common."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+import contextlib
+import weakref
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import calls_function, variable_key, variables_written
 from mtf_gradsync.mesh.devices import full_name
 from mtf_gradsync.mesh.topology import memories
 
@@ -84,15 +87,20 @@ class SharedVariable:
 
     Attributes:
       laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
+      writers: for each processor the one that writes its slice.
       copy_master_to_slices: the tf operation that sets the tf variables from the master.
       copy_slices_to_master: the tf operation that does the reverse.
     """
 
     def __init__(self, variable: mtf.Variable, mesh_impl: Any):
         """Makes the tf variables of a variable that has a master; the mesh has `next_turn`."""
-        self._variable, self._mesh_impl = variable, mesh_impl
+        self._variable, self._mesh_impl, self.name = variable, mesh_impl, variable.name
+        self.writers: list[int] = [0] * mesh_impl.size
+        with writing():
+            self._make(variable, mesh_impl)
+
+    def _make(self, variable: mtf.Variable, mesh_impl: Any) -> None:
         shape = variable.outputs[0].shape
-        self._owners: list[int] = []
         slices: list[Any] = [None] * mesh_impl.size
         turn = mesh_impl.next_turn()
         for memory in memories(mesh_impl.devices):
@@ -101,17 +109,16 @@ class SharedVariable:
                 begin = tuple(mesh_impl.slice_begin(shape, processor))
                 holders.setdefault(begin, []).append(processor)
             for members in holders.values():
-                owner = members[turn % len(members)]
-                self._owners.append(owner)
-                with tf.device(mesh_impl.devices[owner]):
+                writer = members[turn % len(members)]
+                with tf.device(mesh_impl.devices[writer]):
                     value = tf.get_variable(
-                        f"{variable.name}_slice_{owner}",
+                        f"{variable.name}_slice_{writer}",
                         mesh_impl.slice_shape(shape),
                         dtype=variable.slice_dtype,
                         collections=[],
                     )
                 for member in members:
-                    slices[member] = value
+                    slices[member], self.writers[member] = value, writer
         self.laid_out_tensor = mesh_impl.LaidOutTensor(slices)
         self.copy_master_to_slices = self.assign_to_slices(
             mtf.assign_slice, mesh_impl.make_slices(variable.get_master(), shape)
@@ -123,14 +130,70 @@ class SharedVariable:
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Assigns the value of each processor's slice, each tf variable once."""
-        owners = self._owners
+        writers = list(dict.fromkeys(self.writers))
         slices = self.laid_out_tensor.all_slices
-        return tf.group(
-            mtf.parallel(
-                [self._mesh_impl.devices[owner] for owner in owners],
-                assign_fn,
-                [self._variable] * len(owners),
-                [slices[owner] for owner in owners],
-                [values[owner] for owner in owners],
+        with writing():
+            return tf.group(
+                mtf.parallel(
+                    [self._mesh_impl.devices[writer] for writer in writers],
+                    assign_fn,
+                    [self._variable] * len(writers),
+                    [slices[writer] for writer in writers],
+                    [values[writer] for writer in writers],
+                )
             )
-        )
+
+
+def writers_of(laid_out_variable: Any) -> list[int]:
+    """Returns for each processor the one that writes its slice of a laid-out variable."""
+    shared = getattr(laid_out_variable, "writers", None)
+    return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
+
+
+# For each graph the numbers of the operations that were made inside `writing`, and whether those
+# are only its calls.
+_WRITING: weakref.WeakKeyDictionary[tf.Graph, list[tuple[range, bool]]]
+_WRITING = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def writing(only_calls: bool = False) -> Iterator[None]:
+    """Lets the operations that are made inside the block write shared slices, each of them once.
+
+    With `only_calls`, those that call functions, which have been checked themselves.
+    """
+    graph = tf.get_default_graph()
+    first = graph.version
+    yield
+    _WRITING.setdefault(graph, []).append((range(first, graph.version), only_calls))
+
+
+def check_writers(laid_out_variables: Iterable[Any], first: int = 0) -> None:
+    """Raises a ValueError if an operation outside of `writing` writes a slice that is shared.
+
+    Args:
+      laid_out_variables: the variables of a lowering.
+      first: how many operations the default graph had before the lowering.
+    """
+    shared = {
+        variable_key(x.op): variable.name
+        for variable in laid_out_variables
+        if isinstance(variable, SharedVariable)
+        for x in variable.laid_out_tensor.all_slices
+    }
+    graph = tf.get_default_graph()
+    allowed: dict[bool, set[int]] = {True: set(), False: set()}
+    for numbers, only_calls in _WRITING.get(graph, ()):
+        allowed[only_calls].update(numbers)
+    for number, op in enumerate(graph.get_operations()[first:] if shared else (), first):
+        if number in allowed[False] or (number in allowed[True] and calls_function(op)):
+            continue
+        for key in variables_written(op):
+            if key in shared:
+                raise ValueError(
+                    f"Operation {op.name!r} writes a slice of variable {shared[key]!r}, which "
+                    "several processors share: a slice has one writer, as two writes of one step "
+                    "would race. Write by mtf.assign, or in an operation of your own by "
+                    "lowering.variables[variable].assign_to_slices(assign_fn, values); or make the "
+                    "mesh with share_copies=False."
+                )

@@ -1,9 +1,6 @@
 """Optimizers that wrap Mesh-TF optimizers."""
 
-from mtf_gradsync.optimizers.accumulation.optimizer import (
-    GradientAccumulationOptimizer,
-    get_update_step,
-)
+from mtf_gradsync.optimizers.accumulation.optimizer import GradientAccumulationOptimizer
 from mtf_gradsync.optimizers.accumulation.skipping import skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.average import AverageOptimizer, moving_average
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
@@ -18,6 +15,8 @@ from mtf_gradsync.optimizers.report import (
     split_by_shard,
 )
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
+from mtf_gradsync.optimizers.skips import NoUpdateError
+from mtf_gradsync.optimizers.state.schedules import get_update_step
 from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
@@ -27,6 +26,7 @@ __all__ = [
     "CrossShardOptimizer",
     "GradientAccumulationOptimizer",
     "LossScaleOptimizer",
+    "NoUpdateError",
     "NoiseScale",
     "OuterOptimizer",
     "ShardedUpdateOptimizer",

@@ -8,7 +8,6 @@ import gin
 
 from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients.copies import SumCopies, check_group_assignment, check_groups_cover
 from mtf_gradsync.gradients.stages import on_present
@@ -29,10 +28,16 @@ class _ReduceOverShards(Stage):
         self._wrapper = wrapper
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        del step
         wrapper = self._wrapper
+        around = step.stages[: step.stages.index(self)]
+        others = [stage._wrapper for stage in around if isinstance(stage, _ReduceOverShards)]
+
+        def is_to_sum(variable: mtf.Variable) -> bool:
+            summed = any(other._has_own_copy(variable) for other in others)
+            return wrapper._has_own_copy(variable) and not summed
+
         pairs = list(zip(gradients.grads, gradients.variables))
-        copies = [g if g is not None and wrapper._has_own_copy(v) else None for g, v in pairs]
+        copies = [g if g is not None and is_to_sum(v) else None for g, v in pairs]
 
         def sum_copies(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
             dims = [wrapper._shard_dims(g.shape) for g in present]
@@ -78,8 +83,8 @@ class CrossShardOptimizer(Wrapper):
             `tf.compat.v1.train` the result is `compat_v1.CrossShardOptimizer`, and arguments for
             the mesh have no effect. A subclass takes mesh optimizers only.
           reduction: `tf.compat.v1.losses.Reduction.MEAN` or `.SUM`: whether `compute_gradients`
-            scales per-shard losses by 1/num_shards (with groups: 1/group size). Applying
-            gradients always sums.
+            scales per-shard losses by 1/num_shards (with groups: 1/group size), in any wrapper of
+            the stack. Applying gradients always sums.
           name: name of the wrapper.
           group_assignment: groups of shards that sum with each other, for variables with shard
             dims: equally long lists of shard numbers, together a permutation of range(num_shards).
@@ -108,7 +113,7 @@ class CrossShardOptimizer(Wrapper):
             arguments = (opt, reduction, name, group_assignment)
             self._become(compat_v1.CrossShardOptimizer, *arguments)
             return
-        self._groups, self._reduction = groups, reduction
+        self._groups, self.loss_reduction = groups, reduction
         self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
         if self._groups and self.axes:
@@ -121,41 +126,34 @@ class CrossShardOptimizer(Wrapper):
         return [_ReduceOverShards(self)]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
-        for variable in variables if self._groups else ():
-            if not self._has_own_copy(variable):
+        others = [w for w in self._wrappers()[1:] if isinstance(w, CrossShardOptimizer)]
+        for variable in variables if self._groups or others else ():
+            if self._groups and not self._has_own_copy(variable):
                 raise ValueError(
                     f"group_assignment={self._groups!r} sums within groups of shards, but all "
                     f"shards share the variable {variable.name!r} of shape "
                     f"{variable.shape.to_string}: it would get a different value in each group. "
                     "Give the variable the shard dims, or do not give group_assignment."
                 )
-            assert self._groups is not None  # or the loop has no elements
-            check_groups_cover(self._groups, mtf.Shape(self._shard_dims(variable.shape)).size)
+            mine = self._sums_of_copies(variable)
+            for other in others if mine else ():
+                its = other._sums_of_copies(variable)
+                if its and (its != mine or other not in self._segment_wrappers()):
+                    raise ValueError(
+                        f"{self.name} and {other.name} inside it would both sum the gradients of "
+                        f"the copies that shards have of {variable.name!r}, {mine} and {its}: use "
+                        "one of them."
+                    )
+
+    def _sums_of_copies(self, variable: mtf.Variable) -> str:
+        """Describes over which shards the copies' gradients are summed; "" for no copies."""
+        if not self._has_own_copy(variable):
+            return ""
+        dims = mtf.Shape(self._shard_dims(variable.shape))
+        groups = self._groups or [list(range(dims.size))]
+        check_groups_cover(groups, dims.size)
+        return f"along {dims.dimension_names} in groups {sorted(map(sorted, groups))}"
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """See `Wrapper.check`."""
         self._check_variables([v for g, v in zip(grads, variables) if g is not None])
-
-    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        dims = self._shard_dims(loss.shape)
-        if not dims:
-            # No warning for a scalar if no mesh was given, as in most programs.
-            if loss.shape.dims or self.axes is not None or self._groups:
-                warn_once(
-                    "loss without shard dims",
-                    "CrossShardOptimizer: the loss of shape %s has none of the shard dims %s, so "
-                    "it counts as the loss of all shards: num_shards is 1 and it is not scaled."
-                    "%s",
-                    loss.shape.to_string,
-                    list(self._shard_names),
-                    " If one of its dimensions is the batch's, name it in batch_dims."
-                    if loss.shape.dims
-                    else "",
-                )
-            return loss
-        num_shards = mtf.Shape(dims).size
-        if self._groups:
-            num_shards = check_groups_cover(self._groups, num_shards)
-        if self._reduction == Reduction.SUM or num_shards == 1:
-            return loss
-        return loss * (1.0 / num_shards)

@@ -21,18 +21,19 @@ class TrainOptimizerInterface:
     apply_grads: Callable[..., list[mtf.Operation]]
     _without_scales: Callable[..., list[Any]]
     _check_arguments: Callable[[OwnArguments], None]
+    _wrappers: Callable[[], list[Any]]
+    _share_of_shard: Callable[[mtf.Tensor], float]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for variables that cannot be updated."""
 
-    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        """Returns the loss to differentiate."""
-        return loss
-
     def compute_gradients(
         self, loss: mtf.Tensor, var_list: Sequence[mtf.Variable] | None = None
     ) -> checks.GradsAndVars:
-        """Differentiates a loss.
+        """Differentiates a loss, or the mean of one loss for each shard.
+
+        It is their sum if the stack has a `CrossShardOptimizer` with `reduction=SUM`. Which wrapper
+        is the outermost, and which ones know the shards, makes no difference.
 
         Args:
           loss: an mtf tensor; a scalar, or with its shard dims one loss per shard.
@@ -43,7 +44,7 @@ class TrainOptimizerInterface:
 
         Raises:
           TypeError: loss or var_list has the wrong type.
-          ValueError: var_list is empty.
+          ValueError: var_list is empty, or wrappers of the stack contradict each other.
         """
         if not isinstance(loss, mtf.Tensor):
             raise TypeError(f"loss must be an mtf.Tensor, got {loss!r}.")
@@ -52,10 +53,12 @@ class TrainOptimizerInterface:
         variables = checks.check_variables(var_list)
         if not variables:
             raise ValueError(f"There are no variables to differentiate: got var_list={var_list!r}.")
-        self._check_variables(variables)
+        for wrapper in self._wrappers():
+            wrapper._check_variables(variables)
+        share = self._share_of_shard(loss)
         with Plan.of(loss.graph).undone_on_error():
-            scaled = self._scale_loss(loss)
-            grads = mtf.gradients([scaled], [v.value for v in variables])
+            joined = loss if share == 1.0 else loss * share
+            grads = mtf.gradients([joined], [v.value for v in variables])
             return list(zip(self._without_scales(grads, variables), variables))
 
     def apply_gradients(

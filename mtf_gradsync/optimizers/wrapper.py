@@ -31,7 +31,7 @@ from mtf_gradsync.optimizers.pipeline import (
 from mtf_gradsync.optimizers.shard_shapes import ShardShapes
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.reduce.strategies.compressed import WireDtype
+from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Plan
 
@@ -50,6 +50,8 @@ class Wrapper(
 
     Attributes:
       traits: what the wrapper needs of its stack.
+      loss_reduction: how `compute_gradients` joins losses of shards, `tf.losses.Reduction.MEAN` or
+        `.SUM`. None leaves that to the rest of the stack, where it is the mean if all have None.
       shown: the values of `reported` that training shows next to the loss, by the names to show.
       opt: the inner optimizer.
       axes: the replica axes, `ReplicaAxes`; None if no mesh was given.

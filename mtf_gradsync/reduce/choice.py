@@ -11,10 +11,10 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.topology import KNOWN_KINDS, Topology, topology_of
-from mtf_gradsync.reduce.parts.cuts import Cuts
-from mtf_gradsync.reduce.strategies.collective import CollectiveAllReduce
-from mtf_gradsync.reduce.strategies.fused import PLACEMENT_PACKED_BYTES, FusedAllReduce
-from mtf_gradsync.reduce.strategies.hierarchical import HierarchicalAllReduce
+from mtf_gradsync.reduce.collective import CollectiveAllReduce
+from mtf_gradsync.reduce.hierarchical import HierarchicalAllReduce
+from mtf_gradsync.reduce.one_level import PLACEMENT_PACKED_BYTES, FusedAllReduce
+from mtf_gradsync.reduce.parts import Cuts
 from mtf_gradsync.reduce.strategy import Strategy, has_gradient_reduction
 
 _logger = logging.getLogger("mtf_gradsync")

@@ -13,7 +13,7 @@ from mtf_gradsync.mesh.devices import canonical_device
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.shared_copies import SharedVariable, slicewise
 from mtf_gradsync.mesh.topology import memories
-from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
+from mtf_gradsync.reduce.one_level import FusedAllReduce
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 
 _EXTREMES = {"MAX": tf.maximum, "MIN": tf.minimum}

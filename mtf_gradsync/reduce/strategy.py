@@ -9,19 +9,21 @@ from typing import Any, Sequence
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.groups import ProcessorGroups, check_groups, check_mesh
 from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.reduce.aggregation import check_aggregation, check_divisible, divide
-from mtf_gradsync.reduce.checks import check_values
-from mtf_gradsync.reduce.destinations import (
+from mtf_gradsync.reduce.checks import (
+    check_aggregation,
     check_destinations,
+    check_divisible,
     check_pairs,
     check_value,
+    check_values,
     copies,
+    divide,
     spread,
 )
-from mtf_gradsync.reduce.parts.cuts import Cuts, take_parts
-from mtf_gradsync.reduce.parts.reduce_scatter import reduce_scatter
+from mtf_gradsync.reduce.parts import Cuts, take_parts
+from mtf_gradsync.reduce.scatter_gather import reduce_scatter
 from mtf_gradsync.reduce.state import GradientOfCores, State, StateMaker
-from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
+from mtf_gradsync.reduce.sums import simd_wire_dtype
 
 _OLD_NAME = "Strategy.reduces_gradients_apart is deprecated: use Strategy.has_gradient_reduction."
 

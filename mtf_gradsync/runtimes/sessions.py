@@ -19,6 +19,8 @@ _SessionInterface: Any = session_interface()
 class ProgramSession(_SessionInterface):
     """A session on the cores of a SIMD program, with the interface of a ``tf.Session``."""
 
+    looks_at_steps = True
+
     def __init__(self, graph: tf.Graph, session: ReplicaSession):
         self._graph = graph
         self._session = session

@@ -80,20 +80,26 @@ class CpuReplicaSession(ReplicaSession):
           ValueError: see `ReplicaSession.run`.
         """
         also: list[str] = []
+        counts: dict[str, str] = {}
         mapped = tf.nest.map_structure(lambda f: self._fetch(f, per_replica, also), fetches)
         feeds = {self._feed(k): v for k, v in (feed_dict or {}).items()}
+        for name in self._ops.watches.counts:
+            if self._emulated.done[self._emulated.program_of(name)] in also:
+                counts[name] = self._emulated.names_on_replicas(name)[0]
         try:
-            return self._session.run([mapped, sorted(set(also))], feeds)[0]
+            values, told, _ = self._session.run([mapped, counts, sorted(set(also))], feeds)
         except tf.errors.InvalidArgumentError as error:
             name = str(error.op.name) if error.op is not None else ""
             compared = self._emulated.agreements.get(name)
             if compared is None:
                 raise
-            values = map(bool, self._session.run(values_name(name) + ":0"))
-            by_core = dict(zip(compared.group, values))
+            predicates = map(bool, self._session.run(values_name(name) + ":0"))
+            by_core = dict(zip(compared.group, predicates))
             raise BranchDivergenceError(
                 compared.kind, compared.predicate, by_core, compared.meetings
             ) from error
+        self._ops.watches.look(told, self._session.run)
+        return values
 
     def _fetch(self, fetch: Any, per_replica: bool, also: list[str]) -> Any:
         name = self._name_of(fetch)

@@ -15,6 +15,7 @@ from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, restored_lowering
 from mtf_gradsync.optimizers.state.restoring import adapt_checkpoint
+from mtf_gradsync.step import StepWatches
 
 
 class MasterOps:
@@ -23,6 +24,7 @@ class MasterOps:
     Attributes:
       masters: name of each global variable -> the tensor that holds its value.
       saver_def: SaverDef of the global variables; None where there are none.
+      watches: looks at the outcome of each step of the graph's programs.
     """
 
     def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
@@ -41,6 +43,7 @@ class MasterOps:
             self.masters = {v.op.name: _value_name(graph, v) for v in variables}
             saver = tf.train.Saver(variables, max_to_keep=None) if variables else None
             self.saver_def = saver.as_saver_def() if saver else None
+            self.watches = StepWatches(graph)
 
     def check_has_variables(self) -> None:
         """Raises ValueError if the graph has no variables to save or restore."""
@@ -71,8 +74,12 @@ class ReplicaSession(abc.ABC):
     """A session on the cores of a SIMD program. Use it as a context manager.
 
     Running any tensor or operation of a program runs the whole program on all cores, updates
-    included, as a TPU does.
+    included, as a TPU does. After each step it logs what optimizers have skipped, and raises
+    `NoUpdateError` where there were too many steps without an update.
     """
+
+    # Hooks that watch steps leave it to the session.
+    looks_at_steps = True
 
     def __init__(self, session: tf.Session, ops: MasterOps):
         """Begins a session; the graph of `session` holds these operations under their names."""

@@ -4,13 +4,20 @@ from mtf_gradsync.step.after import ValuesAfter, values_after
 from mtf_gradsync.step.branch import Branch, Conditional
 from mtf_gradsync.step.count import AdvanceStep, advance_step, is_advanced
 from mtf_gradsync.step.gate import Gate, gated_update
-from mtf_gradsync.step.in_place import WriteInPlace
 from mtf_gradsync.step.islands import HeldSlices, Islands
 from mtf_gradsync.step.later import Later, StandIn, build_later, built
-from mtf_gradsync.step.own_writes import OwnWrites
 from mtf_gradsync.step.part import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
-from mtf_gradsync.step.watch import Watch, Watched, WatchHook
+from mtf_gradsync.step.watch import StepWatches, Watch, Watched, WatchHook
+from mtf_gradsync.step.writes import (
+    OwnWrites,
+    WriteInPlace,
+    WriteOrder,
+    after_lowering,
+    before_lowering,
+    in_order,
+    write_slices,
+)
 
 __all__ = [
     "AdvanceStep",
@@ -25,15 +32,21 @@ __all__ = [
     "PartLowering",
     "Plan",
     "StandIn",
+    "StepWatches",
     "ValuesAfter",
     "Watch",
     "WatchHook",
     "Watched",
     "WriteInPlace",
+    "WriteOrder",
     "advance_step",
+    "after_lowering",
+    "before_lowering",
     "build_later",
     "built",
     "gated_update",
+    "in_order",
     "is_advanced",
     "values_after",
+    "write_slices",
 ]

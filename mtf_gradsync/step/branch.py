@@ -9,6 +9,7 @@ from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.shared_copies import check_writers, writing
 from mtf_gradsync.step.as_call import can_call, run_as_call
 from mtf_gradsync.step.gate import Gate
 from mtf_gradsync.step.plan import Plan, takes_stack_apart
@@ -72,6 +73,7 @@ class Conditional(mtf.Operation):
         plan = self._branch.plan
         predicate = lowering.tensors[self.inputs[0]].to_laid_out_tensor().tensor_list[0]
         in_call = self._as_call and can_call(lowering)
+        graph = tf.get_default_graph()
 
         def run() -> tf.Operation:
             with contextlib.ExitStack() as stack:
@@ -82,13 +84,15 @@ class Conditional(mtf.Operation):
                 for op in plan.members(self._branch):
                     with tf.name_scope(op.name):
                         op.lower(lowering)
+                if tf.get_default_graph() is not graph:
+                    check_writers(lowering.variables.values())
             return tf.group(*[lowering.operations[op] for op in self.updates])
 
         before = set(lowering.operations)
         waited_for = [lowering.operations[op] for op in self._behind]
         if self._gate is not None:
             waited_for.append(self._gate.barrier(lowering))
-        with tf.control_dependencies(waited_for), control_flow_v1():
+        with tf.control_dependencies(waited_for), control_flow_v1(), writing(only_calls=True):
             done = tf.cond(predicate, lambda: run_as_call(run) if in_call else run(), tf.no_op)
         # Those of inner branches, too: outside nothing can wait for these themselves.
         for op in [*lowering.operations]:

@@ -14,6 +14,7 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.reshaped import Reshaped
 from mtf_gradsync._refs import CURE
+from mtf_gradsync.mesh.shared_copies import writers_of
 from mtf_gradsync.step.part import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
 
@@ -87,6 +88,7 @@ class HeldSlices:
         # Slices that processors share stay shared.
         self._seen = {id(x): Reshaped(x, shape) for x in slices}
         self.laid_out_tensor = mesh_impl.LaidOutTensor([self._seen[id(x)] for x in slices])
+        self.writers = writers_of(held)
         with mtf.utils.outside_all_rewrites(), tf.control_dependencies(None):
             self.copy_master_to_slices = self.copy_slices_to_master = tf.no_op()
 

@@ -28,6 +28,9 @@ class PartLowering:
         """Surrounds the lowering of a branch, none of whose tensors may be used outside."""
         return contextlib.nullcontext()
 
+    def end(self) -> None:
+        """Called when all operations are lowered."""
+
 
 class Part:
     """A part of a plan, which can lower operations.

@@ -200,6 +200,12 @@ class Plan:
         """Returns the state of a lowering that has begun."""
         return vars(lowering)[_LOWERED]
 
+    def end(self, lowering: mtf.Lowering) -> None:
+        """Ends a lowering, if the plan lowered its operations."""
+        if _LOWERED in vars(lowering):
+            for part in self.lowered(lowering).parts:
+                part.end()
+
     def members(self, branch: Any) -> list[mtf.Operation]:
         """The operations of a branch, in the order in which they are to be lowered."""
         return [op for op in self.graph.operations if self._branch_of.get(op) is branch]

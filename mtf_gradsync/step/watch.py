@@ -1,7 +1,8 @@
 """Operations whose outcome a program reads after the step.
 
 A TPU program can neither fail nor print, and TensorFlow's errors can only be recognised by their
-text. A watched operation writes its findings to variables, and a `Watch` reads them.
+text. A watched operation keeps its findings in variables. The sessions of this package look at them
+after each step (`StepWatches`), and others by a hook (`WatchHook`).
 """
 
 from __future__ import annotations
@@ -9,78 +10,204 @@ from __future__ import annotations
 import logging
 from typing import Any, Callable, Sequence
 
+import numpy as np
+
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.step.plan import Plan
 
 _logger = logging.getLogger("mtf_gradsync")
+# The collection of pairs (`Watched`, name of its counts) of the SIMD programs of a tf graph. It is
+# not exported, as its key is not a string.
+_COLLECTION = ("mtf_gradsync watched",)
+
+
+class Watched(mtf.Operation):
+    """An operation at the end of a step that leaves its outcome in variables.
+
+    A subclass calls `note_lowering` when it is lowered. Variables are not split over processors.
+    """
+
+    def __init__(
+        self,
+        before: Sequence[mtf.Tensor],
+        now: Sequence[mtf.Tensor],
+        counts: Sequence[mtf.Variable],
+        records: Sequence[mtf.Variable],
+        name: str,
+    ):
+        """Adds the operation.
+
+        Args:
+          before: the values of `counts` before the step.
+          now: their values after it, readable outside of branches.
+          counts: int32 variables, which say whether there is something to tell.
+          records: variables with the rest, read only then.
+          name: name of the operation.
+        """
+        super().__init__([*before, *now], name=name)
+        # Whether the step, as it was lowered, does not print or raise the outcome itself.
+        self.takes_a_hook = False
+        # Nobody can read values of a branch outside of it.
+        self.can_be_told = not Plan.of(self.graph).is_in_branch
+        self._counts, self._records = list(counts), list(records)
+        # For each lowering a slice of each variable.
+        self._slices: list[tuple[list[Any], list[Any]]] = []
+
+    def values_now(self, lowering: mtf.Lowering) -> list[tf.Tensor]:
+        """Returns the lowered values of the counts after the step."""
+        return self._lowered(lowering, self.inputs[len(self._counts) :])
+
+    def slices_of_records(self, lowering: mtf.Lowering) -> list[Any]:
+        """Returns one slice of each record."""
+        return _slices(lowering, self._records)
+
+    def note_lowering(self, lowering: mtf.Lowering) -> None:
+        """Records a lowering; `lower` calls it."""
+        self._slices.append((_slices(lowering, self._counts), self.slices_of_records(lowering)))
+        self.takes_a_hook = is_simd(lowering.mesh_impl(self))
+        if self.takes_a_hook and self.can_be_told:
+            values = self._lowered(lowering, self.inputs)
+            told = tf.concat([tf.reshape(x, [-1]) for x in values], 0)
+            tf.add_to_collection(_COLLECTION, (self, told.name))
+
+    def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
+        """Whether there is something to tell, by the values of the counts; see `find`."""
+        raise NotImplementedError
+
+    def find(
+        self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
+    ) -> list[Any]:
+        """Returns lines to log and exceptions to raise, by the variables' values after a step.
+
+        `before` are the counts before the step, or when they were last read; None if that is not
+        known.
+        """
+        raise NotImplementedError
+
+    def apart(self, told: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Takes what a step told apart: the counts before and after it."""
+        sizes = [x.shape.size for x in self.inputs]
+        parts = np.split(told, np.cumsum(sizes)[:-1])
+        return parts[: len(self._counts)], parts[len(self._counts) :]
+
+    def watch(self) -> Watch:
+        """Adds operations that read the variables to the default graph."""
+        with tf.control_dependencies(None):
+            reads = [
+                ([x.read_value() for x in counts], [x.read_value() for x in records])
+                for counts, records in self._slices
+            ]
+        return Watch(reads, self)
+
+    def _lowered(self, lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[tf.Tensor]:
+        return [lowering.tensors[x].to_laid_out_tensor().all_slices[0] for x in tensors]
+
+
+def _slices(lowering: mtf.Lowering, variables: Sequence[mtf.Variable]) -> list[Any]:
+    return [lowering.variables[v].laid_out_tensor.all_slices[0] for v in variables]
 
 
 class Watch:
-    """Reads the outcome of a session's last step; made by `Watched.watch`."""
+    """Reads the outcome of a session's last step; made by `Watched.watch`.
 
-    def __init__(
-        self, reads: Sequence[Sequence[tf.Tensor]], find: Callable[[Any, Sequence[Any]], Any]
-    ):
-        self._reads, self._find = reads, find
+    Attributes:
+      records: what it reads of the records, by lowering.
+    """
+
+    def __init__(self, reads: Sequence[tuple[Any, Any]], watched: Watched):
+        self._reads, self._watched = reads, watched
         self._before: list[Any] = [None] * len(reads)
+
+    @property
+    def records(self) -> list[list[tf.Tensor]]:
+        """Tensors of the values of the records, for each lowering."""
+        return [records for _, records in self._reads]
 
     def ask(self, session: Any) -> Any:
         """Returns an exception to raise or a line to log after a step of a session, or None.
 
         Where the step raised an error, the exception takes its place.
         """
-        before, self._before = self._before, session.run(self._reads)
-        found = [self._find(old, new) for old, new in zip(before, self._before)]
-        return next((one for one in found if one is not None), None)
+        read = session.run(self._reads)
+        before, self._before = self._before, [counts for counts, _ in read]
+        told = [
+            one
+            for old, (now, records) in zip(before, read)
+            if self._watched.is_due(old, now)
+            for one in self._watched.find(old, now, records)
+        ]
+        return next(iter(sorted(told, key=lambda one: not isinstance(one, Exception))), None)
 
 
-class Watched(mtf.Operation):
-    """An operation that leaves its outcome in variables."""
+class StepWatches:
+    """Looks at the watched operations of SIMD programs after each step of a session.
 
-    def __init__(self, inputs: Sequence[mtf.Tensor], variables: Sequence[mtf.Variable], name: str):
-        """Adds the operation; `variables`, not split over processors, are those for `find`."""
-        super().__init__(list(inputs), name=name)
-        # Whether the step, as it was lowered, does not print or raise the outcome itself.
-        self.takes_a_hook = False
-        self._variables = list(variables)
-        # For each lowering a slice of each variable.
-        self._slices: list[list[Any]] = []
+    Attributes:
+      counts: the names of the tensors of the programs whose values, on any core, `look` takes.
+    """
 
-    def note_lowering(self, lowering: mtf.Lowering) -> None:
-        """Records a lowering's slices of the variables; `lower` calls it."""
-        laid_out = [lowering.variables[v].laid_out_tensor for v in self._variables]
-        self._slices.append([x.all_slices[0] for x in laid_out])
-        self.takes_a_hook = is_simd(lowering.mesh_impl(self))
+    def __init__(self, graph: tf.Graph):
+        """Adds reads of records to the graph, which holds the programs."""
+        found = graph.get_collection(_COLLECTION)
+        watches = {watched: watched.watch() for watched, _ in found}
+        number = dict.fromkeys(watches, 0)
+        self.counts: list[str] = []
+        self._told: dict[str, tuple[Watched, list[str]]] = {}
+        for watched, name in found:
+            records = watches[watched].records[number[watched]]
+            number[watched] += 1
+            self.counts.append(name)
+            self._told[name] = watched, [x.name for x in records]
 
-    def find(self, before: Sequence[Any] | None, now: Sequence[Any]) -> Any:
-        """Returns what to raise or log, as `Watch.ask` does, by the variables' values after a step.
+    def look(
+        self, values: dict[str, Any], read: Callable[[list[str]], Any], logs: bool = True
+    ) -> None:
+        """Logs what a step skipped, or raises an exception about it.
 
-        `before` are their values when they were last read; None at the first time.
+        Args:
+          values: values of the tensors in `counts`, by name.
+          read: returns values of tensors outside of programs, by name.
+          logs: whether to log lines.
         """
-        raise NotImplementedError
-
-    def watch(self) -> Watch:
-        """Adds operations that read the variables to the default graph."""
-        with tf.control_dependencies(None):
-            return Watch([[x.read_value() for x in some] for some in self._slices], self.find)
+        errors: list[Exception] = []
+        for name, told in values.items():
+            watched, records = self._told[name]
+            before, now = watched.apart(np.asarray(told))
+            if not watched.is_due(before, now):
+                continue
+            for one in watched.find(before, now, read(records)):
+                if isinstance(one, Exception):
+                    errors.append(one)
+                elif logs:
+                    _logger.warning("%s", one)
+        if errors:
+            raise errors[0]
 
 
 class WatchHook(tf.train.SessionRunHook):
-    """Raises or logs the outcome of a watched operation after each run of a session."""
+    """Raises or logs the outcome of a watched operation after each run of a session.
+
+    It does nothing in sessions that do so themselves.
+    """
 
     def __init__(self, find_watched: Callable[[], Watched | None]):
         """Sets the function that finds the operation, or None, once the session begins."""
         self._find_watched = find_watched
+        self._watched: Any = None
         self._watch: Watch | None = None
 
     def begin(self) -> None:
         """See `tf.train.SessionRunHook.begin`."""
-        watched = self._find_watched()
-        self._watch = watched.watch() if watched and watched.takes_a_hook else None
+        self._watched = self._find_watched()
+        takes_it = self._watched is not None and self._watched.takes_a_hook
+        self._watch = self._watched.watch() if takes_it else None
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """See `tf.train.SessionRunHook.after_create_session`."""
         del coord
+        if getattr(session, "looks_at_steps", False) and self._watched.can_be_told:
+            self._watch = None
         if self._watch:
             self._watch.ask(session)
 

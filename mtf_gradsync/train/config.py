@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
-from types import ModuleType
-from mtf_gradsync.runtimes.errors import ConfigError
-from typing import Any
-from mtf_gradsync._numbers import is_whole_number
 import logging
+import math
 import re
-from typing import Any, Callable, NamedTuple, Sequence
+from types import ModuleType
+from typing import Any, Callable, Dict, Literal, NamedTuple, Sequence, Tuple, Union
+
+import gin
+
+from mtf_gradsync._numbers import is_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.mesh.text import mesh_text
-import functools
-import math
-from typing import Any, Callable, Dict, Tuple, Union
-from mtf_gradsync._numbers import is_number, is_whole_number
-import dataclasses
-from typing import Any, Callable, Literal, Sequence, Union
-import gin
+from mtf_gradsync.runtimes.errors import ConfigError
 
 
 def transformer_utils() -> ModuleType:

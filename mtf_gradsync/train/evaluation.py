@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train.model import MeshModel, ModelSettings
 import math
+import os
 from typing import Any, Dict, List, NamedTuple, Sequence
+
+import gin
 import numpy as np
-from mtf_gradsync._private.libraries import tf
+
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.averaged import NoAveragesError
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes.manifest import UNREADABLE
 from mtf_gradsync.runtimes.saving import check_has
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.train.model import ModelSettings
-import os
-from typing import NamedTuple
-import gin
-from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train.data.vocabulary import PAD_ID
+from mtf_gradsync.train.model import MeshModel, ModelSettings
 
 
 class EvalGraph(NamedTuple):

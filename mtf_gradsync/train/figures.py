@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import html
 import importlib.util
 import io
+import re
 from pathlib import Path
 from typing import Any, Iterator
+
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.manifest import write_bytes
-from typing import Any
-import html
-import re
-
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 

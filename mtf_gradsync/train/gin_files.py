@@ -18,8 +18,7 @@ import mtf_gradsync.train.evaluation  # noqa: F401
 from mtf_gradsync._configs import configs_dir
 from mtf_gradsync._private.gin import bindings
 from mtf_gradsync.runtimes.errors import ConfigError
-from mtf_gradsync.train.config import RunConfig
-from mtf_gradsync.train.config import transformer_utils
+from mtf_gradsync.train.config import RunConfig, transformer_utils
 
 _RUN = "mtf_gradsync.train.run"
 _UTILS_RUN = "mesh_tensorflow.transformer.utils.run"

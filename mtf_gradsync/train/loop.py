@@ -7,10 +7,9 @@ import math
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
-import numpy as np
-
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
+from mtf_gradsync.optimizers import NoUpdateError
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.data.batches import DataError
@@ -139,8 +138,6 @@ class _Loop:
         self.step = self._saved_at = runner.first_step
         # Updates made by the end of each step, where the optimizers count them.
         self._updates: list[int] = []
-        # How much optimizers have skipped.
-        self._skipped = 0
         self.seconds = 0.0
         self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
 
@@ -191,6 +188,8 @@ class _Loop:
 
     def failure(self, error: BaseException) -> TrainingError:
         """Returns the error to show the user for an error that a step has raised."""
+        if isinstance(error, NoUpdateError):
+            return self._no_update(error)
         if isinstance(error, tf.errors.InvalidArgumentError):
             self._check_waits()
         return TrainingError(
@@ -231,13 +230,6 @@ class _Loop:
         if self._settings.timeline_steps and values.get("update_step") is not None:
             self._updates.append(int(values["update_step"]))
         self.progress.update(step, loss, values["fields"])
-        # Steps by the loss scale, and islands by the outer step where reports are on.
-        skipped = int(values.get("skipped", 0))
-        skipped += int(np.sum(values["reported"].get("outer/skipped", 0)))
-        line = self._runner.skip_reason() if skipped > self._skipped else None
-        if line:
-            self.progress.message(line)
-        self._skipped = skipped
         if step % settings.log_steps == 0 or step == settings.train_steps:
             # XLA drops the assertion with which a step on a placement mesh ends.
             self._check_waits()
@@ -252,13 +244,17 @@ class _Loop:
             self.seconds -= time.monotonic() - began  # `seconds` is of steps
 
     def _check_waits(self) -> None:
-        """Raises TrainingError if an optimizer has waited too long for its replicas."""
+        """Raises TrainingError if there were too many steps without an update."""
         error = self._runner.waits_too_long()
         if error:
-            raise TrainingError(
-                f"{error} The newest checkpoint is of step {self._saved_at}. Look at the data of "
-                "these replicas, or lower SyncReplicasOptimizer.replicas_to_aggregate."
-            ) from error
+            raise self._no_update(error) from error
+
+    def _no_update(self, error: Exception) -> TrainingError:
+        return TrainingError(
+            f"{error} The newest checkpoint is of step {self._saved_at}. Look at the data of these "
+            "shards; SyncReplicasOptimizer makes updates with fewer by a lower "
+            "replicas_to_aggregate."
+        )
 
 
 class Patience:

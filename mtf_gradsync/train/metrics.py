@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-from mtf_gradsync.runtimes.manifest import write_text
 import contextlib
 import errno
+import json
 import math
 import socket
 import time
+from pathlib import Path
 from typing import Any, Iterator, Mapping
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import first_line
-from mtf_gradsync.runtimes.manifest import free_name
-from typing import Any, Mapping
+
 import numpy as np
+
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import split_by_shard
+from mtf_gradsync.runtimes.errors import first_line
+from mtf_gradsync.runtimes.manifest import free_name, write_text
 
 
 class MetricsFile:

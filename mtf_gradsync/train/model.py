@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, get_args
+from typing import Any, Callable, NamedTuple, get_args
+
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.errors import ConfigError
-from mtf_gradsync.train.config import ModelType
-from mtf_gradsync.train.config import MeshSettings
-from mtf_gradsync.train.config import transformer_models, transformer_utils
-from typing import Any, Callable, NamedTuple
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.config import RunConfig, VariableFilter
-from mtf_gradsync.train.config import check_callable, check_count, check_vocabulary
-from mtf_gradsync.train.config import resolve_mesh
-from mtf_gradsync.train.config import LearningRate, resolve_batch_size, resolve_learning_rate, resolve_sequence_length
+from mtf_gradsync.train.config import (
+    LearningRate,
+    MeshSettings,
+    ModelType,
+    RunConfig,
+    VariableFilter,
+    check_callable,
+    check_count,
+    check_vocabulary,
+    resolve_batch_size,
+    resolve_learning_rate,
+    resolve_mesh,
+    resolve_sequence_length,
+    transformer_models,
+    transformer_utils,
+)
 from mtf_gradsync.train.data.batches import TrainingBatches
-from mtf_gradsync.train.config import transformer_utils
-
 
 MODEL_TYPES = get_args(ModelType)
 
@@ -163,8 +169,7 @@ class TrainingJob(NamedTuple):
       optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
         returns mtf operations. It, and each optimizer inside a wrapper, may have
         ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
-        loss, and ``update_step_now`` and ``skipped_now``, such scalars that count updates and
-        skipped steps.
+        loss, and ``update_step_now``, such a scalar that counts updates.
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: see `RunConfig`.
       reports: whether the step returns what its optimizers report.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
-import numpy as np
 from typing import Any, Callable, NamedTuple, Sequence
+
+import numpy as np
+
 from mtf_gradsync.train import figures
 from mtf_gradsync.train.traffic import Traffic
-
 
 # More points than these cannot be distinguished in a plot, and make a large page.
 _MOST_POINTS = 400
@@ -73,7 +73,7 @@ class Plot(NamedTuple):
     """A plot, as an ``svg`` element with a description of what it shows, and its texts."""
 
     title: str
-    figures: str
+    svg: str
     caption: str
 
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import signal
 import tempfile
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
+
 from mtf_gradsync import xla
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
+from mtf_gradsync.cluster import Task, join_cluster
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.train.config import RunConfig
-from mtf_gradsync.train.config import check_count
-from mtf_gradsync.train.config import resolve_mesh
+from mtf_gradsync.train.config import RunConfig, check_count, resolve_mesh
 from mtf_gradsync.train.run import NOTHING, Accepted, Part, check_schedule, run
 from mtf_gradsync.train.runner import choose_runtime
-from typing import Any, Callable, Sequence
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.cluster import Task, join_cluster
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, run
-
 
 # By these each process decides alone how many steps it makes, and when all exchange something.
 _SCHEDULE = ("train_steps", "save_checkpoints_steps", "log_steps", "timeline_steps")

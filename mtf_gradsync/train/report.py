@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import importlib.metadata
 import json
 import platform
-from pathlib import Path
-from typing import NamedTuple
-from mtf_gradsync.runtimes.manifest import write_json
-from mtf_gradsync.train.traffic import Traffic, TrafficRow
-import dataclasses
-from mtf_gradsync.timelines import Table, TimelineError
-import datetime
 import re
+from pathlib import Path
 from typing import Any, NamedTuple, Sequence
-from mtf_gradsync.runtimes.manifest import write_text
-from mtf_gradsync.train.figures import check_installed
-from mtf_gradsync.train import plots
-from mtf_gradsync.train.plots import series_of
 
+from mtf_gradsync.runtimes.manifest import write_json, write_text
+from mtf_gradsync.timelines import Table, TimelineError
+from mtf_gradsync.train import plots
+from mtf_gradsync.train.figures import check_installed
+from mtf_gradsync.train.plots import series_of
+from mtf_gradsync.train.traffic import Traffic, TrafficRow
 
 FACTS_FILE = "facts.json"
 

@@ -27,25 +27,36 @@ from mtf_gradsync.runtimes.starting import (
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline
-from mtf_gradsync.train.config import RunConfig
-from mtf_gradsync.train.config import check_callable, check_count
+from mtf_gradsync.train.config import RunConfig, check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
-from mtf_gradsync.train.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation import Score
 from mtf_gradsync.train.figures import check_drawing, writing_to
-from mtf_gradsync.train.model import TrainingJob, resolve_job
+from mtf_gradsync.train.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
-from mtf_gradsync.train.metrics import read_metrics
-from mtf_gradsync.train.metrics import Recorder
+from mtf_gradsync.train.metrics import Recorder, read_metrics
+from mtf_gradsync.train.model import TrainingJob, resolve_job
 from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.report import Facts, read_facts, versions, write_facts
-from mtf_gradsync.train.report import Ended, check_pages_installed, write_page
-from mtf_gradsync.train.report import RecordedSteps, forget_recorded, read_recorded, write_recorded
+from mtf_gradsync.train.report import (
+    Ended,
+    Facts,
+    RecordedSteps,
+    check_pages_installed,
+    forget_recorded,
+    read_facts,
+    read_recorded,
+    versions,
+    write_facts,
+    write_page,
+    write_recorded,
+)
+from mtf_gradsync.train.runner import (
+    PlacementMeshRunner,
+    Runner,
+    Runtime,
+    SimdProgramRunner,
+    choose_runtime,
+)
 from mtf_gradsync.train.traffic import list_traffic
-from mtf_gradsync.train.runner import PlacementMeshRunner
-from mtf_gradsync.train.runner import Runner
-from mtf_gradsync.train.runner import SimdProgramRunner
-from mtf_gradsync.train.runner import Runtime, choose_runtime
 from mtf_gradsync.train.train_graph import TrainGraph, build_on
 
 CONFIG_FILE = "operative_config.gin"

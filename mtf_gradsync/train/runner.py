@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
-from mtf_gradsync import xla
-from mtf_gradsync.runtimes import sessions
-from mtf_gradsync.runtimes.errors import ConfigError
-from mtf_gradsync.train.config import RunConfig, RuntimeName
 import abc
 import os
-from typing import Any, Callable, Iterable, Sequence
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers import OuterOptimizer, SyncReplicasOptimizer, traits_of
-from mtf_gradsync.optimizers.skip_reports import ReportsSkips
+from typing import Any, Callable, NamedTuple, Sequence, get_args
+
+import numpy as np
+
+from mtf_gradsync import simd, xla
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import singular_monitored_session
+from mtf_gradsync.optimizers import OuterOptimizer, traits_of
+from mtf_gradsync.optimizers.skips import ReportsSkips
+from mtf_gradsync.runtimes import sessions
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.saving import TrainingSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.step import Watched
 from mtf_gradsync.timelines import Timeline, timeline
+from mtf_gradsync.train.config import RunConfig, RuntimeName
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.train_graph import TrainGraph
-from typing import Any, Callable
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import singular_monitored_session
-import numpy as np
-from mtf_gradsync import simd, xla
-from mtf_gradsync.runtimes.errors import TrainingError
-from mtf_gradsync.runtimes.sessions import OnCores
-
 
 RUNTIMES = get_args(RuntimeName)
 
@@ -124,11 +118,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def waits_too_long(self) -> Exception | None:
-        """Returns an error if an optimizer has waited too long for its replicas, or None."""
-
-    @abc.abstractmethod
-    def skip_reason(self) -> str | None:
-        """Returns a line about what steps since the last call skipped, or None for nothing."""
+        """Returns an error if there were too many steps without an update, or None."""
 
     def agreed_stop(self, received: int | None) -> int | None:
         """Returns the signal for which all processes stop before the next step, or None to go on.
@@ -146,7 +136,7 @@ class Runner(abc.ABC):
 def fetches_of(graph: TrainGraph) -> dict[str, Any]:
     """Returns what to fetch with a step: "step", "loss", "fields" and "reported" of `TrainGraph`.
 
-    "update_step" and "skipped" are there only if the optimizers count updates and skipped steps.
+    "update_step" is there only if the optimizers count updates.
     """
     fetches = {
         "step": graph.step,
@@ -154,8 +144,7 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
         "fields": graph.fields,
         "reported": graph.reported,
     }
-    counts = {"update_step": graph.update_step, "skipped": graph.skipped}
-    return {**fetches, **{name: x for name, x in counts.items() if x is not None}}
+    return fetches if graph.update_step is None else {**fetches, "update_step": graph.update_step}
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
@@ -182,29 +171,18 @@ def _skips_islands(opt: Any) -> bool:
     return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
 
-class Watches:
-    """Asks optimizers after a step whether they have something to report."""
+class Waits:
+    """Asks optimizers whether there were too many steps without an update."""
 
-    def __init__(self, watched: Iterable[Watched | None]):
-        """Adds what it reads of `watched` to the default graph; None is skipped."""
+    def __init__(self, optimizers: Sequence[Any]):
+        """Adds what it reads to the default graph."""
+        watched = [x.steps_without_update for x in optimizers if isinstance(x, ReportsSkips)]
         self._watches = [one.watch() for one in watched if one]
 
-    def ask(self, session: Any) -> Any:
-        """Returns the first error or line that a watch has (`Watch.ask`), or None."""
+    def ask(self, session: Any) -> Exception | None:
+        """Returns the first error that a watch has (`Watch.ask`), or None."""
         found = [watch.ask(session) for watch in self._watches]
-        return next((one for one in found if one), None)
-
-
-def watch_waits(optimizers: Sequence[Any]) -> Watches:
-    """Returns watches that report an error where an optimizer waits too long for its replicas."""
-    waiting = [opt for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
-    return Watches(opt.steps_without_update for opt in waiting)
-
-
-def watch_skips(optimizers: Sequence[Any]) -> Watches:
-    """Returns watches that report a line for the log where steps do not print it themselves."""
-    reports = [opt.skip_report for opt in optimizers if isinstance(opt, ReportsSkips)]
-    return Watches(one for one in reports if one and one.takes_a_hook)
+        return next((one for one in found if isinstance(one, Exception)), None)
 
 
 class GraphRunner(Runner):
@@ -239,8 +217,7 @@ class GraphRunner(Runner):
             max_to_keep=keep_checkpoint_max or 0,
         )
         self._saver.recover_last_checkpoints(list(start.kept))
-        self._waits = watch_waits(graph.optimizers)
-        self._skips = watch_skips(graph.optimizers)
+        self._waits = Waits(graph.optimizers)
         self._fetches, self._batches = fetches_of(graph), batches
         self._global_step = tf.train.get_global_step()
         self._session: Any = None
@@ -269,10 +246,6 @@ class GraphRunner(Runner):
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""
         return self._raw(self._waits.ask)
-
-    def skip_reason(self) -> str | None:
-        """See `Runner`."""
-        return self._raw(self._skips.ask)
 
 
 class PlacementMeshRunner(GraphRunner):
@@ -333,7 +306,6 @@ class SimdProgramRunner(GraphRunner):
             raise self._other_runtime(error) from error
         cores = getattr(self._session, "cores", None)
         self.is_alone = cores is None or cores.is_alone
-        self._skips.ask(self._session)
         self._begin()
         if not self.is_alone:
             self._session.steps = self.first_step

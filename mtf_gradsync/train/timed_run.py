@@ -16,8 +16,7 @@ from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.config import RunConfig
 from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.run import ALONE, NOTHING, Accepted, Part, training_graph
-from mtf_gradsync.train.runner import Runner
-from mtf_gradsync.train.runner import choose_runtime
+from mtf_gradsync.train.runner import Runner, choose_runtime
 
 # It moves files of the run, which a timeline may not.
 _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"

@@ -1,17 +1,15 @@
-"""The mesh traffic of a training step: its totals, and the part of the step that each sum belongs to."""
+"""The mesh traffic of a training step: its totals, and the part that each sum belongs to."""
 
 from __future__ import annotations
 
-from typing import Callable, Iterable
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.simd import CommunicationReport
-from mtf_gradsync.train.train_graph import TrainGraph
-from typing import NamedTuple
-from mtf_gradsync import simd
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers import traits_of
-from mtf_gradsync.simd.traffic import has_calls
+from typing import Callable, Iterable, NamedTuple
 
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import traits_of
+from mtf_gradsync.simd import CommunicationReport
+from mtf_gradsync.simd.traffic import has_calls
+from mtf_gradsync.train.train_graph import TrainGraph
 
 # The forward and backward pass, the sums that reduce gradients, and everything else.
 MODEL, GRADIENTS, OPTIMIZER = "model", "gradients", "optimizer"

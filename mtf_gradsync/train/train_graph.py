@@ -16,10 +16,8 @@ from mtf_gradsync.optimizers import (
 )
 from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
-from mtf_gradsync.train.config import VariableFilter
-from mtf_gradsync.train.model import TrainingJob, placeholders
-from mtf_gradsync.train.model import MeshModel
-from mtf_gradsync.train.config import transformer_utils
+from mtf_gradsync.train.config import VariableFilter, transformer_utils
+from mtf_gradsync.train.model import MeshModel, TrainingJob, placeholders
 
 
 class TrainGraph(NamedTuple):
@@ -33,7 +31,6 @@ class TrainGraph(NamedTuple):
       reported: tensors for summaries, by name: the learning rate where the config has one, and the
         optimizers' reports (`mtf_gradsync.reported`).
       update_step: int scalar, updates made by the end of the step; None where no optimizer counts.
-      skipped: int scalar, steps skipped, likewise.
       num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
       optimizers: the optimizer that was made and those inside it, outermost first.
@@ -45,7 +42,6 @@ class TrainGraph(NamedTuple):
     fields: dict[str, tf.Tensor]
     reported: dict[str, tf.Tensor]
     update_step: tf.Tensor | None
-    skipped: tf.Tensor | None
     num_parameters: int
     gradients: list[Any]
     optimizers: tuple[Any, ...]
@@ -81,7 +77,7 @@ def build_train_graph(
         update_ops = list(opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs]))
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
-        fields, update_step, skipped = _facts(stack)
+        fields, update_step = _facts(stack)
         reports_by_name = reported(opt) if job.reports or job.noise_scale else {}
         if job.noise_scale:
             value, more = _noise_scale(opt, job.model.batch_size)
@@ -101,7 +97,7 @@ def build_train_graph(
         tf_reported = {name: exported(x) for name, x in reports_by_name.items()}
         if rate is not None:
             tf_reported["learning_rate"] = tf.cast(exported(rate), tf.float32)
-        tf_update_step, tf_skipped = exported(update_step), exported(skipped)
+        tf_update_step = exported(update_step)
     with tf.control_dependencies([*updates, step_now]):
         step = tf.identity(global_step.assign_add(1, read_value=True), name="train_step")
     return TrainGraph(
@@ -111,7 +107,6 @@ def build_train_graph(
         fields=tf_fields,
         reported=tf_reported,
         update_step=tf_update_step,
-        skipped=tf_skipped,
         num_parameters=sum(v.shape.size for _, v in pairs),
         gradients=[g for g, _ in pairs if g is not None],
         optimizers=stack,
@@ -195,17 +190,16 @@ def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
     return opt
 
 
-def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any, Any]:
-    """Returns what optimizers want shown, and their counts of updates and of skipped steps."""
+def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+    """Returns what optimizers want shown, and their count of updates."""
     fields: dict[str, Any] = {}
-    update_step = skipped = None
+    update_step = None
     # An outer optimizer's fields replace those of the same name.
     for opt in reversed(stack):
         fields.update(opt.progress_fields() if hasattr(opt, "progress_fields") else {})
         counted = getattr(opt, "update_step_now", None)
         update_step = update_step if counted is None else counted
-        skipped = getattr(opt, "skipped_now", skipped)
-    return fields, update_step, skipped
+    return fields, update_step
 
 
 def _variable_chooser(variable_filter: VariableFilter) -> Callable[[Any], Any | None]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import logging
 import os
-from typing import Any, Collection, Iterable, Sequence
+from typing import Any, Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import with_own_types
+from mtf_gradsync.optimizers import NoUpdateError
 from mtf_gradsync.processes.watchdog import note
 from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
@@ -20,16 +23,30 @@ from mtf_gradsync.xla.executable import Cache, default_cache_dir
 from mtf_gradsync.xla.outside import BOUNDARY, DeviceInputs, Place, StepPlan, place_of
 from mtf_gradsync.xla.prepared import Compiled, DeviceVariables, PreparedProgram
 from mtf_gradsync.xla.runner.devices import OnDevices, put
-from mtf_gradsync.xla.runner.errors import devices_errors
+from mtf_gradsync.xla.runner.errors import DevicesError, devices_errors
+
+_logger = logging.getLogger("mtf_gradsync")
+
+# How many steps may be dispatched before the session waits for what an earlier one has skipped:
+# enough to keep devices busy.
+_STEPS_UNTOLD = 4
 
 
 class Dispatched:
     """A step that runs on the devices, or waits for its turn."""
 
-    def __init__(self, structure: Any, places: Sequence[Place], values: dict[str, Any]):
+    def __init__(
+        self,
+        structure: Any,
+        places: Sequence[Place],
+        values: dict[str, Any],
+        look: Callable[[], None] = lambda: None,
+    ):
+        """Sets its values; `look` looks at the steps up to this one, once it has ended."""
         self._structure = structure
         self._places = places
         self._values = values
+        self._look = look
 
     def result(self) -> Any:
         """Waits for the step and returns its values.
@@ -39,9 +56,12 @@ class Dispatched:
 
         Raises:
           DevicesError: when the step failed.
+          NoUpdateError: when there were too many steps without an update.
         """
         with devices_errors():
             found = [place.value(self._values) for place in self._places]
+        if any(place.inside for place in self._places):
+            self._look()
         return tf.nest.pack_sequence_as(self._structure, found)
 
 
@@ -81,9 +101,16 @@ class XlaSession(ReplicaSession):
         self._prepared = prepared
         parts = prepared.parts
         self._facts, self._outside = parts.facts, parts.outside
+        self._watches, cluster = parts.ops.watches, parts.facts.cluster
+        self._counts = [
+            name for name in self._watches.counts if cluster[split_input(name)[0]] == program.name
+        ]
         self._cores = cores
         self._plans: dict[tuple[tuple[str, ...], bool], StepPlan] = {}
         self._random_state: OnDevices | None = None
+        self._dispatched = 0  # `steps` belongs to the user
+        # What steps told that nobody has looked at, with their numbers.
+        self._untold: collections.deque[tuple[int, dict[str, OnDevices]]] = collections.deque()
         self._entropy = int.from_bytes(os.urandom(7), "little")
         host = tf.Session(graph=self._outside.graph, config=config or host_config())
         super().__init__(host, parts.ops)
@@ -117,9 +144,21 @@ class XlaSession(ReplicaSession):
 
         Raises:
           DevicesError: when one of them failed.
+          NoUpdateError: when there were too many steps without an update.
         """
         with devices_errors():
             self._variables.wait()
+        self._look_until(self._dispatched)
+
+    def close(self) -> None:
+        """See `ReplicaSession.close`."""
+        try:
+            self._look_until(self._dispatched)
+        except NoUpdateError as error:
+            _logger.error("%s", error)
+        except DevicesError:
+            pass  # whoever asks for a result of the step gets it
+        super().close()
 
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
@@ -156,7 +195,7 @@ class XlaSession(ReplicaSession):
         if not plan.runs_program:
             values.update(self._run_outside(plan.first, feeds))
             return Dispatched(fetches, plan.places, values)
-        compiled = self._prepared.compiled(plan.inside)
+        compiled = self._prepared.compiled(self._with_counts(plan.inside))
         sources = self._inputs.sources(compiled.inputs, feeds)
         first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
         everywhere = None
@@ -164,12 +203,34 @@ class XlaSession(ReplicaSession):
             everywhere = plan.first.union(*(i.sources for i in compiled.inputs))
         values.update(self._run_outside(sources | plan.first, first, everywhere))
         values.update(self._step(compiled, values, feeds))
+        step = self._dispatched = self._dispatched + 1
+        self._untold.append((step, {name: values[name] for name in self._counts}))
+        # Nobody may ask for the results.
+        self._look_until(step - _STEPS_UNTOLD)
         if plan.last:
             last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
             last.update((k, values[v]) for k, v in plan.needs.carried.items())
             last.update(self._returned(plan.needs.returned, values))
             values.update(self._run_outside(plan.last, last))
-        return Dispatched(fetches, plan.places, values)
+        return Dispatched(fetches, plan.places, values, lambda: self._look_until(step))
+
+    def _with_counts(self, inside: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted({*inside, *self._counts}))
+
+    def _look_until(self, step: int) -> None:
+        """Looks at what steps told, up to one of them, and waits for these.
+
+        All processes look at the same steps, so that all of them raise an error.
+        """
+        while self._untold and self._untold[0][0] <= step:
+            _, told = self._untold.popleft()
+            with devices_errors():
+                values = {name: np.asarray(x.arrays[0]) for name, x in told.items()}
+            self._watches.look(values, self._read_records, logs=self._cores.is_first)
+
+    def _read_records(self, names: list[str]) -> list[Any]:
+        found = self._run_outside(names, {}, names)
+        return [found[name] for name in names]
 
     def _step(
         self, compiled: Compiled, values: dict[str, Any], fed: Collection[str]
@@ -242,6 +303,7 @@ class XlaSession(ReplicaSession):
         self._cores.together(lambda: super(XlaSession, self)._read(path))
 
     def _bring_masters_up_to_date(self) -> None:
+        self._look_until(self._dispatched)
         self._variables.copy_to_tensorflow()
         super()._bring_masters_up_to_date()
 

@@ -8,8 +8,8 @@ from benchmarks import two_processes
 from benchmarks.cluster import LocalCluster
 from mtf_gradsync import reduce, simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.reduce.strategies.low_rank import LowRankState
-from mtf_gradsync.reduce.strategies.quantized import QuantizationErrors
+from mtf_gradsync.reduce.low_rank import LowRankState
+from mtf_gradsync.reduce.quantized import QuantizationErrors
 
 SHAPES = [[256, 512], [512, 256], [512]]
 RUNS, RANK = 3, 4

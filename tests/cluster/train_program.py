@@ -7,9 +7,9 @@ import time
 import gin
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train import held_out
 from mtf_gradsync.train.cli import gin_arguments
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train import held_out
 from tests import grappler
 
 

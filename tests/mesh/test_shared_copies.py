@@ -41,12 +41,11 @@ KINDS_AND_OPTIMIZERS = list(
     ("mesh", "kind", "optimizer"),
     [(mesh, *case) for mesh, case in harness.pairs(["4x2", "2x2x2"], KINDS_AND_OPTIMIZERS)],
 )
-def test_training_equals_numpy(monkeypatch, mesh, kind, optimizer):
-    monkeypatch.setattr(harness, "placement", ours)
+def test_training_equals_numpy(mesh, kind, optimizer):
     feeds = models.mlp_batches(STEPS)
     mesh_shape, layout, batch_dims = harness.MESHES[mesh]
     build = models.train(lambda: wrap(kind, mesh, optimizer), batch_dims)
-    result = harness.run("placement", mesh_shape, layout, build, feeds)
+    result = harness.run("shared", mesh_shape, layout, build, feeds)
     update = reference.OPTIMIZERS[optimizer]()
     if kind != "alone":
         update = reference.Accumulation(update, K)
@@ -56,10 +55,9 @@ def test_training_equals_numpy(monkeypatch, mesh, kind, optimizer):
         )
 
 
-def test_two_runs_are_bitwise_the_same(monkeypatch):
-    monkeypatch.setattr(harness, "placement", ours)
+def test_two_runs_are_bitwise_the_same():
     build = models.train(lambda: wrap("alone", "4x2", "momentum"))
-    runs = harness.run("placement", *MESHES["4x2"], build, models.mlp_batches(STEPS), repeats=8)
+    runs = harness.run("shared", *MESHES["4x2"], build, models.mlp_batches(STEPS), repeats=8)
     for name, value in runs[0].variables.items():
         assert len({run.variables[name].tobytes() for run in runs}) == 1, (name, value)
 

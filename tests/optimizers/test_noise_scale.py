@@ -8,6 +8,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
 INPUTS, NOISE = 6, 2.0
+SUM = tf.losses.Reduction.SUM
 OFFSET = np.array([1.0, -0.5, 0.8, 0.3, -1.2, 0.6])  # w - w*
 # For x ~ N(0, I), y = x w* + noise, the gradient of (x w - y)^2 / 2 by one example has the mean
 # OFFSET and a covariance of this trace (Isserlis' theorem for the fourth moments of x).
@@ -26,13 +27,18 @@ def batches(steps, batch):
         }
 
 
-def regression(mesh, inputs, batch):
-    """The mean loss over a batch; the weights do not move from 0."""
+def losses(mesh, inputs, batch):
+    """The loss of each example; the weights do not move from 0."""
     batch, dim = mtf.Dimension("batch", batch), mtf.Dimension("in", INPUTS)
     x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, dim]))
     y = mtf.import_tf_tensor(mesh, inputs["y"], mtf.Shape([batch]))
     w = mtf.get_variable(mesh, "w", mtf.Shape([dim]), initializer=tf.zeros_initializer())
-    return mtf.reduce_mean(mtf.square(mtf.einsum([x, w], [batch]) - y)) * 0.5
+    return mtf.square(mtf.einsum([x, w], [batch]) - y) * 0.5
+
+
+def regression(mesh, inputs, batch):
+    """The mean loss over a batch."""
+    return mtf.reduce_mean(losses(mesh, inputs, batch))
 
 
 def still():
@@ -42,6 +48,7 @@ def still():
 STACKS = {
     "cross shard": lambda axes: gs.CrossShardOptimizer(still()),
     "sharded": lambda axes: gs.ShardedUpdateOptimizer(still(), axes=axes, min_size=1),
+    "sums": lambda axes: gs.LossScaleOptimizer(gs.CrossShardOptimizer(still(), SUM)),
     "scaled": lambda axes: gs.LossScaleOptimizer(gs.CrossShardOptimizer(still())),
     "clipped": lambda axes: gs.ClipByGlobalNormOptimizer(still(), 0.01),
     "local": lambda axes: gs.GradientAccumulationOptimizer(still(), 2, axes=axes),
@@ -58,7 +65,8 @@ PASSES = {"local": 2, "averaged": 2}
 def build(stack, axes, batch, decay):
     def step(mesh, inputs):
         optimizer = STACKS[stack](axes)
-        updates = optimizer.minimize(regression(mesh, inputs, batch))
+        loss = (losses if stack == "sums" else regression)(mesh, inputs, batch)
+        updates = optimizer.minimize(loss)
         noise = gs.gradient_noise_scale(optimizer, batch * PASSES.get(stack, 1), decay, axes=axes)
         return [*updates, *noise.updates], {"noise": noise.value}
 

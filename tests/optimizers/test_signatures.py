@@ -55,6 +55,8 @@ SIGNATURES = {
         ("name", "GradientAccumulationOptimizer"),
         *SHARED,
         ("reduce_dtype", None),
+        ("max_steps_without_update", None),
+        ("flush", None),
     ],
     "LossScaleOptimizer": [
         OPT,
@@ -66,6 +68,7 @@ SIGNATURES = {
         ("max_scale", 2.0**24),
         ("name", "LossScaleOptimizer"),
         *SHARED,
+        ("max_steps_without_update", None),
     ],
     "OuterOptimizer": [
         OPT,
@@ -78,6 +81,7 @@ SIGNATURES = {
         ("leave_out_not_finite", False),
         ("name", "OuterOptimizer"),
         *SHARED,
+        ("max_steps_without_update", None),
     ],
     "ShardedUpdateOptimizer": [
         OPT,

@@ -7,12 +7,17 @@ import pytest
 
 from mtf_gradsync._private import gradients_calls, mesh_tensorflow, patches, recomputing
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.step import StandIn, build_later
+from mtf_gradsync.step import StandIn, after_lowering, before_lowering
+
+
+def around_lowering():
+    patches.call_around_lowering(before_lowering, after_lowering)
+
 
 # What `import mtf_gradsync` calls, by the functions that it changes.
 CHANGES = {
-    (mtf.Lowering, "__init__"): lambda: patches.call_before_lowering(build_later),
-    (mtf.Graph, "rewrite_stack_variables"): lambda: patches.call_before_lowering(build_later),
+    (mtf.Lowering, "__init__"): around_lowering,
+    (mtf.Graph, "rewrite_stack_variables"): around_lowering,
     (mtf.Graph, "combine_assignments"): lambda: patches.keep_apart_when_combined(StandIn),
     (mtf.MeshImpl, "__init__"): mesh_tensorflow.note_meshes,
     (mtf.ScalarMultiplyOperation, "__init__"): mesh_tensorflow.keep_masks_finite,

@@ -8,7 +8,7 @@ from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.reduce import on_mesh
-from tests.reduce.strategies.test_strategies import SHAPES, STRATEGIES, arrays, check
+from tests.reduce.test_strategies import SHAPES, STRATEGIES, arrays, check
 
 SUM, MEAN = tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN
 MESH = "rows:4;cols:2"

@@ -20,9 +20,9 @@ from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.cli.spelling import known_configurables
+from mtf_gradsync.train.config import transformer_utils
 from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.runner import choose_runtime
-from mtf_gradsync.train.config import transformer_utils
 from tests.soak import settings
 
 
@@ -33,9 +33,6 @@ def import_all() -> None:
     import jinja2  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import tensorflow_datasets  # noqa: F401
-
-    import mtf_gradsync.train.processes
-    import mtf_gradsync.train.processes  # noqa: F401
 
 
 def prebuilt(runtime: str, config: str) -> Callable[[], None]:

@@ -3,8 +3,7 @@
 import pytest
 
 from mtf_gradsync.runtimes.errors import ConfigError
-from mtf_gradsync.train import loop
-from mtf_gradsync.train import held_out
+from mtf_gradsync.train import held_out, loop
 from mtf_gradsync.train.figures import check_installed
 from mtf_gradsync.train.runner import Runner
 
@@ -41,9 +40,6 @@ class Ahead(Runner):
         raise NotImplementedError
 
     def waits_too_long(self):
-        return None
-
-    def skip_reason(self):
         return None
 
 

@@ -6,11 +6,14 @@ version means something else.
 
 from mtf_gradsync._private.tensorflow.graphs import (
     TracedFunction,
+    calls_function,
     control_flow_context,
     control_flow_v1,
     replace_capture,
     set_attr,
     trace_function,
+    variable_key,
+    variables_written,
 )
 from mtf_gradsync._private.tensorflow.optimizers import (
     MovingAverageSettings,
@@ -63,6 +66,7 @@ __all__ = [
     "MovingAverageSettings",
     "TracedFunction",
     "add_saving_listeners",
+    "calls_function",
     "collective_sum",
     "control_flow_context",
     "control_flow_v1",
@@ -92,6 +96,8 @@ __all__ = [
     "tpu_replicated_input",
     "tpu_shard_context",
     "trace_function",
+    "variable_key",
+    "variables_written",
     "with_own_types",
     "write_to_own_memory",
     "xla_custom_call",

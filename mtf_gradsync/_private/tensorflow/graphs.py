@@ -56,6 +56,55 @@ def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor 
     func_graph.capture = make_or_capture
 
 
+_WRITES = ("Assign", "Resource", "Scatter", "Apply", "SparseApply")
+_READS = frozenset(["ResourceGather", "ResourceGatherNd"])
+_CALLS = frozenset(["StatefulPartitionedCall", "PartitionedCall", "If", "While", "Case"])
+_PASSES_ON = frozenset(["Identity", "Enter", "Switch", "RefIdentity", "RefEnter", "RefSwitch"])
+
+
+def variable_key(handle: tf.Operation) -> str:
+    """Returns a name that all handles of one variable have in common, in functions too."""
+    shared = handle.get_attr("shared_name") if handle.type == "VarHandleOp" else b""
+    return shared.decode() or handle.name
+
+
+def calls_function(operation: tf.Operation) -> bool:
+    """Returns whether an operation runs functions, such as a conditional of control flow v2."""
+    return operation.type in _CALLS
+
+
+def variables_written(operation: tf.Operation) -> list[str]:
+    """Returns the keys of variables that an operation writes; see `variable_key`.
+
+    One that calls a function writes those that the function takes for more than reading.
+    """
+    is_call = calls_function(operation)
+    if not is_call and (operation.type in _READS or not operation.type.startswith(_WRITES)):
+        return []
+    inputs = list(operation.inputs)
+    if is_call and "_read_only_resource_inputs" in operation.node_def.attr:
+        for number in sorted(operation.get_attr("_read_only_resource_inputs"), reverse=True):
+            del inputs[number]
+    return [
+        variable_key(_handle_behind(x).op)
+        for x in inputs
+        if x.dtype == tf.resource or x.dtype != x.dtype.base_dtype
+    ]
+
+
+def _handle_behind(handle: tf.Tensor) -> tf.Tensor:
+    """Returns what a tensor is passed on from, also from outside of a function."""
+    while True:
+        captures = getattr(handle.graph, "captures", ())  # of a function
+        outside = [outer for outer, inner in captures if inner.name == handle.name]
+        if handle.op.type in _PASSES_ON:
+            handle = handle.op.inputs[0]
+        elif outside:
+            handle = outside[0]
+        else:
+            return handle
+
+
 class TracedFunction(NamedTuple):
     """The operations that a Python function of TensorFlow tensors makes.
 

@@ -1,13 +1,14 @@
 """Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
 
-from mtf_gradsync.gradients.pending.batch import check_batch_dims
+from mtf_gradsync.gradients.pending.batch import check_batch_dims, names_of_batch
 from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
-from mtf_gradsync.gradients.pending.layout import Layout
+from mtf_gradsync.gradients.pending.layout import Axes, Layout, own_slices
 from mtf_gradsync.gradients.pending.part import PendingSums
 from mtf_gradsync.gradients.pending.sums import PendingSum
 from mtf_gradsync.gradients.pending.unsummed import gradient_name
 
 __all__ = [
+    "Axes",
     "Cause",
     "Flow",
     "Layout",
@@ -16,4 +17,6 @@ __all__ = [
     "PendingSums",
     "check_batch_dims",
     "gradient_name",
+    "names_of_batch",
+    "own_slices",
 ]

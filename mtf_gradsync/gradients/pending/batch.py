@@ -101,6 +101,15 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
         )
 
 
+def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
+    """Returns the names of dimensions that the batch is split along, as far as they are known."""
+    graph, mesh = targets[0].graph, targets[0].mesh
+    if not missing_names(graph, mesh, axes.batch_dims):
+        return set(axes.batch_dims)
+    found = split_of_inputs(graph, mesh, Layout.of(axes).axis_of, targets)
+    return {*axes.batch_dims, *(() if found.is_of_weights else found.dims.values())}
+
+
 def _better(
     names: Sequence[str], missing: Sequence[str], others: dict[int, str]
 ) -> tuple[str, ...]:

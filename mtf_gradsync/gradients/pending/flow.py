@@ -58,6 +58,8 @@ class Cause(enum.Enum):
     GATHERS = enum.auto()
     #: An operation on slices drops a dimension that the shards split, and nothing sums over it.
     DROPS_SUM = enum.auto()
+    #: The result is split over an axis of the batch, and a slice is not of one shard's data alone.
+    SPLIT = enum.auto()
 
 
 class Mixing(NamedTuple):
@@ -288,6 +290,8 @@ class Flow:
                 cause = Cause.NEEDS_SUM
             elif self._gathers(tensor):
                 cause = Cause.DROPS_SUM if runs_on_slices(operation) else Cause.GATHERS
+                if isinstance(operation, mtf.AddOperation):
+                    cause = Cause.SPLIT  # one of the terms is not the shards' own
             if cause is not None and cause in causes:
                 return Mixing(operation, cause)
         return None

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, Literal, NamedTuple, Sequence, Union
 
 import gin
+import numpy as np
 
 from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
@@ -19,10 +20,22 @@ from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn,
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_skipped
+from mtf_gradsync.optimizers.skips import (
+    ReportsSkips,
+    Skips,
+    Words,
+    check_limit,
+    not_finite_flags,
+    now_waiting,
+    rows_of_shards,
+    waiting_state,
+)
+from mtf_gradsync.optimizers.state.restoring import note_sums_not_kept
+from mtf_gradsync.optimizers.state.schedules import get_update_step
 from mtf_gradsync.optimizers.state.variables import scalar_state
-from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.strategies.compressed import WireDtype
+from mtf_gradsync.reduce.compressed import WireDtype
+from mtf_gradsync.step import values_after
 
 #: Where gradients of microbatch steps add up: on each shard, or reduced over the mesh.
 Accumulate = Literal["local", "synced"]
@@ -36,10 +49,16 @@ class _Counters(NamedTuple):
     mini_step: Any
     update_step: Any
     skipped: Any
+    waiting: Any  # None without a limit
+
+    @property
+    def present(self) -> list[Any]:
+        """The fields that are not None."""
+        return [x for x in self if x is not None]
 
 
 @gin.configurable(module="mtf_gradsync")
-class GradientAccumulationOptimizer(Wrapper):
+class GradientAccumulationOptimizer(ReportsSkips):
     """Adds up the gradients of several microbatch steps, then applies another optimizer once.
 
     On microbatch steps without an update the inner optimizer does not run, variables and slots do
@@ -50,7 +69,8 @@ class GradientAccumulationOptimizer(Wrapper):
     "synced": gradients are reduced on each microbatch step.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and
-    `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`.
+    `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`, and with max_steps_without_update
+    `<name>/waiting`.
 
     Attributes:
       accumulate: where gradients accumulate, "local" or "synced".
@@ -90,6 +110,8 @@ class GradientAccumulationOptimizer(Wrapper):
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
         reduce_dtype: WireDtype | None = None,
+        max_steps_without_update: int | None = None,
+        flush: Any = None,
     ) -> None:
         """Wraps an optimizer.
 
@@ -124,6 +146,12 @@ class GradientAccumulationOptimizer(Wrapper):
           reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
             "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
             rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
+          max_steps_without_update: most microbatch steps in a row without an update, if
+            should_skip_update_fn is given; one more raises an error that names variables and shards
+            (see `NoUpdateError`). None for no limit.
+          flush: a boolean scalar, tf or mtf: whether to update on this step even if the sums have
+            fewer microbatch steps, as on the last step of a training. Where that step is skipped,
+            the update is that of the steps before. None never does.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -132,7 +160,12 @@ class GradientAccumulationOptimizer(Wrapper):
         dtype = _floating(accumulator_dtype)
         opt = given_optimizer(opt, learning_rate, type(self).__name__)
         if type(self) is GradientAccumulationOptimizer and is_v1(opt):
-            refuse_with_v1(opt, should_skip_update_fn=should_skip_update_fn)
+            refuse_with_v1(
+                opt,
+                should_skip_update_fn=should_skip_update_fn,
+                max_steps_without_update=max_steps_without_update,
+                flush=flush,
+            )
             self._become(
                 compat_v1.GradientAccumulationOptimizer,
                 opt,
@@ -156,6 +189,10 @@ class GradientAccumulationOptimizer(Wrapper):
             raise ValueError(
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
+        one_update = 1 if callable(backward_passes_per_step) else backward_passes_per_step
+        why = f"an update takes backward_passes_per_step={backward_passes_per_step!r} steps"
+        limit = check_limit(max_steps_without_update, one_update, why)
+        _check_flush(flush)
         needs_mesh_for = "the shards" if accumulate == LOCAL else ""
         common = (name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for, reduce_dtype)
         self._wrap(opt, NOT_GIVEN, *common)
@@ -163,6 +200,9 @@ class GradientAccumulationOptimizer(Wrapper):
         self.backward_passes_per_step = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
+        # Without a function nothing is skipped, and an update takes the steps that it takes.
+        self._limit = limit if should_skip_update_fn is not None else None
+        self._flush = flush
         self.traits = Traits(
             reduces=self.accumulate == SYNCED,
             needs_shards=self.accumulate == LOCAL,
@@ -205,20 +245,35 @@ class GradientAccumulationOptimizer(Wrapper):
         if now is None:
             return {}
         steps = {"update_step": now.update_step, "accumulation/micro_step": now.mini_step}
-        return steps if self._skip_fn is None else {**steps, "accumulation/skipped": now.skipped}
+        if self._skip_fn is not None:
+            steps["accumulation/skipped"] = now.skipped
+        if now.waiting is not None:
+            steps["accumulation/steps_without_update"] = now.waiting
+        return steps
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        return super().variables() + list(self._counters or ())
+        return super().variables() + (self._counters.present if self._counters else [])
 
-    def _note_counters(self, before: _Counters, now: _Counters) -> None:
+    def _note_step(self, step: StepBuilder) -> None:
+        super()._note_step(step)
+        if not self.traits.schedules_updates:
+            note_sums_not_kept(
+                f"{self.name}/mini_step",
+                f"{self.name} has backward_passes_per_step=1 and no accumulators; with "
+                "backward_passes_per_step=lambda step: 1 its first step applies them.",
+            )
+
+    def _note(self, before: _Counters, now: _Counters, skips: Skips | None) -> None:
         self._counters, self._now = before, now
+        self._note_skips(skips)
 
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         return _Counters(
             scalar_state(mesh, f"{self.name}/mini_step", checkpointed=self._checkpointed),
             get_update_step(mesh, self.name).operation,
-            scalar_state(mesh, f"{self.name}/skipped"),
+            scalar_state(mesh, f"{self.name}/skipped", stacked=self._skip_fn is None),
+            waiting_state(mesh, self.name, self._limit),
         )
 
 
@@ -227,7 +282,7 @@ class _Accumulate(Stage):
 
     gives = Form.REDUCED
     wants_reduced = True
-    mixed = "reduce"
+    mixed, adds_up = "reduce", True
     mixed_warning = (
         "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
         "%s), so they are reduced on each of them, and their sums are added up. Do that after "
@@ -237,13 +292,15 @@ class _Accumulate(Stage):
     def __init__(self, wrapper: GradientAccumulationOptimizer):
         self._wrapper = wrapper
         self.takes = Form.PER_SHARD if wrapper.accumulate == LOCAL else Form.REDUCED
+        self._skips: Skips | None = None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper, mesh = self._wrapper, gradients.mesh
         before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
-        mini_step, update_step, skipped = (c.value for c in before)
-        for state in before:
+        mini_step, update_step, skipped = (c.value for c in before[:3])
+        for state in before[:3]:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
+        checked = gradients
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
             skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)
@@ -264,33 +321,59 @@ class _Accumulate(Stage):
             # A checkpoint may hold more microbatch steps than an update takes now; a skipped step
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
+        if wrapper._flush is not None:
+            flush = mtf.logical_and(_on_mesh(wrapper._flush, mesh), mtf.greater(count, 0))
+            due = mtf.logical_or(due, flush)
         updated = mtf.cast(due, tf.int32)
-        now = _Counters(count * (1 - updated), update_step + updated, skipped + (1 - counted))
-        step.when_built(lambda: wrapper._note_counters(before, now))
+        # The update itself advances `update_step`, as what is inside may skip it.
+        now = _Counters(
+            count * (1 - updated),
+            None,
+            skipped + (1 - counted),
+            before.waiting and now_waiting(before.waiting, updated),
+        )
+        self._before, self._now = before, now
         gate = accumulators.add(step)
         counts = step.plan.graph.combine_assignments(
-            [mtf.assign(variable, value) for variable, value in zip(before, now)]
+            [mtf.assign(v, x) for v, x in zip(before, now) if x is not None]
         )
         step.write(counts, gate)
+        if wrapper._skip_fn is not None:
+            skips = self._skips = self._make_skips(checked, before)
+            # Before a reduction, they may say more about shards.
+            received = step.received[-1]
+            step.run_when(
+                skip,
+                gate,
+                lambda: skips.report(
+                    not_finite_flags(received, checked, wrapper._axes_now(), wrapper.reducer),
+                    [now.skipped],
+                ),
+            )
         divisor = count if wrapper._average else None
         return accumulators.take_when(due, step, gate, counts_every_step=True, divisor=divisor)
 
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        wrapper, before, skips = self._wrapper, self._before, self._skips
+        (made,) = values_after([before.update_step], operations)
+        now = self._now._replace(update_step=made)
+        checks = skips.end_of_step(operations) if skips else []
+        step.when_built(lambda: wrapper._note(before, now, skips))
+        return checks
 
-def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
-    """Returns the number of updates made so far, for schedules of the inner optimizer.
-
-    It is the wrapper's counter, also before the wrapper exists, and in any variable scope. It stays
-    0 if backward_passes_per_step is 1 and nothing is skipped: the global step counts updates then.
-
-    Args:
-      mesh: the mesh that is trained on.
-      name: name of the wrapper.
-
-    Returns:
-      An int32 mtf scalar.
-    """
-    # In a run without the wrapper every step was an update.
-    return scalar_state(mesh, f"{name}/update_step", start="global_step").value
+    def _make_skips(self, gradients: GradientSet, before: _Counters) -> Skips:
+        wrapper = self._wrapper
+        name = getattr(wrapper._skip_fn, "__name__", type(wrapper._skip_fn).__name__)
+        words = Words(
+            "microbatch step skipped, gradients that are not finite:",
+            [v.name for v in gradients.owners],
+            rows_of_shards(wrapper._axes_now()),
+            f"none, but should_skip_update_fn {name} says so",
+        )
+        waiting = [before.waiting] if wrapper._limit else ()
+        return Skips(wrapper.name, words, [before.skipped], waiting, wrapper._limit)
 
 
 def _floating(dtype: Any) -> tf.DType | None:
@@ -302,3 +385,20 @@ def _floating(dtype: Any) -> tf.DType | None:
     raise ValueError(
         f"accumulator_dtype must be a floating dtype such as tf.float32, got {dtype!r}."
     )
+
+
+def _check_flush(flush: Any) -> None:
+    if flush is None or isinstance(flush, (bool, np.bool_)):
+        return
+    is_tensor = isinstance(flush, (mtf.Tensor, tf.Tensor))
+    if not is_tensor or flush.dtype != tf.bool or flush.shape.ndims:
+        raise TypeError(
+            "flush must be a boolean scalar, such as tf.placeholder_with_default(False, []), got "
+            f"{flush!r}."
+        )
+
+
+def _on_mesh(flag: Any, mesh: mtf.Mesh) -> mtf.Tensor:
+    if isinstance(flag, mtf.Tensor):
+        return flag
+    return mtf.import_tf_tensor(mesh, tf.convert_to_tensor(flag), mtf.Shape([]))

@@ -12,13 +12,19 @@ from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
-from mtf_gradsync.optimizers.loss_scale.not_finite import ReportNotFinite
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
-from mtf_gradsync.optimizers.skip_reports import ReportsSkips
+from mtf_gradsync.optimizers.skips import (
+    ReportsSkips,
+    Skips,
+    Words,
+    check_limit,
+    not_finite_flags,
+    rows_of_shards,
+)
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Plan, Watched, values_after
 
@@ -45,7 +51,8 @@ class LossScaleOptimizer(ReportsSkips):
     steps. Around optimizers that skip gradients that are not finite themselves
     (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it only changes the scale.
 
-    State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`.
+    State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`, and with
+    max_steps_without_update `<name>/waiting`.
 
     References:
       Micikevicius et al., "Mixed precision training", 2018;
@@ -76,6 +83,7 @@ class LossScaleOptimizer(ReportsSkips):
         layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
+        max_steps_without_update: int | None = None,
     ):
         """Wraps an optimizer.
 
@@ -98,6 +106,9 @@ class LossScaleOptimizer(ReportsSkips):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None takes `FusedAllReduce()`.
+          max_steps_without_update: the largest number of skipped steps in a row; one more raises
+            an error that names variables and shards (see `NoUpdateError`). Inside accumulation,
+            steps are updates. None for no limit.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -107,6 +118,14 @@ class LossScaleOptimizer(ReportsSkips):
         self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
         self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
+        self._limit = check_limit(max_steps_without_update)
+        skipping = [x for x in self.inner_stack() if traits_of(x).skips_not_finite]
+        if self._limit and skipping:
+            kind = type(skipping[0]).__name__
+            raise ValueError(
+                f"max_steps_without_update={self._limit!r}: {kind} inside "
+                f"{type(self).__name__} decides which steps are skipped; give it to {kind}."
+            )
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
@@ -146,7 +165,10 @@ class LossScaleOptimizer(ReportsSkips):
         """See `mtf_gradsync.reported`."""
         now = self._values_now()
         fields = now._asdict() if now else {}
-        return {f"loss_scale/{name}": x for name, x in fields.items() if x is not None}
+        names = {"waiting": "steps_without_update"}
+        return {
+            f"loss_scale/{names.get(name, name)}": x for name, x in fields.items() if x is not None
+        }
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
@@ -187,12 +209,11 @@ class LossScaleOptimizer(ReportsSkips):
 
     def _state_of(self, mesh: mtf.Mesh) -> LossScaleState:
         plan = Plan.of(mesh.graph)
-        state = plan.state(self, self.name, lambda: make_state(mesh, self.name, self._rule))
+        state = plan.state(
+            self, self.name, lambda: make_state(mesh, self.name, self._rule, self._limit)
+        )
         self._state = state
         return state
-
-    def _axes_now(self) -> Any:
-        return self.axes or axes_of_program(self._shard_names)
 
 
 class _SkipNotFinite(Stage):
@@ -227,10 +248,16 @@ class _SkipNotFinite(Stage):
             found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
         gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
-        step.run_when(
-            mtf.logical_not(finite), gate, lambda: self._report(gradients, passed_on, before)
-        )
         after = after_step(before, finite, wrapper._rule)
+        skips = self._skips = self._make_skips(gradients, before)
+        now = [after.skipped, *([] if after.scale is None else [after.scale])]
+        step.run_when(
+            mtf.logical_not(finite),
+            gate,
+            lambda: skips.report(
+                not_finite_flags(gradients, passed_on, wrapper._axes_now(), wrapper.reducer), now
+            ),
+        )
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
         step.write(wrapper._writes, gate)
         wrapper._now = None if step.plan.is_in_branch else after
@@ -246,20 +273,29 @@ class _SkipNotFinite(Stage):
             return mtf.less(global_norm(sums, reducer), float("inf"))
         return mtf.less_equal(not_finite(sums, reducer), 0.0)
 
-    def _report(
-        self, gradients: GradientSet, passed_on: GradientSet, before: LossScaleState
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Makes the report of gradients that are not finite, for steps with such gradients."""
-        wrapper = self._wrapper
-        found: list[mtf.Tensor] = []
-        axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
-        if axes:
-            of_shards = NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True)
-            found.append(mtf.anonymize(of_shards.outputs[0]))
-        of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
-        found.append(mtf.anonymize(of_sums.outputs[0]))
-        wrapper._skip_report = ReportNotFinite(found, before.skipped, names, wrapper.name)
-        return [wrapper._skip_report]
+        wrapper, skips = self._wrapper, self._skips
+        step.when_built(lambda: wrapper._note_skips(skips))
+        return skips.end_of_step(operations)
+
+    def _make_skips(self, gradients: GradientSet, before: LossScaleState) -> Skips:
+        wrapper, rule = self._wrapper, self._wrapper._rule
+        words = Words(
+            "step skipped, gradients that are not finite:",
+            [v.name for v in gradients.owners],
+            rows_of_shards(wrapper._axes_now()),
+            "none by itself, but the norm of all",
+        )
+        return Skips(
+            wrapper.name,
+            words,
+            [before.skipped],
+            [before.waiting] if wrapper._limit else (),
+            wrapper._limit,
+            (before.scale, rule.lowest) if rule.is_dynamic else None,
+        )
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.skips import now_waiting, waiting_state
 from mtf_gradsync.optimizers.state.variables import scalar_state
 
 
@@ -26,11 +27,13 @@ class LossScaleState(NamedTuple):
       scale: float32, the loss scale; None if it is fixed.
       good_steps: int32, updates in a row with finite gradients since it changed; None if fixed.
       skipped: int32, steps skipped so far.
+      waiting: int32, the number of these since the last update; None without a limit.
     """
 
     scale: Any
     good_steps: Any
     skipped: Any
+    waiting: Any
 
     @property
     def present(self) -> list[Any]:
@@ -38,13 +41,14 @@ class LossScaleState(NamedTuple):
         return [x for x in self if x is not None]
 
 
-def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
+def make_state(mesh: mtf.Mesh, name: str, rule: Rule, limit: int | None) -> LossScaleState:
     """Makes the variables, `<name>/<field>`, which checkpoints hold."""
     scale = good_steps = None
     if rule.is_dynamic:
         scale = scalar_state(mesh, f"{name}/scale", tf.float32, stacked=False, start=rule.initial)
         good_steps = scalar_state(mesh, f"{name}/good_steps", stacked=False)
-    return LossScaleState(scale, good_steps, scalar_state(mesh, f"{name}/skipped", stacked=False))
+    skipped = scalar_state(mesh, f"{name}/skipped", stacked=False)
+    return LossScaleState(scale, good_steps, skipped, waiting_state(mesh, name, limit))
 
 
 def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossScaleState:
@@ -65,11 +69,13 @@ def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossSc
         return tf.where_v2(is_finite, tf.where_v2(grows, higher, now), lower)
 
     count = mtf.cwise(skipped, [before.skipped.value, finite], tf.int32)
+    waiting = before.waiting and now_waiting(before.waiting, mtf.cast(finite, tf.int32))
     if not rule.is_dynamic:
-        return LossScaleState(None, None, count)
+        return LossScaleState(None, None, count, waiting)
     good = before.good_steps.value
     return LossScaleState(
         mtf.cwise(scale, [before.scale.value, good, finite], tf.float32),
         mtf.cwise(good_steps, [good, finite], tf.int32),
         count,
+        waiting,
     )

@@ -16,12 +16,12 @@ import gin
 from mtf_gradsync._numbers import check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.recoverable import check_recoverable
+from mtf_gradsync.gradients.recoverable import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Reduction, Stage, Traits
-from mtf_gradsync.optimizers.skip_reports import ReportsSkips
+from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, check_limit
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Islands, Plan
@@ -43,7 +43,8 @@ class OuterOptimizer(ReportsSkips):
 
     State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
     `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
-    `<name>/bad_loss`. The variable itself holds the outer values.
+    `<name>/bad_loss`, with max_steps_without_update `<name>/updated_at`. The variable itself holds
+    the outer values.
 
     Attributes:
       islands: the axes between islands, `ReplicaAxes`.
@@ -79,6 +80,7 @@ class OuterOptimizer(ReportsSkips):
         layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
+        max_steps_without_update: int | None = None,
     ):
         """Wraps an optimizer.
 
@@ -106,6 +108,10 @@ class OuterOptimizer(ReportsSkips):
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy between islands; None takes `FusedAllReduce()`. Inside an
             island, sums use the reducers of the wrappers inside.
+          max_steps_without_update: the largest number of updates of islands in a row without an
+            outer step that did not skip all islands; one more raises an error that names variables
+            and islands (see `NoUpdateError`). It has an effect only with leave_out_not_finite. None
+            for no limit.
 
         Raises:
           ValueError: an argument is out of range, arguments contradict each other, there is no mesh
@@ -120,6 +126,9 @@ class OuterOptimizer(ReportsSkips):
                 f"inner_steps / fragments updates, got inner_steps={inner_steps!r} and "
                 f"fragments={fragments!r}."
             )
+        between = inner_steps // fragments
+        why = f"there is an outer step every inner_steps / fragments = {between} updates"
+        limit = check_limit(max_steps_without_update, between, why)
         if not is_number(outer_learning_rate) or not outer_learning_rate > 0:
             raise ValueError(
                 f"outer_learning_rate must be greater than 0, got {outer_learning_rate!r}."
@@ -137,6 +146,7 @@ class OuterOptimizer(ReportsSkips):
         self.outer_learning_rate = float(outer_learning_rate)
         self.outer_momentum, self.nesterov = float(outer_momentum), bool(nesterov)
         self.leave_out_not_finite = bool(leave_out_not_finite)
+        self._limit = limit if leave_out_not_finite else None
         self.islands, self.inside = _islands(self.axes, outer_dims)
         for inner in self._wrappers()[1:]:
             if inner.traits.averages and inner not in self._segment_wrappers():
@@ -190,11 +200,9 @@ class OuterOptimizer(ReportsSkips):
                 f"but got {len(given)}: {[v.name for v in given]}. Give fewer fragments."
             )
         own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-        check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
-
-    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        dims = self._shard_dims(loss.shape)
-        return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
+        names = [f"variable {v.name!r}" for v in variables]
+        check_addable(own, self.axes, names)
+        check_recoverable(own, self.islands, names)
 
     def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
         """Returns the holder of a variable's outer values; None before gradients were applied."""
@@ -212,12 +220,17 @@ class OuterOptimizer(ReportsSkips):
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        return super().variables() + list(self.state or ())
+        return super().variables() + [v for v in self.state or () if v is not None]
 
     def _note(
-        self, state: OuterState, now: OuterState, outer: dict[mtf.Variable, mtf.Variable]
+        self,
+        state: OuterState,
+        now: OuterState,
+        outer: dict[mtf.Variable, mtf.Variable],
+        skips: Skips | None,
     ) -> None:
         self.state, self._now, self._outer = state, now, outer
+        self._note_skips(skips)
 
 
 def _islands(

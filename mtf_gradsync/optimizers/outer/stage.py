@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.losses import losses_behind
 from mtf_gradsync.gradients.measures import NotFinite
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.outer.fragments import fragments_of
-from mtf_gradsync.optimizers.outer.skipped import LossesOfPeriod, ReportSkippedIslands
 from mtf_gradsync.optimizers.outer.tensors import Agreed, SameSlices, differing_variables
 from mtf_gradsync.optimizers.outer.variables import (
     OuterVariable,
@@ -17,7 +18,9 @@ from mtf_gradsync.optimizers.outer.variables import (
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Reduction, Stage, StepBuilder
 from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere
 from mtf_gradsync.optimizers.pipeline.pieces import CutOut, Owner, Piece, PutBack, variable_of
+from mtf_gradsync.optimizers.skips import Skips, Words
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import values_after
 
@@ -31,10 +34,13 @@ class OuterState(NamedTuple):
     Attributes:
       inner_step: int32 scalar, updates that each island has made.
       skipped: int32 `[islands...]`, outer steps that have skipped each island.
+      updated_at: int32 scalar, `inner_step` at the last outer step that did not skip all islands;
+        None without a limit.
     """
 
     inner_step: mtf.Variable
     skipped: mtf.Variable
+    updated_at: mtf.Variable | None
 
 
 class OuterSteps(Stage):
@@ -42,6 +48,7 @@ class OuterSteps(Stage):
 
     takes = Form.PER_SHARD
     mixed = "refuse"
+    adds_up = True  # inside an island; the wrapper's check is for islands
 
     def __init__(self, wrapper: OuterOptimizer):
         self._wrapper, self._islands = wrapper, wrapper.islands
@@ -52,6 +59,7 @@ class OuterSteps(Stage):
         self._gradients: Sequence[mtf.Tensor] = ()
         self._slots: list[mtf.Variable] = []
         self._made_before: set[mtf.Variable] = set()
+        self._skips: Skips | None = None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """See `Stage.apply`."""
@@ -97,6 +105,8 @@ class OuterSteps(Stage):
         differ = [*(v.value for v in self._variables), *self._gradients]
         self._slots = differing_variables(graph.operations, differ, made)
         hold_slots_by_islands(self._slots, self._islands.shard_dims)
+        if wrapper.leave_out_not_finite:
+            self._skips = self._make_skips()
         count = self._state.inner_step.value + 1
         gate = step.gate(step.passed_on[-1].present)
         step.write([mtf.assign(self._state.inner_step, count)], gate)
@@ -117,10 +127,11 @@ class OuterSteps(Stage):
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
         """See `Stage.end_of_step`."""
-        state = self._state
-        now = OuterState(*map(mtf.anonymize, values_after(state, operations)))
-        step.when_built(lambda: self._wrapper._note(state, now, dict(self._outer)))
-        return []
+        state, skips = self._state, self._skips
+        made, skipped = map(mtf.anonymize, values_after(state[:2], operations))
+        now = OuterState(made, skipped, None)
+        step.when_built(lambda: self._wrapper._note(state, now, dict(self._outer), skips))
+        return skips.end_of_step(operations) if skips else []
 
     def _make(self, mesh: mtf.Mesh) -> OuterState:
         name, dims = self._wrapper.name, self._islands.shard_dims
@@ -128,7 +139,26 @@ class OuterSteps(Stage):
         return OuterState(
             scalar_state(mesh, f"{name}/inner_step", stacked=False),
             named_state(mesh, f"{name}/skipped", shape, num_shard_dims=len(dims)),
+            scalar_state(mesh, f"{name}/updated_at", stacked=False, start=f"{name}/inner_step")
+            if self._wrapper._limit
+            else None,
         )
+
+    def _make_skips(self) -> Skips:
+        wrapper, state = self._wrapper, self._state
+        words = Words(
+            "outer step without islands whose loss or values are not finite:",
+            [*(v.name for v in (*self._variables, *self._float_slots())), "the loss"],
+            [f"(island {number})" for number in range(self._islands.num_shards)],
+            "none",
+            "Not finite in the last outer step that skipped islands:",
+            only_rows=True,
+        )
+        waiting = [state.inner_step, state.updated_at] if state.updated_at else ()
+        return Skips(wrapper.name, words, [state.skipped], waiting, wrapper._limit)
+
+    def _float_slots(self) -> list[mtf.Variable]:
+        return [v for v in self._slots if v.slice_dtype.is_floating]
 
     def _outer_step(
         self, owners: Sequence[Owner], updates: Sequence[mtf.Operation], step: StepBuilder
@@ -151,7 +181,9 @@ class OuterSteps(Stage):
         ).outputs
         count: mtf.Tensor | None = None
         if wrapper.leave_out_not_finite:
-            skip = self._not_finite(updates, step)
+            found = self._not_finite(updates, step)
+            dims = mtf.Shape(list(self._islands.shard_dims))
+            skip = mtf.greater(mtf.reduce_sum(found, output_shape=dims), 0.0)
             differences = ZerosWhere(differences, skip).outputs
             # Every processor has the numbers of all islands.
             skipped = mtf.anonymize(mtf.cast(skip, tf.float32))
@@ -182,7 +214,12 @@ class OuterSteps(Stage):
             # Skipped islands still have their own values of other fragments' variables, and of
             # the other pieces of variables that are cut.
             rest = [v for v in self._variables if v not in owners]
-            self._restart(skip, skipped, rest, [*updates, *writes], step)
+            self._restart(skip, skipped, found, rest, [*updates, *writes], step)
+            if self._state.updated_at is not None:
+                made = self._state.inner_step.value + 1
+                last = self._state.updated_at
+                now = mtf.cast(any_counts, tf.int32)
+                step.add([mtf.assign(last, made * now + last.value * (1 - now))])
         return writes
 
     def _mean(
@@ -208,22 +245,25 @@ class OuterSteps(Stage):
         return [x * share for x in sums]
 
     def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
-        """Returns which islands have values, slots or losses that are not finite, `[islands...]`.
+        """Returns the values, slots and losses of islands that are not finite.
 
-        Losses count since the outer step before. Slots count, as Mesh-TF's momentum reaches the
-        variable one step later.
+        The flags, `[islands..., values]`, are greater than 0 there. Losses, the last column, count
+        since the outer step before. Slots count, as Mesh-TF's momentum reaches the variable one
+        step later.
         """
-        slots = [v for v in self._slots if v.slice_dtype.is_floating]
-        values = list(step.value_after([*self._variables, *slots], updates))
+        variables = [*self._variables, *self._float_slots()]
+        values = list(step.value_after(variables, updates))
         found = NotFinite(values, self._islands, self._wrapper.plain_reducer).outputs[0]
-        dims = mtf.Shape(list(self._islands.shard_dims))
-        count = mtf.reduce_sum(found, output_shape=dims) + self._losses.are_bad()
-        return mtf.greater(count, 0.0)
+        *dims, of = found.shape.dims
+        one = mtf.Dimension(of.name, 1)
+        losses = mtf.reshape(self._losses.are_bad(), mtf.Shape([*dims, one]))
+        return mtf.concat([found, losses], of.name)
 
     def _restart(
         self,
         skip: mtf.Tensor,
         skipped: mtf.Tensor,
+        found: mtf.Tensor,
         variables: Sequence[mtf.Variable],
         writes: Sequence[mtf.Operation],
         step: StepBuilder,
@@ -231,8 +271,8 @@ class OuterSteps(Stage):
         """Gives skipped islands the outer values and slots of zeros, counts and reports them.
 
         `skip` is true for the skipped islands, `[islands...]`; `skipped` is 1 for them, else 0, of
-        the same shape but with all islands on each processor. `variables` are those to set to
-        their outer values; values are read after `writes`.
+        the same shape but with all islands on each processor; `found` are the flags behind them.
+        `variables` are those to set to their outer values; values are read after `writes`.
         """
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped
@@ -248,8 +288,8 @@ class OuterSteps(Stage):
             ]
             writes = step.plan.graph.combine_assignments([mtf.assign(before, now), *restarted])
             step.add(writes)
-            self._wrapper._skip_report = ReportSkippedIslands(skipped, before, self._wrapper.name)
-            step.add([self._wrapper._skip_report])
+            assert self._skips is not None  # as islands are skipped
+            step.add(self._skips.report([mtf.anonymize(found)], [now]))
 
 
 def _at_pieces(
@@ -275,3 +315,40 @@ def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor) -> mtf.Tensor:
 
 def _wide(x: mtf.Tensor) -> mtf.Tensor:
     return x if x.dtype.size >= 4 else mtf.cast(x, tf.float32)
+
+
+class LossesOfPeriod:
+    """Finds which islands have had a loss that is not finite since the outer step before.
+
+    Each island keeps the number of the last period that it had one in, so that nothing has to be
+    reset, and nothing is sent between islands. Periods are numbered from 1.
+
+    Attributes:
+      variable: `<owner>/bad_loss`, the number for each island, or 0.
+      last: its value after the step.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        period: mtf.Tensor,
+        islands: ReplicaAxes,
+        strategy: Strategy,
+        owner: str,
+    ):
+        dims = list(islands.shard_dims)
+        self.variable = named_state(
+            period.mesh, f"{owner}/bad_loss", mtf.Shape(dims), num_shard_dims=len(dims), fill=0
+        )
+        self._period, last = period, self.variable.value
+        losses = losses_behind(grads)
+        if losses:
+            # A loss that islands share says of none of them that it is its own.
+            found = NotFinite(losses, islands, strategy, only_apart=True).outputs[0]
+            bad = mtf.greater(mtf.reduce_sum(found, output_shape=mtf.Shape(dims)), 0.0)
+            last = last + (period - last) * mtf.cast(bad, tf.int32)
+        self.last = last
+
+    def are_bad(self) -> mtf.Tensor:
+        """1 for each island that had one, else 0: float32 `[islands...]`."""
+        return mtf.cast(mtf.equal(self.last, self._period), tf.float32)

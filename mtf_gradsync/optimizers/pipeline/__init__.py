@@ -3,7 +3,7 @@
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.order import Traits, check_order, traits_of, why_not
-from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
+from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction, shard_names
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "StepBuilder",
     "Traits",
     "check_order",
+    "shard_names",
     "traits_of",
     "why_not",
 ]

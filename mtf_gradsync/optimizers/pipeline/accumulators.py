@@ -10,9 +10,10 @@ from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
+from mtf_gradsync.optimizers.state.resharding import ACCUMULATOR
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, named_state
-from mtf_gradsync.step import Gate, Plan, WriteInPlace
+from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.step import Gate, Plan, WriteInPlace, write_slices
 
 
 class DirectUpdate(NamedTuple):
@@ -189,29 +190,26 @@ class _AddUnless(StageOperation):
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
-        count = len(self.variables)
 
-        def add(*tensors: Any) -> tuple[tf.Tensor, ...]:
-            grads, skipped, direct = tensors[:count], tensors[count], tensors[count + 1]
+        def add(own: list[int], slices: list[Any], values: list[Any]) -> list[tf.Tensor]:
+            *grads, skipped, direct = values
 
             def as_they_are() -> list[tf.Tensor]:
-                return [tf.identity(grad) for grad in grads]
+                return [tf.identity(grads[i]) for i in own]
 
             def added() -> list[tf.Tensor]:
                 skip, sums = tf.reshape(skipped, []), []
-                for grad, reduced, variable in zip(grads, self._are_reduced, tensors[count + 2 :]):
-                    add = tf.assign_add(variable, grad if reduced else zeros_where(skip, grad))
-                    with tf.control_dependencies([add]):
+                for i, variable in zip(own, slices):
+                    grad = grads[i] if self._are_reduced[i] else zeros_where(skip, grads[i])
+                    with tf.control_dependencies([tf.assign_add(variable, grad)]):
                         sums.append(tf.convert_to_tensor(variable))
                 return sums
 
             with control_flow_v1():
-                return tuple(tf.cond(tf.reshape(direct, []), as_they_are, added, strict=True))
+                return tf.cond(tf.reshape(direct, []), as_they_are, added, strict=True)
 
-        tensors = reduced_values(lowering, self.inputs)
-        slices = [lowering.variables[v].laid_out_tensor for v in self.variables]
-        added = lowering.mesh_impl(self).slicewise(add, *tensors, *slices)
-        self.set_outputs(lowering, list(added))
+        values = [x.all_slices for x in reduced_values(lowering, self.inputs)]
+        self.set_outputs(lowering, write_slices(lowering, self.variables, add, values))
 
 
 class _ClearUnless(mtf.Operation):
@@ -224,16 +222,17 @@ class _ClearUnless(mtf.Operation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
 
-        def clear(direct: tf.Tensor, *variables: Any) -> tf.Tensor:
+        def clear(own: list[int], slices: list[Any], values: list[Any]) -> list[tf.Tensor]:
             def cleared() -> tf.Tensor:
-                writes = [tf.assign(x, tf.zeros(x.shape, x.dtype)) for x in variables]
-                with tf.control_dependencies(writes):
+                with tf.control_dependencies(
+                    [tf.assign(x, tf.zeros(x.shape, x.dtype)) for x in slices]
+                ):
                     return tf.constant(0)
 
             with control_flow_v1():
-                return tf.cond(tf.reshape(direct, []), lambda: tf.constant(0), cleared)
+                is_done = tf.cond(tf.reshape(values[0], []), lambda: tf.constant(0), cleared)
+            return [is_done] * len(own)
 
         (direct,) = reduced_values(lowering, self.inputs)
-        slices = [lowering.variables[v].laid_out_tensor for v in self._accumulators]
-        done = lowering.mesh_impl(self).slicewise(clear, direct, *slices)
-        lowering.operations[self] = tf.group(*done.all_slices)
+        done = write_slices(lowering, self._accumulators, clear, [direct.all_slices])
+        lowering.operations[self] = tf.group(*(x for one in done for x in one.all_slices))

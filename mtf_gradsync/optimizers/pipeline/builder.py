@@ -8,7 +8,7 @@ from mtf_gradsync._names import counted, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.pending import Cause
-from mtf_gradsync.gradients.recoverable import mixed_gradients
+from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
 from mtf_gradsync.gradients.scatter import scatter_gradients
 from mtf_gradsync.gradients.stage import dims_to_sum
 from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
@@ -19,8 +19,9 @@ from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
+from mtf_gradsync.optimizers.state.schedules import UpdateCounters
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.step import Plan, built, gated_update, values_after
+from mtf_gradsync.step import Plan, WriteOrder, built, gated_update, in_order, values_after
 
 
 class StepBuilder(StepConditions):
@@ -56,11 +57,11 @@ class StepBuilder(StepConditions):
         super().__init__()
         self._slots, self._arguments = slots, arguments
         self._segments = list(segments)
-        self._stages = [stage for segment in segments for stage in segment.stages]
+        self.stages = [stage for segment in segments for stage in segment.stages]
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
         self._notes: list[Callable[[], None]] = []
         # Stages, not built yet, that need reduced gradients and not parts.
-        self._wants_reduced = [stage for stage in self._stages if stage.wants_reduced]
+        self._wants_reduced = [stage for stage in self.stages if stage.wants_reduced]
         self._by_strategy = StrategyReductions(slots)
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
@@ -73,6 +74,7 @@ class StepBuilder(StepConditions):
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
         """Returns the operations of the step, from the gradients for the outermost wrapper."""
         self.plan = Plan.of(gradients.graph)
+        before = set(gradients.graph.operations)
         with self._branches:
             for segment in self._segments:
                 self.received.append(gradients)
@@ -92,16 +94,18 @@ class StepBuilder(StepConditions):
             self.write_state()
             gradients = in_dtypes_of(self._opt, gradients)
             self.passed_on[-1] = gradients
-            updates = gated_update(lambda: self._update(gradients, self._stages), gradients.grads)
+            updates = gated_update(lambda: self._counted_update(gradients), gradients.grads)
             self.add(updates)
-            for stage in sorted(reversed(self._stages), key=lambda stage: stage.reads_shown):
+            for stage in sorted(reversed(self.stages), key=lambda stage: stage.reads_shown):
                 self.add(stage.after_update(updates, self))
         (operations,) = self._lists
-        for stage in reversed(self._stages):
+        for stage in reversed(self.stages):
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()
         self._by_strategy.warn_of_unused(self._segments)
+        made = [op for op in gradients.graph.operations if op not in before]
+        self.plan.part(WriteOrder).one_step(made)
         return operations
 
     @property
@@ -205,32 +209,46 @@ class StepBuilder(StepConditions):
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-        found = mixed_gradients(own, axes)
+        apart = Apart(own, axes)
+        found = mixed_gradients(own, axes) if stage.adds_up else apart.mixed
+        made = apart.made_of_sums if stage.remakes else {}
+        shared = apart.shared if stage.remakes else ()
+        if stage.mixed == "refuse" and not stage.adds_up:
+            apart.check([f"variable {v.name!r}" for v in gradients.variables], stage.remakes)
         # Where an operation drops the sum, reduced gradients would differ between shards.
         mixed = {
             i: operation
             for i, (operation, cause) in found.items()
-            if stage.mixed == "reduce" and cause is not Cause.DROPS_SUM
+            if stage.mixed == "reduce" and cause is not Cause.DROPS_SUM and i not in made
         }
-        reduced: list[mtf.Tensor | None] = [None] * len(grads)
-        if mixed:
-            if stage.mixed_warning:
-                names = counted([gradients.variables[i].name for i in mixed], "variable")
-                mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
-                warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
-            some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
-            reduced = list(self.reduce_now(some, reduction).grads)
+        if mixed and stage.mixed_warning:
+            which = counted([gradients.variables[i].name for i in mixed], "variable")
+            mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
+            warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, which, mixing)
+        reduced = [grads[i] if i in made else None for i in range(len(grads))]
+        to_reduce = {*mixed, *shared}
+        if to_reduce:
+            some = [g if i in to_reduce else None for i, g in enumerate(grads)]
+            now = self.reduce_now(gradients.with_grads(some), reduction).grads
+            reduced = [x if r is None else r for x, r in zip(now, reduced)]
         others = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy
         shards = split_into_shards(others, axes, strategy, accept_summed=stage.mixed != "refuse")
         result = gradients.with_grads(
             [s if r is None else r for r, s in zip(reduced, shards)],
             Form.PER_SHARD,
-            already_reduced=frozenset(mixed),
+            already_reduced=frozenset({*to_reduce, *made}),
+            made_of_sums=made,
         )
-        if not found and not gradients.form.is_reduced:
+        if not (apart.mixed or apart.shared or gradients.form.is_reduced):
             self.per_shard = result
         return result
+
+    def _counted_update(self, gradients: GradientSet) -> list[mtf.Operation]:
+        """Makes the update, and advances the counters of updates that nothing else advances."""
+        updates = self._update(gradients, self.stages)
+        meshes = {v.mesh for v in gradients.variables}
+        return [*updates, *self.plan.part(UpdateCounters).advances(gradients.graph, meshes)]
 
     def _update(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
         """Makes the inner optimizer's update inside `Stage.update` of all stages, in order."""
@@ -248,7 +266,7 @@ class StepBuilder(StepConditions):
                 "Return an empty list for no operations."
             )
         inside = getattr(self._opt, "variables", None)
-        updates = built(updates)
+        updates = in_order(built(updates))
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
         written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.remade import MadeOfSums
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.step import Branch, Plan
 
@@ -41,6 +42,8 @@ class GradientSet:
       dtypes: for each gradient the dtype to cast the reduced one to; None for its own.
       already_reduced: in form `PER_SHARD`, and in sums of such gradients: positions of those that
         are reduced, because shards are mixed in them.
+      made_of_sums: in form `PER_SHARD`, for some at `already_reduced`, how to make them without the
+        shards that a stage skips.
       branch: the branch of the step that can use them; None if every step can.
     """
 
@@ -50,6 +53,7 @@ class GradientSet:
     divisor: mtf.Tensor | None = None
     dtypes: tuple[tf.DType | None, ...] | None = None
     already_reduced: frozenset[int] = frozenset()
+    made_of_sums: Mapping[int, MadeOfSums] = dataclasses.field(default_factory=dict)
     branch: Branch | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Mapping, NamedTuple, Sequence
+from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -33,6 +33,21 @@ class Reduction(NamedTuple):
     def reduces_gradients(self) -> bool:
         """Whether the strategy reduces gradients by `reduce_gradients`."""
         return has_gradient_reduction(self.strategy)
+
+
+# What wrappers take for batch_dims where they are given nothing.
+_DEFAULT_BATCH_DIMS = ("batch",)
+
+
+def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
+    """Returns the names of a stack's shard dims, from how each of its wrappers reduces gradients.
+
+    They are all names that wrappers know, by their replica axes or as batch_dims, in any order of
+    the wrappers. The default batch_dims count only if no wrapper knows any.
+    """
+    names = [(r.batch_dims if r.axes is None else r.axes.batch_dims, r.axes) for r in reductions]
+    known = [some for some, axes in names if axes is not None or some != _DEFAULT_BATCH_DIMS]
+    return tuple(dict.fromkeys(name for some in known or [_DEFAULT_BATCH_DIMS] for name in some))
 
 
 class Partition(NamedTuple):

@@ -28,6 +28,12 @@ class Stage:
       mixed: if the stage takes `PER_SHARD`, what to do about gradients in which shards are mixed:
         each shard takes an equal share, or they are reduced (`already_reduced` of the set has
         their positions), or it is an error.
+      adds_up: if the stage takes `PER_SHARD`, whether it treats all shards alike, so that a shard
+        may hold a part of the sum that is not its own gradient, such as an expert's of all
+        examples.
+      remakes: if the stage takes `PER_SHARD`, whether it makes gradients at `made_of_sums` again,
+        without the shards that it skips. They, and gradients that hold no shard's data but are
+        split over a replica axis, are then no error and are at `already_reduced`.
       reads_shown: whether `after_update` reads values for evaluation, which stages inside or around
         this one may replace (`StepBuilder.show`): it is called after theirs.
       mixed_warning: a warning about those that are reduced, with fields for the wrapper's name, the
@@ -39,6 +45,8 @@ class Stage:
     wants_reduced = False
     mixed: Literal["share", "reduce", "refuse"] = "share"
     mixed_warning = ""
+    adds_up = False
+    remakes = False
     reads_shown = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

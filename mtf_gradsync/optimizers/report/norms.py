@@ -8,9 +8,11 @@ from typing import Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, shard_norms
-from mtf_gradsync.gradients.recoverable import mixed_gradients, summed_elsewhere
+from mtf_gradsync.gradients.pending import gradient_name
+from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
 from mtf_gradsync.gradients.stages import per_shard, shard_dims_in
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.state.variables import named_state
@@ -49,16 +51,18 @@ def norms_of_shards(
         before, after = mtf.unstack(both, both.shape.dims[0])
         return before, after
     own = [None if shard_dims_in(g.shape, axes) else g for g in grads]
-    mixed = mixed_gradients(own, axes)
+    apart = Apart(own, axes)
+    mixed = {**apart.mixed, **apart.shared}
     reason = "know of all shards" if mixed else "take sums over other mesh axes first"
-    unfit = list(mixed) or summed_elsewhere(own, axes)
+    unfit = sorted(mixed) or summed_elsewhere(own, axes)
     if unfit:
-        _logger.info(
-            "Norms of shards are not reported: %d gradients %s, such as %s.",
-            len(unfit),
-            reason,
-            grads[unfit[0]].name,
-        )
+        text = "Norms of shards are not reported: %d gradients %s, such as %s."
+        what = (len(unfit), reason, gradient_name(grads[unfit[0]]))
+        if any(axes.free_shard_dims(grads[i].shape) != axes.shard_dims for i in mixed):
+            # The variable's layout mixes shards, and nothing that the program does.
+            warn_once("norms of shards", text, *what)
+        else:
+            _logger.info(text, *what)
         return None, None
     shards = per_shard(grads, axes, strategy)
     return mtf.anonymize(shard_norms(shards, axes, strategy)), None

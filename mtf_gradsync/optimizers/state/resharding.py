@@ -7,6 +7,8 @@ from typing import NamedTuple, Sequence
 
 import numpy as np
 
+# The last part of an accumulator's name.
+ACCUMULATOR = "gradient_accumulator"
 # The collection of `StateNote`s in a tf graph. It is not exported, as its key is not a string.
 STATE_COLLECTION = ("mtf_gradsync state",)
 

@@ -17,9 +17,17 @@ import numpy as np
 
 from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION, StateNote, reshard
+from mtf_gradsync.optimizers.state.resharding import (
+    ACCUMULATOR,
+    STATE_COLLECTION,
+    StateNote,
+    reshard,
+)
 
 _logger = logging.getLogger(__name__)
+# The collection of counters of sums that a tf graph does not keep, though one with other arguments
+# would. It is not exported, as its key is not a string.
+_NOT_KEPT = ("mtf_gradsync sums not kept",)
 
 
 class Change(NamedTuple):
@@ -73,7 +81,35 @@ def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
     return found
 
 
-def adapt_checkpoint(path: str, directory: str) -> str:
+def note_sums_not_kept(counter: str, remedy: str) -> None:
+    """Records that the default graph does not keep the sums that a counter in checkpoints counts.
+
+    `remedy` tells what to do about a checkpoint that has some.
+    """
+    tf.add_to_collection(_NOT_KEPT, (counter, remedy))
+
+
+def check_sums_kept(path: str, graph: tf.Graph | None = None) -> None:
+    """Raises ValueError if restoring a checkpoint into a graph would lose sums of gradients."""
+    found = _sums_lost(path, graph)
+    for counter, (count, remedy) in found.items():
+        raise ValueError(
+            f"The checkpoint {path} has the sums of {count} microbatch steps without an update "
+            f"({counter}), which this graph would lose. {remedy} To lose them, restore "
+            "gs.adapt_checkpoint(path, directory, drop_sums=True)."
+        )
+
+
+def _sums_lost(path: str, graph: tf.Graph | None) -> dict[str, tuple[int, str]]:
+    notes = (graph or tf.get_default_graph()).get_collection(_NOT_KEPT)
+    if not notes:
+        return {}
+    reader = tf.train.load_checkpoint(path)
+    counts = {c: (int(reader.get_tensor(c)), r) for c, r in notes if reader.has_tensor(c)}
+    return {counter: found for counter, found in counts.items() if found[0]}
+
+
+def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     """Makes a checkpoint of another run restorable into the default graph.
 
     If that run had another mesh, sums of the shards are distributed anew by `reshard`, and every
@@ -87,16 +123,23 @@ def adapt_checkpoint(path: str, directory: str) -> str:
       path: a checkpoint.
       directory: a directory to write to, made if it is missing. The new checkpoint has the name of
         the old one; in the directory of path itself, "<name>-resharded".
+      drop_sums: whether to make sums of gradients zero that the graph does not keep, in place of an
+        error.
 
     Returns:
       The checkpoint to restore: path itself if everything fits, or the one that was written.
 
     Raises:
-      ValueError: state of an optimizer differs in more than its shards. TensorFlow's own Saver
-        would restore a resource variable of another shape without an error.
+      ValueError: state of an optimizer differs in more than its shards (TensorFlow's own Saver
+        would restore a resource variable of another shape without an error); or the checkpoint has
+        sums of microbatch steps, but the graph's accumulation has none, as its
+        backward_passes_per_step is 1.
     """
+    if not drop_sums:
+        check_sums_kept(path)
     changed = changes(path)
-    if not changed:
+    lost = _sums_lost(path, None)
+    if not changed and not lost:
         return path
     for name, change in sorted(changed.items()):
         if not change.fits:
@@ -123,6 +166,11 @@ def adapt_checkpoint(path: str, directory: str) -> str:
     try:
         reader = tf.train.load_checkpoint(path)
         values = {state: _value(reader, state, changed) for state in sorted(changed)}
+        if lost:
+            kept = {v.op.name for v in tf.global_variables()}
+            sums = [x for x in reader.get_variable_to_shape_map() if x.endswith(f"/{ACCUMULATOR}")]
+            gone = [*lost, *(x for x in sums if x not in kept)]
+            values.update((x, np.zeros_like(reader.get_tensor(x))) for x in gone)
         write_changed(path, os.path.join(temporary, name), values)
         # A checkpoint exists if its index does, so that is deleted first and moved last.
         if tf.io.gfile.exists(target + ".index"):
@@ -208,13 +256,18 @@ class ReshardingSaver(tf.train.Saver):
 
     Those may be of another number of shards, or of a run without the wrapper; see
     `adapt_checkpoint`. To restore one it writes an adapted copy for a moment: to a directory for
-    temporary files, or next to the checkpoint if another machine restores it.
+    temporary files, or next to the checkpoint if another machine restores it. It raises ValueError
+    where sums of gradients in a checkpoint would be lost; see there, too.
     """
+
+    _checks_sums = True
 
     def restore(self, sess: Any, save_path: str) -> None:
         """See `tf.train.Saver.restore`."""
         # The parent raises the error for a path that is not a checkpoint.
         is_there = bool(save_path) and tf.train.checkpoint_exists(save_path)
+        if is_there and self._checks_sums:
+            check_sums_kept(save_path, sess.graph)
         if not is_there or not changes(save_path, sess.graph):
             super().restore(sess, save_path)
             return
@@ -226,7 +279,7 @@ class ReshardingSaver(tf.train.Saver):
         )
         try:
             with sess.graph.as_default():
-                adapted = adapt_checkpoint(save_path, directory)
+                adapted = adapt_checkpoint(save_path, directory, not self._checks_sums)
             super().restore(sess, adapted)
         finally:
             if tf.io.gfile.exists(directory):

@@ -1,13 +1,16 @@
-"""Schedules that count updates, in loops whose global step counts microbatch steps."""
+"""Schedules that count updates, where the global step counts microbatch steps; the counter."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence, Union
+from typing import Any, Callable, Collection, Sequence, Union
 
 import gin
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._numbers import check_whole_number, is_number
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.step import Part, PartLowering, Plan
 
 _CONSTANT = "Where it changes, base the schedule on get_update_step."
 Schedule = Callable[..., Any]
@@ -99,3 +102,65 @@ def adafactor_decay_rate_per_update(
     check_whole_number("backward_passes_per_step", passes, more=_CONSTANT)
     update_step = tf.train.get_or_create_global_step() // passes - offset
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
+
+
+def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
+    """Returns the number of updates made so far, for schedules of the inner optimizer.
+
+    It is the counter of the wrapper of that name, also before the wrapper exists, and in any
+    variable scope. Where no wrapper has that counter, the first step of the graph that a wrapper of
+    this package builds advances it. Every update of the innermost optimizer counts, and no step
+    without one: neither those that only accumulate nor those that are skipped.
+
+    Call it before `apply_grads`. If nothing advances the counter in a graph that trains, lowering
+    the graph raises ValueError.
+
+    Args:
+      mesh: the mesh that is trained on.
+      name: name of the wrapper, a prefix of the counter's.
+
+    Returns:
+      An int32 mtf scalar.
+    """
+    # In a run without the wrapper every step was an update.
+    counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
+    plan = Plan.of(mesh.graph)
+    counters = plan.part(UpdateCounters)
+    if counter not in counters.wanted:
+        counters.wanted += (counter,)
+    plan.adopt()  # so that the counter is checked in a graph without wrappers, too
+    return counter.value
+
+
+class UpdateCounters(Part):
+    """The counters of updates in a graph.
+
+    Attributes:
+      wanted: the counters that a program or a wrapper has asked for.
+    """
+
+    wanted: tuple[mtf.Variable, ...] = ()
+
+    def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
+        """Makes assignments that advance the counters of meshes that nothing advances yet."""
+        written = _written(graph)
+        free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
+        return [mtf.assign(v, v.value + 1) for v in free]
+
+    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+        """Raises ValueError for a counter that nothing advances in a graph that trains."""
+        written = _written(lowering.graph)
+        stay = [v.name for v in self.wanted if v.name not in written]
+        if stay and any(v.trainable for v in written.values()):
+            raise ValueError(
+                f"{some_of(stay)} of get_update_step would stay as it is, since nothing advances "
+                "it: call get_update_step before gradients are applied, by an optimizer of this "
+                "package, such as gs.CrossShardOptimizer(opt), or advance it by mtf.assign."
+            )
+        return PartLowering()
+
+
+def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
+    """Returns the variables that a graph assigns, by name; those of a stack all by its names."""
+    variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
+    return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}

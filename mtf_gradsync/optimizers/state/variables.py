@@ -10,7 +10,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.state.restoring import note_state
 
-ACCUMULATOR = "gradient_accumulator"
+# Variables that nothing reads, so that they need not be initialized.
+_STAND_INS = ("mtf_gradsync stand-ins",)
 
 
 class UncheckpointedVariable(mtf.Variable):
@@ -34,7 +35,7 @@ class UncheckpointedVariable(mtf.Variable):
             unstacked(dtype),
             tf.zeros_initializer(),
             False,
-            collections=[tf.GraphKeys.LOCAL_VARIABLES],
+            collections=[_STAND_INS],
         )
         self._outputs = [mtf.Tensor(self, shape, dtype)]
         self._stand_in = self._master
@@ -42,6 +43,8 @@ class UncheckpointedVariable(mtf.Variable):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         self._alone = lowering.mesh_impl(self).size == 1
+        if self._alone and not self._whole_shape:
+            tf.add_to_collection(tf.GraphKeys.LOCAL_VARIABLES, self._stand_in)
         if self._alone and self._whole_shape:
             with tf.device(self._stand_in.device), tf.control_dependencies(None):
                 self._master = tf.get_variable(

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients import shards_not_finite
+from mtf_gradsync.gradients import not_finite, shards_not_finite
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 
@@ -66,7 +66,8 @@ def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAx
 
 
 def fresh_replicas(
-    shards: Sequence[mtf.Tensor],
+    own: Sequence[mtf.Tensor],
+    reduced: Sequence[mtf.Tensor],
     steps: mtf.Tensor,
     update_step: mtf.Variable,
     contributes: Any,
@@ -75,9 +76,17 @@ def fresh_replicas(
 ) -> mtf.Tensor:
     """Returns which replicas contribute: `[shard dims...]`, boolean, split over the replica axes.
 
-    `shards` are per-shard gradients, at least one, and `steps` what `steps_of_gradients` returned.
+    `own` are what each replica has computed, per shard, and `reduced` gradients of all replicas, in
+    which a NaN drops all. `steps` is what `steps_of_gradients` returned.
     """
-    bad = shards_not_finite(shards, axes, strategy)
+    dims = mtf.Shape(list(axes.shard_dims))
+    # A processor has the whole of one, unless the layout splits it over a replica axis.
+    split = [g for g in reduced if axes.free_shard_dims(g.shape) != axes.shard_dims]
+    shards = [*own, *(g for g in reduced if g not in split)]
+    found = [shards_not_finite(shards, axes, strategy)] if shards else []
+    if split:
+        found.append(mtf.broadcast(not_finite(split, strategy), dims))
+    bad = mtf.add_n(found)
     behind = mtf.broadcast(update_step.value, steps.shape) - steps
     # Each processor takes its own slice of a tensor that all of them have: nothing is sent.
     behind = mtf.reshape(behind, bad.shape)

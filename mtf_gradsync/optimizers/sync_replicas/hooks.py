@@ -8,7 +8,7 @@ from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.optimizers.skips import ReportsSkips
 from mtf_gradsync.step import WatchHook
 
 
@@ -33,7 +33,7 @@ class NothingToQueue(tf.train.QueueRunner):
 
 
 class SyncReplicasHook(WatchHook):
-    """Checks that a session can train, and on SIMD meshes that it makes updates."""
+    """Checks that a session can train, and on TPUs that it makes updates."""
 
     def __init__(self, optimizer: SessionInterface, is_chief: bool, num_tokens: int):
         """Takes the arguments of `SessionInterface.make_session_run_hook`."""
@@ -61,18 +61,20 @@ class SyncReplicasHook(WatchHook):
         super().after_create_session(session, coord)
 
 
-class SessionInterface(Wrapper):
+class SessionInterface(ReportsSkips):
     """A wrapper with the methods of `tf.compat.v1.train.SyncReplicasOptimizer` for sessions."""
 
     axes: ReplicaAxes
     _to_aggregate: int
-    steps_without_update: Any  # `StepsWithoutUpdate`, or None
 
-    def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
+    def make_session_run_hook(  # type: ignore[override]  # the arguments are TensorFlow's
+        self, is_chief: bool, num_tokens: int = -1
+    ) -> SyncReplicasHook:
         """Makes a hook for the session.
 
-        Once the session exists, it checks that variables are initialized. On SIMD meshes it raises
-        `NoUpdateError` after more than max_steps_without_update steps without an update.
+        Once the session exists, it checks that variables are initialized. On TPUs it raises
+        `NoUpdateError` after more than max_steps_without_update steps without an update; elsewhere
+        the step or the session does.
 
         Args:
           is_chief: whether num_tokens is checked.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence, Union
+from typing import Any, Mapping, Sequence, Union
 
 import gin
 
@@ -13,7 +13,10 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.checks import refuse_with_v1
 from mtf_gradsync.gradients import checks
+from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.recoverable import check_recoverable
+from mtf_gradsync.gradients.remade import MadeOfSums
+from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
 from mtf_gradsync.optimizers.pairs import OfStep
@@ -21,12 +24,13 @@ from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuild
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
     DirectUpdate,
+    ZerosWhere,
     times,
     without_skipped,
 )
+from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
 from mtf_gradsync.optimizers.sync_replicas import freshness
 from mtf_gradsync.optimizers.sync_replicas.hooks import SessionInterface
-from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
 from mtf_gradsync.optimizers.sync_replicas.replica_state import (
     ReplicaState,
     ReplicaSummaries,
@@ -34,7 +38,7 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import (
     make_state,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.strategies.compressed import WireDtype
+from mtf_gradsync.reduce.compressed import WireDtype
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -57,8 +61,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     Attributes:
       state: the replicas' mesh variables; None before gradients were applied.
-      steps_without_update: the operation that checks max_steps_without_update; None without a
-        limit, or before gradients were applied.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
@@ -71,7 +73,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     )
     state = OfStep[Union[ReplicaState, None]](None)
     _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
-    steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             numbers in the same forms. None takes `<name>/local_step`, which each update sets to the
             new update step for all.
           max_steps_without_update: most steps in a row without an update; one more raises an error
-            that lists the replicas that did not contribute, on SIMD meshes by the hook of
-            `make_session_run_hook`.
+            that lists the replicas that did not contribute, and their variables whose gradients are
+            not finite (see `NoUpdateError`). None for no limit.
           accept_summed: whether to accept gradients in which replicas are mixed (by a clip by the
             global norm, for example). These contain skipped replicas, too, and a NaN of one
             replica drops all of them.
@@ -135,8 +136,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
         check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
-        if max_steps_without_update is not None:
-            check_whole_number("max_steps_without_update", max_steps_without_update)
+        limit = check_limit(max_steps_without_update)
         opt = given_optimizer(opt, learning_rate, type(self).__name__)
         if type(self) is SyncReplicasOptimizer and is_v1(opt):
             refuse_with_v1(
@@ -170,7 +170,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         self._to_aggregate = int(replicas_to_aggregate)
         self._decay, self._averaged = decay, averaged
         self._contributes, self._local_steps = contributes, local_steps
-        self._max_steps = max_steps_without_update
+        self._limit = limit
         self.traits = Traits(
             needs_shards=not accept_summed and self.axes.num_shards > 1,
             or_else="give it accept_summed=True",
@@ -227,10 +227,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             return []
         return super().apply_gradients(pairs, global_step, name, **kwargs)
 
-    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        dims = self._shard_dims(loss.shape)
-        return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
-
     @property
     def update_step_now(self) -> mtf.Tensor | None:
         """Updates made, after the step that it is fetched with; None before there is a step."""
@@ -266,7 +262,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             return
         if self.traits.needs_shards:
             own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-            check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
+            names = [f"variable {v.name!r}" for v in variables]
+            check_recoverable(own, self.axes, names, remakes=True)
         mesh = variables[0].mesh
         freshness.check_mesh("contributes", self._contributes, mesh)
         freshness.check_mesh("local_steps", self._local_steps, mesh)
@@ -277,8 +274,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
                 "graph than the variables with gradients; make an optimizer for each graph."
             )
 
-    def _note(self, before: ReplicaState, now: ReplicaState) -> None:
+    def _note(self, before: ReplicaState, now: ReplicaState, skips: Skips | None) -> None:
         self.state, self._now = before, now
+        self._note_skips(skips)
 
 
 class _AggregateReplicas(Stage):
@@ -287,20 +285,22 @@ class _AggregateReplicas(Stage):
     takes = Form.PER_SHARD
     gives = Form.REDUCED
     wants_reduced = True
+    remakes = True
 
     def __init__(self, wrapper: SyncReplicasOptimizer):
         self._wrapper = wrapper
         self.mixed = "refuse" if wrapper.traits.needs_shards else "reduce"
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        wrapper = self._wrapper
+        wrapper, given = self._wrapper, gradients
         axes, reducer, mesh = wrapper.axes, wrapper.reducer, gradients.mesh
         before = step.plan.state(
             wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
         )
         steps = freshness.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
+        own, reduced, parts = _by_replica(gradients, axes, reducer)
         fresh = freshness.fresh_replicas(
-            gradients.present, steps, before.update_step, wrapper._contributes, axes, reducer
+            own, reduced, steps, before.update_step, wrapper._contributes, axes, reducer
         )
         skipped = mtf.logical_not(fresh)
         # If one step can be enough, only steps that are not enough need accumulators.
@@ -310,7 +310,7 @@ class _AggregateReplicas(Stage):
         # Besides gradients, only this is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         contributions = mtf.reduce_sum(contributed)
-        gradients = gradients.change_reduced(lambda g: times(contributions, g))
+        gradients = _of_contributions(gradients, parts, skipped, contributions, wrapper)
         accumulators = Accumulators(
             gradients, wrapper._slots, is_share=True, counter=before.count.name
         )
@@ -322,11 +322,14 @@ class _AggregateReplicas(Stage):
         gate = accumulators.add(step, DirectUpdate(alone, skipped) if one_step else None)
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
-        self._before, self._now = before, now
+        skips = self._skips = self._make_skips(given, before)
+        if skips:
+            too_many = mtf.greater(now.waiting, wrapper._limit)
+            step.run_when(too_many, gate, lambda: self._report(skips, given))
         mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
         ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
         ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
-        step.when_built(lambda: wrapper._note(before, now))
+        step.when_built(lambda: wrapper._note(before, now, skips))
         # The terms are 1/num_shards of the contributions.
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
         sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
@@ -335,9 +338,69 @@ class _AggregateReplicas(Stage):
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
+        del step
+        return self._skips.end_of_step(operations) if self._skips else []
+
+    def _make_skips(self, gradients: GradientSet, before: ReplicaState) -> Skips | None:
         wrapper = self._wrapper
-        limit, check = wrapper._max_steps, None
-        if limit:
-            check = StepsWithoutUpdate(self._before, self._now, operations, limit)
-        wrapper.steps_without_update = check
-        return [check] if check else []
+        if not wrapper._limit:
+            return None
+        rows = [f"(shard {number})" for number in range(wrapper.axes.num_shards)]
+        words = Words(
+            "", [v.name for v in gradients.owners], rows, "", "Not finite in the last step:"
+        )
+        waiting = [before.waiting]
+        return Skips(wrapper.name, words, (), waiting, wrapper._limit, missed=before.missed)
+
+    def _report(self, skips: Skips, gradients: GradientSet) -> list[mtf.Operation]:
+        axes, reducer = self._wrapper.axes, self._wrapper.reducer
+        found = NotFinite(gradients.present, axes, reducer).outputs[0]
+        return skips.report([mtf.anonymize(found)])
+
+
+# For some gradients, by position, each replica's parts of the sums that they are made of.
+_Parts = Mapping[int, Sequence[mtf.Tensor]]
+
+
+def _by_replica(
+    gradients: GradientSet, axes: ReplicaAxes, reducer: Strategy
+) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
+    """Returns what each replica has computed, what all of them together, and parts of sums.
+
+    The first are per-shard gradients and all parts of sums, in which a NaN is that of a replica.
+    """
+    made = gradients.made_of_sums
+    sums = [x for one in made.values() for x in one.sums]
+    each = iter(split_into_shards(sums, axes, reducer, accept_summed=False))
+    parts = {i: [x for _, x in zip(one.sums, each) if x is not None] for i, one in made.items()}
+    own = [x for some in parts.values() for x in some]
+    reduced: list[mtf.Tensor] = []
+    for i, grad in enumerate(gradients.grads):
+        if grad is not None and i not in made:
+            (reduced if i in gradients.already_reduced else own).append(grad)
+    return own, reduced, parts
+
+
+def _of_contributions(
+    gradients: GradientSet,
+    parts: _Parts,
+    skipped: mtf.Tensor,
+    contributions: mtf.Tensor,
+    wrapper: SyncReplicasOptimizer,
+) -> GradientSet:
+    """Makes the gradients at `already_reduced` the sums of those of replicas that contribute.
+
+    A gradient in which they are mixed counts once for each of them.
+    """
+    axes, reducer = wrapper.axes, wrapper.reducer
+
+    def made_again(one: MadeOfSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
+        # A replica's part is 1/num_shards of its contribution.
+        kept = [x * float(axes.num_shards) for x in ZerosWhere(some, skipped).outputs]
+        dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
+        sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
+        return one.remade(sums, [times(contributions, x) for x in one.shared])
+
+    again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}
+    counted = gradients.change_reduced(lambda g: times(contributions, g))
+    return counted.with_grads([again.get(i, g) for i, g in enumerate(counted.grads)])

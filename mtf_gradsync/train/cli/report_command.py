@@ -46,9 +46,7 @@ def main(args: argparse.Namespace) -> int:
         from tqdm import tqdm
 
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.comparison.plot import plot_comparison
-        from mtf_gradsync.train.comparison import compare
-        from mtf_gradsync.train.comparison import as_text
+        from mtf_gradsync.train.comparison import as_text, compare, plot_comparison
         from mtf_gradsync.train.figures import check_drawing
         from mtf_gradsync.train.model import resolve_job
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtf_gradsync.runtimes.errors import ACCEPT_FLAG, ConfigError, TrainingError
-from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
     process_of_flags,
@@ -91,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
+    from mtf_gradsync.runtimes.manifest import write_text  # imports TensorFlow
+
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
     trace, json_file, part_file = output_paths(outputs)
     timeline = _merged(args.merge) if args.merge else _recorded(args)
@@ -143,8 +144,7 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.processes.members import MissingProcessesError
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.processes import run_on_cluster
-        from mtf_gradsync.train.processes import run_on_processes
+        from mtf_gradsync.train.processes import run_on_cluster, run_on_processes
         from mtf_gradsync.train.run import Accepted
         from mtf_gradsync.train.timed_run import TimedRun
 

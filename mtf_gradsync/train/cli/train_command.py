@@ -64,8 +64,7 @@ def main(args: argparse.Namespace) -> int:
     with loaded_config(args):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.processes import run_on_cluster
-        from mtf_gradsync.train.processes import run_on_processes
+        from mtf_gradsync.train.processes import run_on_cluster, run_on_processes
         from mtf_gradsync.train.run import Accepted, RunResult, run
 
         accepted = Accepted(

@@ -1,15 +1,17 @@
 """Draws the batches of a training run outside of the training step, and checks them.
 
 A session of its own draws a batch, which is then fed to the step. So an error while drawing is
-reported as one of the data, on every runtime, and nothing of the step has run yet."""
+reported as one of the data, on every runtime, and nothing of the step has run yet.
+"""
 
 from __future__ import annotations
 
-from mtf_gradsync.runtimes.errors import TrainingError
 from typing import Any, Callable, Mapping
+
 import numpy as np
+
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import ConfigError, first_line
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.train.data.datasets import MODEL_FEATURES, mapped
 
 

@@ -6,19 +6,18 @@ dicts of integer vectors, already padded or packed to ``sequence_length``.
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from pathlib import Path
-from typing import Sequence
-from mtf_gradsync.runtimes.errors import ConfigError
-import itertools
 from typing import Any, Callable, Sequence
+
 import gin
 import numpy as np
+
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.errors import ConfigError, first_line
 from mtf_gradsync.train.data.vocabulary import EOS_ID, PAD_ID
-
 
 # Shorter paragraphs ("Note:", a lone heading) recur everywhere and do not identify their text.
 _MIN_SHARED_PARAGRAPH = 40
@@ -154,9 +153,7 @@ def python_topics(
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.
     """
-    documents = split_documents(
-        python_topics(), dataset_split, held_out_every=held_out_every
-    )
+    documents = split_documents(read_python_topics(), dataset_split, held_out_every=held_out_every)
     return text_windows(documents, sequence_length, vocabulary, dataset_split, seed)
 
 
@@ -182,9 +179,7 @@ def text_files(
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.
     """
-    documents = split_documents(
-        read_files(files), dataset_split, held_out_every=held_out_every
-    )
+    documents = split_documents(read_files(files), dataset_split, held_out_every=held_out_every)
     return text_windows(documents, sequence_length, vocabulary, dataset_split, seed)
 
 

@@ -176,8 +176,9 @@ class GradientAccumulationOptimizer:
             return values, False
         grads = _scaled(_total(self.sums), 1 / self.mini_step if self.average else 1)
         self.sums, self.mini_step = [], 0
-        self.update_step += 1
-        return self.inside(values, [grads])
+        values, is_updated = self.inside(values, [grads])
+        self.update_step += is_updated
+        return values, is_updated
 
     def state(self, name: str) -> Values:
         if not self.is_gate:
@@ -271,6 +272,24 @@ class Trained(NamedTuple):
     global_step: int
 
 
+def layers_of(stack: Sequence[Spec], inner: str, num_shards: int) -> list[Any]:
+    """The layers of a stack, from the outside in, around an optimizer of `tests.reference`.
+
+    The last one is the optimizer.
+    """
+    update = OPTIMIZERS[inner]()
+
+    def innermost(values: Values, shards: Shards) -> tuple[Values, bool]:
+        return update(values, _total(shards)), True
+
+    layers: list[Any] = [innermost]
+    for number in reversed(range(len(stack))):
+        spec = stack[number]
+        more = {"num_shards": num_shards, "inner_specs": stack[number + 1 :]}
+        layers.insert(0, LAYERS[spec.kind](layers[0], **spec.arguments, **more))
+    return layers
+
+
 def train(
     stack: Sequence[Spec],
     names: Sequence[str],
@@ -279,24 +298,14 @@ def train(
     num_shards: int,
     values: Values,
 ) -> Trained:
-    """Trains with a stack, from the outside in, around an optimizer of `tests.reference`."""
-    update = OPTIMIZERS[inner]()
-
-    def innermost(values: Values, shards: Shards) -> tuple[Values, bool]:
-        return update(values, _total(shards)), True
-
-    layer: Layer = innermost
-    layers: list[Any] = []
-    for number in reversed(range(len(stack))):
-        spec = stack[number]
-        more = {"num_shards": num_shards, "inner_specs": stack[number + 1 :]}
-        layer = LAYERS[spec.kind](layer, **spec.arguments, **more)
-        layers.insert(0, layer)
+    """Trains with a stack."""
+    all_layers = layers_of(stack, inner, num_shards)
+    layers = all_layers[:-1]
     for feed in feeds:
         for one in layers:
             one.mask = feed["contributes"]
         with np.errstate(invalid="ignore"):
-            values, _ = layer(values, shard_gradients(values, feed, num_shards))
+            values, _ = all_layers[0](values, shard_gradients(values, feed, num_shards))
     state: Values = {}
     for one, name in zip(layers, names):
         state.update(one.state(name) if hasattr(one, "state") else {})

@@ -7,6 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf
 from tests import documents, harness, models
+from tests.optimizers.pipeline import test_shard_losses
 from tests.reduce import rounded
 
 SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
@@ -64,6 +65,14 @@ def test_it_decides_once_an_update_inside_accumulation(names):
     first = harness.run("simd", SHAPE, LAYOUT, train(make), feeds()[:2]).variables
     assert found["SkipSpikesOptimizer/skipped"] == 1
     assert all(np.array_equal(found[name], first[name]) for name in models.mlp_values())
+
+
+@pytest.mark.parametrize("others", [(), ("CrossShardOptimizer",), (test_shard_losses.LOCAL,)])
+def test_losses_of_shards_are_averaged_around_it_and_inside_of_it(names, others, monkeypatch):
+    monkeypatch.setitem(test_shard_losses.WRAPPERS, "own", names["SkipSpikesOptimizer"])
+    is_outside = test_shard_losses.LOCAL not in others
+    stack = ["own", *others] if is_outside else [*others, "own"]
+    test_shard_losses.check("simd", stack)
 
 
 def test_its_order_and_arguments_are_checked(names):

@@ -134,3 +134,97 @@ def test_update_step_drives_the_rate_where_microbatch_steps_change(mesh_kind):
         np.testing.assert_allclose(
             result.variables[name], value, rtol=tolerance, atol=tolerance, err_msg=name
         )
+
+
+def sgd(rate):
+    return mtf.optimize.SgdOptimizer(rate)
+
+
+SHARDS = {"mesh_shape": "b:2", "layout": "batch:b"}
+NAN = float("nan")
+# Wrappers around an optimizer, and the gradients of their steps; 1 where there is no more to see.
+COUNTED = {
+    "K of 1": (lambda opt: gs.GradientAccumulationOptimizer(opt, 1), [1] * 8),
+    "cross shard": (gs.CrossShardOptimizer, [1] * 8),
+    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 10.0), [1] * 8),
+    "average": (lambda opt: gs.AverageOptimizer(opt, 0.5), [1] * 8),
+    "sync": (lambda opt: gs.SyncReplicasOptimizer(opt, 2, **SHARDS), [1, 1, NAN, 1, 1, 1, 1, 1]),
+    "loss scale": (gs.LossScaleOptimizer, [1, 1, NAN, NAN, 1, 1, 1, 1]),
+    "outer": (lambda opt: gs.OuterOptimizer(opt, 1, 1.0, 0.0, **SHARDS), [1] * 8),
+    "another name": (
+        lambda opt: gs.GradientAccumulationOptimizer(opt, 2, name="mine"),
+        [0.5] * 8,
+    ),
+    "an update skipped in accumulation": (
+        lambda opt: gs.GradientAccumulationOptimizer(gs.LossScaleOptimizer(opt), 2),
+        [0.5, 0.5, NAN, 0.5, 0.5, 0.5, 0.5, 0.5],
+    ),
+}
+
+
+def rates_follow_updates(make, asked_later=False):
+    """A scalar w of 0 whose gradient is the mean of the inputs, by a rate of min(1, updates/4)."""
+
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", 2)]))
+        w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
+        rate = 1.0
+        if not asked_later:
+            made = mtf.cast(gs.get_update_step(mesh), tf.float32)
+            rate = mtf.minimum(made * 0.25, mtf.constant(mesh, 1.0, []))
+        grads = mtf.gradients([mtf.reduce_mean(x * w)], [w])
+        operations = make(rate).apply_grads(grads, [w.operation])
+        if asked_later:
+            gs.get_update_step(mesh)
+        return operations, {}
+
+    return build
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_update_step_counts_updates_under_every_wrapper(name, mesh_kind):
+    wrap, gradients = COUNTED[name]
+    feeds = [{"x": np.full([2], x, "f")} for x in gradients]
+    build = rates_follow_updates(lambda rate: wrap(sgd(rate)))
+    built = harness.built(mesh_kind, "b:2", "batch:b", build, feeds[0])
+    found = built.after_each(feeds)
+    passes = 2 if "accumulation" in name or name == "another name" else 1
+    w, made, total, expected = 0.0, 0, 0.0, []
+    for number, x in enumerate(gradients, 1):
+        total += x
+        if number % passes == 0:
+            if np.isfinite(total):
+                w -= min(1.0, made / 4) * total
+                made += 1
+            total = 0.0
+        expected.append((w, made))
+    counter = "GradientAccumulationOptimizer/update_step"
+    np.testing.assert_array_equal([(v["w"], v[counter]) for v in found], expected)
+
+
+def test_a_counter_that_nothing_advances_is_an_error():
+    feed = {"x": np.ones([2], "f")}
+    for build in (
+        rates_follow_updates(sgd),
+        rates_follow_updates(lambda rate: gs.CrossShardOptimizer(sgd(rate)), asked_later=True),
+    ):
+        with pytest.raises(ValueError, match="call get_update_step before gradients are applied"):
+            harness.built("simd", "b:2", "batch:b", build, feed)
+
+
+def test_a_program_may_advance_the_counter_itself_or_only_read_it():
+    def by_hand(mesh, inputs):
+        operations, _ = rates_follow_updates(sgd)(mesh, inputs)
+        step = gs.get_update_step(mesh)
+        return [*operations, mtf.assign(step.operation, step + 2)], {}
+
+    feeds = [{"x": np.ones([2], "f")}] * 2
+    found = harness.run("simd", "b:2", "batch:b", by_hand, feeds)
+    assert found.variables["w"] == -0.5
+    assert found.variables["GradientAccumulationOptimizer/update_step"] == 4
+
+    def evaluation(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", 2)]))
+        return [], {"loss": mtf.reduce_mean(x), "updates": gs.get_update_step(mesh)}
+
+    assert harness.run("simd", "b:2", "batch:b", evaluation, feeds).fetched[0]["updates"] == 0

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train import gin_files
-from mtf_gradsync.train import held_out
+from mtf_gradsync.train import gin_files, held_out
 from mtf_gradsync.train.metrics import read_metrics
 from tests.train.conftest import NO_ATTENTION, NO_EVAL, run_quietly
 

@@ -11,7 +11,7 @@ def paragraphs(texts):
 
 
 def test_no_held_out_paragraph_of_the_documentation_is_trained_on():
-    topics = datasets.python_topics()
+    topics = datasets.read_python_topics()
     train = datasets.split_documents(topics, "train", 10)
     held_out = datasets.split_documents(topics, "validation", 10)
     assert paragraphs(held_out)
@@ -24,7 +24,9 @@ def test_split_depends_on_names_alone():
     documents = {f"name{i}": f"text {i}" for i in range(40)}
     shuffled = dict(reversed(list(documents.items())))
     for split in ("train", "validation"):
-        assert datasets.split_documents(documents, split, 4) == datasets.split_documents(shuffled, split, 4)
+        assert datasets.split_documents(documents, split, 4) == datasets.split_documents(
+            shuffled, split, 4
+        )
     more = {**documents, "new": "text"}
     assert set(datasets.split_documents(documents, "train", 4)) <= set(
         datasets.split_documents(more, "train", 4)
@@ -52,7 +54,10 @@ def test_single_document_is_cut_at_a_paragraph(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: datasets.split_documents({"a": "b"}, "test", 10), 'must be "train" or "validation"'),
+        (
+            lambda: datasets.split_documents({"a": "b"}, "test", 10),
+            'must be "train" or "validation"',
+        ),
         (lambda: datasets.split_documents({"a": "b", "c": "d"}, "train", 1), "at least 2"),
         (lambda: datasets.split_documents({}, "train", 10), "train split is empty: 0 documents"),
         (lambda: datasets.read_files("a.txt"), "must be a list"),

@@ -11,8 +11,7 @@ from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.data import datasets
-from mtf_gradsync.train.evaluation import build_eval_graph
-from mtf_gradsync.train.evaluation import sample_after
+from mtf_gradsync.train.evaluation import build_eval_graph, sample_after
 from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.run import run
 from tests.train.conftest import NO_EVAL, QUICK, TINY

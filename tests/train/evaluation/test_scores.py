@@ -5,9 +5,9 @@ import pytest
 
 from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults, session_config
+from mtf_gradsync.train import evaluation
 from mtf_gradsync.train.config import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.train import evaluation
 from mtf_gradsync.train.evaluation import sample
 from mtf_gradsync.train.model import ModelSettings
 from tests.train.conftest import ATTENTION, NO_EVAL, train_tiny

@@ -9,9 +9,8 @@ import mtf_gradsync as gs
 from mtf_gradsync import reduce, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import ProcessorGroups
-from mtf_gradsync.reduce.parts.all_gather import all_gather
-from mtf_gradsync.reduce.parts.cuts import Cut
-from mtf_gradsync.reduce.parts.reduce_scatter import reduce_scatter
+from mtf_gradsync.reduce.parts import Cut
+from mtf_gradsync.reduce.scatter_gather import all_gather, reduce_scatter
 from mtf_gradsync.xla.executable import Cache, lowered
 from mtf_gradsync.xla.replica_program import replica_program
 from mtf_gradsync.xla.runner.packs import packed_for_cpus

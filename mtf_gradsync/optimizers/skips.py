@@ -1,0 +1,448 @@
+"""What wrappers skip: lines about it in the log, and an end to a training that only skips.
+
+A wrapper that skips makes a `Skips` for each step. Its branch for skipped steps records which
+gradients of which shards were not finite; a line of the log names them for the first skipped step,
+the second, the fourth and so on. After more than `max_steps_without_update` steps in a row without
+an update the step raises an error that names them. Placement meshes print and fail by themselves; a
+SIMD program cannot, so that the session that runs it logs and raises (`mtf_gradsync.step.Watched`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Iterable, NamedTuple, Sequence, Union
+
+import numpy as np
+
+from mtf_gradsync._numbers import check_whole_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import control_flow_v1
+from mtf_gradsync.gradients.measures import NotFinite
+from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pipeline import GradientSet
+from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Watched, WatchHook, values_after
+
+# The full list may be as long as the number of variables times the number of shards.
+_MOST_NAMED = 8
+
+
+class NoUpdateError(RuntimeError):
+    """More than max_steps_without_update steps in a row had no update.
+
+    Attributes:
+      limit: max_steps_without_update.
+      replicas: the shards or islands, row by row, that had something that is not finite in the last
+        skipped step; of `SyncReplicasOptimizer` those that did not contribute in the last step.
+    """
+
+    def __init__(self, limit: int, replicas: Iterable[int], text: str = ""):
+        self.limit = limit
+        self.replicas: list[int] = [int(replica) for replica in replicas]
+        self._text = text or _no_update("", limit)
+        super().__init__(limit, self.replicas, self._text)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _no_update(owner: str, limit: int) -> str:
+    begin = f"{owner}: no" if owner else "No"
+    return f"{begin} update for more than max_steps_without_update={limit} steps."
+
+
+def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
+    """Returns max_steps_without_update, checked; `why` tells why fewer than `least` never do."""
+    if limit is None:
+        return None
+    check_whole_number("max_steps_without_update", limit)
+    if limit < least:
+        raise ValueError(f"max_steps_without_update must be {least} or more, got {limit!r}: {why}.")
+    return int(limit)
+
+
+def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable | None:
+    """Makes `<name>/waiting`, the steps in a row without an update; None without a limit."""
+    return scalar_state(mesh, f"{name}/waiting", stacked=False) if limit else None
+
+
+def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
+    """Returns the value of `waiting_state` after a step; `updated` is 0 or 1 (int32)."""
+    return (waiting.value + 1) * (1 - updated)
+
+
+class Words(NamedTuple):
+    """How a wrapper tells of what it skips.
+
+    Attributes:
+      line: a line of the log up to the names, without the wrapper's name.
+      names: names of the columns of flags: variables.
+      rows: names of the rows, such as "(shard 0)"; the first are shards or islands, in order.
+      none: what a line names where no flag is set.
+      last: the error's sentence up to the names.
+      only_rows: whether a line names the rows alone, by number.
+    """
+
+    line: str
+    names: Sequence[str]
+    rows: Sequence[str]
+    none: str
+    last: str = "Not finite in the last step that was skipped:"
+    only_rows: bool = False
+
+
+def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
+    """Returns the rows of `not_finite_flags`, for `Words`."""
+    shards = range(axes.num_shards) if axes else ()
+    return [*(f"(shard {number})" for number in shards), "(sum over shards)"]
+
+
+def not_finite_flags(
+    given: GradientSet, sums: GradientSet, axes: ReplicaAxes | None, strategy: Strategy
+) -> list[mtf.Tensor]:
+    """Finds which gradients of which shards are not finite, for `Skips.report`.
+
+    `given` are gradients in any form, and `sums` the same ones as they are checked.
+    """
+    found = []
+    if axes:
+        found.append(NotFinite(given.present, axes, strategy, only_apart=True))
+    found.append(NotFinite(sums.present, None, strategy))
+    return [mtf.anonymize(x.outputs[0]) for x in found]
+
+
+class Skips:
+    """What a wrapper skips in a step that is being built.
+
+    Attributes:
+      watched: the operation at the end of the step; None before `end_of_step`.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        words: Words,
+        counts: Sequence[mtf.Variable] = (),
+        waiting: Sequence[mtf.Variable] = (),
+        limit: int | None = None,
+        floor: tuple[mtf.Variable, float] | None = None,
+        missed: mtf.Variable | None = None,
+    ):
+        """Describes it.
+
+        Args:
+          owner: the wrapper's name.
+          words: how to tell of it; names in `words` are of the flags that `report` is given.
+          counts: the variable that counts what was skipped, a scalar or with one count for each
+            row; () if no line is logged.
+          waiting: a variable that counts the steps in a row without an update, or two whose
+            difference does.
+          limit: max_steps_without_update, or None.
+          floor: a variable and the value below which it cannot go, which lines mention.
+          missed: steps in a row that each replica has missed, if the error is to list those.
+        """
+        self.owner, self.words, self.limit = owner, words, limit
+        self.counts, self.waiting = list(counts), list(waiting if limit else ())
+        self.floor, self.missed = floor, missed
+        self.mesh = next(v.mesh for v in (*counts, *waiting))
+        self.watched: Watched | None = None
+        dims = [mtf.Dimension("rows", len(words.rows)), mtf.Dimension("of", len(words.names))]
+        shape = mtf.anonymous_shape(mtf.Shape(dims))
+        self.record = named_state(
+            self.mesh, f"{owner}/not_finite", shape, tf.float32, checkpointed=False
+        )
+
+    def report(
+        self, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor] = ()
+    ) -> list[mtf.Operation]:
+        """Makes the operation that records flags and prints a line, for a branch of skipped steps.
+
+        Args:
+          found: flags, greater than 0 where something is not finite, the same on all processors:
+            `[rows..., names]`; if there are several, the last ones count where the others have none
+            of a name.
+          now: the values of `counts` after the step, and of the floor's variable.
+        """
+        return [_Report(self, found, now)]
+
+    def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
+        """Makes the operation that checks the limit, after all others of the step."""
+        counts = [*self.counts, *self.waiting]
+        now = [mtf.anonymize(x) for x in values_after(counts, operations)]
+        self.watched = _Check(self, [v.value for v in counts], now, operations)
+        return [self.watched]
+
+    # What is told, by values on the host.
+
+    def has_line(self, before: Any, now: Any) -> bool:
+        """Whether a count has reached or passed a power of two."""
+        return bool(np.any(_passes_a_power_of_two(before, now, np)))
+
+    def line(self, now: Any, found: np.ndarray, floor: float | None) -> str:
+        """Returns the line of a step, by the counts after it, the flags and the floor's value."""
+        words, rows = self.words, _rows(found)
+        if words.only_rows:
+            named = ", ".join(str(row) for row in rows)
+        else:
+            named = self.named(found) or words.none
+        text = f"{self.owner}: {words.line} {named}."
+        total = int(np.max(now))
+        if total > 1:
+            text += _so_far(str(total))
+        if self.floor and floor is not None and floor <= self.floor[1]:
+            text += self.at_floor
+        return text
+
+    @property
+    def at_floor(self) -> str:
+        """The sentence about a variable that cannot go lower."""
+        assert self.floor is not None  # or nobody would ask
+        return f" The scale cannot go below min_scale={self.floor[1]:g}, where it is now."
+
+    def named(self, found: np.ndarray) -> str:
+        """Returns the names of what is flagged; "" if nothing is."""
+        rows, columns = np.nonzero(np.asarray(found) > 0)
+        words = self.words
+        named = [f"{words.names[c]} {words.rows[r]}" for r, c in zip(rows, columns)]
+        more = len(named) - _MOST_NAMED
+        return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+    def error(self, found: np.ndarray, missed: np.ndarray | None) -> NoUpdateError:
+        """Returns the error for too many steps without an update."""
+        assert self.limit is not None  # or there would be no error
+        replicas, named = _rows(found), self.named(found)
+        text = _no_update(self.owner, self.limit)
+        if named:
+            text += f" {self.words.last} {named}."
+        if missed is not None:
+            replicas = np.flatnonzero(np.reshape(missed, -1) > 0)
+            text += f" {_MISSING} [{', '.join(map(str, replicas))}]."
+        return NoUpdateError(self.limit, replicas, text)
+
+    # The same as operations of TensorFlow.
+
+    def line_in_graph(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
+        """Makes what `line` returns."""
+        words = self.words
+        if words.only_rows:
+            named = _joined(_rows_in_graph(tf.reduce_max(found, 1)))
+        else:
+            named = self._named_in_graph(found)
+            named = tf.where_v2(tf.equal(named, ""), words.none, named)
+        total = tf.reduce_max(now)
+        parts = [f"{self.owner}: {words.line} ", named, "."]
+        parts.append(tf.where_v2(total > 1, _so_far(tf.as_string(total)), ""))
+        if self.floor:
+            parts.append(tf.where_v2(floor <= self.floor[1], self.at_floor, ""))
+        return tf.strings.join(parts)
+
+    def _named_in_graph(self, found: tf.Tensor) -> tf.Tensor:
+        where = tf.where_v2(found > 0)
+        some, more = where[:_MOST_NAMED], tf.shape(where)[0] - _MOST_NAMED
+        names, rows = list(self.words.names), list(self.words.rows)
+        lines = tf.strings.join(
+            [tf.gather(names, some[:, 1]), tf.gather(rows, some[:, 0])], separator=" "
+        )
+        rest = tf.where_v2(more > 0, tf.strings.format(" and {} more", more), "")
+        return tf.strings.join([_joined(lines), rest])
+
+    def error_in_graph(self, found: tf.Tensor, missed: tf.Tensor | None) -> tf.Tensor:
+        """Makes the text of what `error` returns."""
+        assert self.limit is not None  # or there would be no error
+        named = self._named_in_graph(found)
+        sentence = tf.strings.join([f" {self.words.last} ", named, "."])
+        parts = [_no_update(self.owner, self.limit)]
+        parts.append(tf.where_v2(tf.equal(named, ""), "", sentence))
+        if missed is not None:
+            absent = _joined(_rows_in_graph(tf.reshape(missed, [-1])))
+            parts += [f" {_MISSING} [", absent, "]."]
+        return tf.strings.join(parts)
+
+
+_MISSING = "These replicas (shards, row by row) did not contribute in the last step:"
+
+
+def _so_far(total: Any) -> Any:
+    after = " skipped so far; the next line is at twice as many."
+    if isinstance(total, str):
+        return f" {total}{after}"
+    return tf.strings.join([" ", total, after])
+
+
+def _passes_a_power_of_two(before: Any, now: Any, bits: Any) -> Any:
+    # The highest bit of the later count is no bit of the earlier one.
+    xor = bits.bitwise_xor if bits is np else bits.bitwise.bitwise_xor
+    return xor(before, now) > before
+
+
+def _rows(found: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.asarray(found).max(1) > 0)
+
+
+def _rows_in_graph(flags: tf.Tensor) -> tf.Tensor:
+    return tf.as_string(tf.reshape(tf.where_v2(flags > 0), [-1]))
+
+
+def _joined(strings: tf.Tensor) -> tf.Tensor:
+    return tf.strings.reduce_join(strings, separator=", ")
+
+
+class _Report(mtf.Operation):
+    """Records flags of a skipped step; on a placement mesh it prints the line, if one is due."""
+
+    def __init__(self, skips: Skips, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor]):
+        super().__init__([*found, *now], name="report_skipped")
+        self._skips, self._num_found = skips, len(found)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        skips = self._skips
+        laid_out = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
+        found, now = laid_out[: self._num_found], laid_out[self._num_found :]
+        count = len(skips.words.names)
+
+        def together(*found: tf.Tensor) -> tf.Tensor:
+            *shards, total = (tf.reshape(x, [-1, count]) for x in found)
+            for rows in shards:
+                # Sums only if no shard's gradient explains them.
+                total = tf.where_v2(tf.reduce_max(rows, 0, keepdims=True) > 0, 0.0, total)
+            return tf.concat([*shards, total], 0)
+
+        flags = lowering.mesh_impl(self).slicewise(together, *found).to_laid_out_tensor()
+        record = lowering.variables[skips.record]
+        done = [record.assign_to_slices(lambda _, x, new: tf.assign(x, new), flags.all_slices)]
+        if skips.counts and not is_simd(lowering.mesh_impl(self)):
+            (variable,) = skips.counts
+            before = lowering.tensors[variable.value].to_laid_out_tensor().all_slices[0]
+            first = [x.all_slices[0] for x in now]
+            done.append(self._print(flags.all_slices[0], before, *first))
+        lowering.operations[self] = tf.group(*done)
+
+    def _print(
+        self, found: tf.Tensor, before: tf.Tensor, now: tf.Tensor, floor: Any = None
+    ) -> tf.Operation:
+        due = tf.reduce_any(_passes_a_power_of_two(before, now, tf))
+
+        def told() -> tf.Operation:
+            line = self._skips.line_in_graph(now, found, floor)
+            return tf.print(line, output_stream=sys.stderr)
+
+        with control_flow_v1():
+            return tf.cond(due, lambda: tf.group(told()), tf.no_op)
+
+
+class _Check(Watched):
+    """Raises `NoUpdateError` after too many steps without an update.
+
+    On a placement mesh the step fails, after all of its writes, and a `_Report` prints lines;
+    elsewhere a session or a hook raises and logs.
+    """
+
+    def __init__(
+        self,
+        skips: Skips,
+        before: Sequence[mtf.Tensor],
+        now: Sequence[mtf.Tensor],
+        step: Sequence[mtf.Operation],
+    ):
+        records = [skips.record]
+        records += [] if skips.floor is None else [skips.floor[0]]
+        records += [] if skips.missed is None else [skips.missed]
+        super().__init__(
+            before, now, [*skips.counts, *skips.waiting], records, "max_steps_without_update"
+        )
+        self._skips, self._step = skips, list(step)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        self.note_lowering(lowering)
+        limit = self._skips.limit
+        if self.takes_a_hook or limit is None:
+            lowering.operations[self] = tf.no_op()
+            return
+        steps = self._steps_without(self.values_now(lowering))
+        found, *missed = self.slices_of_records(lowering)
+
+        def fail() -> tf.Operation:
+            values = [tf.convert_to_tensor(x) for x in (found, *missed)]
+            text = self._skips.error_in_graph(values[0], values[1] if missed else None)
+            return tf.raw_ops.Assert(condition=False, data=[text])
+
+        # A step fails after all of its writes, so that accumulators and counts agree.
+        with tf.control_dependencies([lowering.operations[op] for op in self._step]):
+            with control_flow_v1():
+                done = tf.cond(tf.less_equal(steps, limit), tf.no_op, lambda: tf.group(fail()))
+        lowering.operations[self] = done.op
+
+    def _steps_without(self, now: Sequence[Any]) -> Any:
+        first, *second = now[len(self._skips.counts) :]
+        return first - second[0] if second else first
+
+    def _is_over(self, now: Sequence[Any]) -> bool:
+        limit = self._skips.limit
+        return limit is not None and bool(self._steps_without(now) > limit)
+
+    def _has_line(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
+        if before is None or not self._skips.counts:
+            return False
+        return self._skips.has_line(before[0], now[0])
+
+    def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
+        """See `Watched`."""
+        return self._is_over(now) or self._has_line(before, now)
+
+    def find(
+        self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
+    ) -> list[Any]:
+        """See `Watched`."""
+        skips, (found, *more) = self._skips, records
+        told: list[Any] = []
+        if self._has_line(before, now):
+            told.append(skips.line(now[0], found, float(more[0]) if skips.floor else None))
+        if self._is_over(now):
+            told.append(skips.error(found, more[-1] if skips.missed else None))
+        return told
+
+
+class ReportsSkips(Wrapper):
+    """A wrapper that skips something: the step reports it, the session, or a session hook."""
+
+    _skips = OfStep[Union[Skips, None]](None)
+
+    def _axes_now(self) -> ReplicaAxes | None:
+        """The given replica axes, or those of the mesh that the program has made."""
+        return self.axes or axes_of_program(self._shard_names)
+
+    def _note_skips(self, skips: Skips | None) -> None:
+        self._skips = skips
+
+    @property
+    def skip_report(self) -> Watched | None:
+        """The operation that reports what was skipped; None before gradients were applied."""
+        return self._skips.watched if self._skips else None
+
+    @property
+    def steps_without_update(self) -> Watched | None:
+        """The operation that checks max_steps_without_update.
+
+        None without a limit, or before gradients were applied.
+        """
+        return self._skips.watched if self._skips and self._skips.limit else None
+
+    def make_session_run_hook(self) -> WatchHook:
+        """Makes a hook that logs what a step skipped and raises `NoUpdateError`.
+
+        It is for TPUs. On placement meshes the step itself prints and fails, and the sessions of
+        CPU replicas and XLA devices log and raise; the hook then does nothing. Its `begin` raises
+        ValueError if gradients were not applied before.
+        """
+
+        def skip_report() -> Watched | None:
+            self._check_applied("its hook is used")
+            return self.skip_report
+
+        return WatchHook(skip_report)

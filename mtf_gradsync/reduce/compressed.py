@@ -1,0 +1,243 @@
+"""Sums that are sent in a narrower dtype."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Literal, Protocol, Sequence, Union, get_args
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.reduce.checks import check_values
+from mtf_gradsync.reduce.one_level import FusedAllReduce
+from mtf_gradsync.reduce.parts import Cuts
+from mtf_gradsync.reduce.state import GradientOfCores, State, StateMaker
+from mtf_gradsync.reduce.strategy import (
+    Strategy,
+    check_strategy,
+    has_gradient_reduction,
+    reduce_scatter_by,
+)
+from mtf_gradsync.reduce.sums import say_where_sums_overflow
+
+
+class DType(Protocol):
+    """The protocol of `tf.DType`, which has no type hints."""
+
+    @property
+    def as_datatype_enum(self) -> Any:
+        """The dtype's number."""
+
+
+_Narrow = Literal["bfloat16", "float16"]
+WireDtype = Union[_Narrow, DType]
+_WIRE_DTYPES = get_args(_Narrow)
+# The normal numbers of float32: any other prescale would make all values 0, infinite or NaN.
+_SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
+
+
+@gin.configurable(module="mtf_gradsync")
+class CompressedAllReduce(Strategy):
+    """Sends float32 and float64 as bfloat16 or float16, by any strategy.
+
+    Each processor multiplies its values by `prescale` and rounds them to the wire dtype. They are
+    summed in float32; the sum is rounded to the wire dtype, sent, cast back to the values' dtype
+    and divided by `prescale`. Other dtypes are sent as they are.
+
+    **Error.** With u the unit roundoff of the wire dtype (2**-8 for bfloat16, 2**-11 for
+    float16), v = 2**-24 that of float32, t the smallest number above 0 that the wire dtype has
+    (2**-24 for float16; 2**-126 for bfloat16, where subnormal numbers may become 0), n processors
+    in a group and L levels (1; 2 for the two levels of `HierarchicalAllReduce`), the sum of x_i
+    on a placement mesh is off by at most
+
+        ((1 + u)**(L + 1) * (1 + v)**(n + 1) - 1) * sum |x_i| + (L * n + 1) * t / prescale,
+
+    about (L + 1) * u * sum |x_i|: each value is rounded once, and each sum once at each level. A
+    SIMD mesh adds up bfloat16 as bfloat16: L + 1 becomes n + 1. float16 has three more bits than
+    bfloat16 and a small range: below 2**-14 its steps are 2**-24 wide, which the second term counts
+    and a prescale > 1 reduces, and numbers beyond 65504 become infinite. bfloat16 has float32's
+    range. The bound does not hold outside of float32's range: numbers below 2**-126, before or
+    after scaling, may become 0, and those beyond 3.4e38 infinite.
+
+    **Overflow.** Where float16 makes a sum of finite values infinite or NaN, the session prints
+    that to the standard error each time; the sum is not changed. The check reads the sums once,
+    and the values only after an overflow.
+
+    **Where it does nothing.** Mesh-TF sends bfloat16 over a SIMD mesh as float32 in groups of
+    more than 8 cores, and float16 always; its ring and `CollectiveAllReduce` send both as float32
+    on a placement mesh. There compression would save nothing: values are sent as they are, with a
+    warning.
+    """
+
+    def __init__(
+        self,
+        reducer: Strategy | None = None,
+        wire_dtype: WireDtype | None = "bfloat16",
+        prescale: float = 1.0,
+    ):
+        """Sets the strategy and the wire dtype.
+
+        Args:
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
+          wire_dtype: "bfloat16", "float16", or the tf dtype; None compresses nothing.
+          prescale: the factor of values before they are rounded, which sums are divided by. A power
+            of two adds no rounding.
+
+        Raises:
+          TypeError: reducer is not a strategy.
+          ValueError: wire_dtype is anything else, or prescale is not a number from 2**-126 to
+            2**127.
+        """
+        self.reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
+        self.compressed_dtype: tf.DType | None = _check_wire_dtype(wire_dtype)
+        number = isinstance(prescale, numbers.Real) and not isinstance(prescale, bool)
+        if not number or not _SMALLEST_PRESCALE <= prescale <= _LARGEST_PRESCALE:
+            raise ValueError(
+                "prescale must be a number from 2**-126 to 2**127, which float32 holds, got "
+                f"{prescale!r}."
+            )
+        self.prescale = float(prescale)
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`."""
+        narrow = self._compressed(mesh_impl, values, groups)
+        sums = self.reducer.all_reduce(mesh_impl, narrow, groups)
+        return self._restored(mesh_impl, values, narrow, sums, groups)
+
+    def reduce_scatter(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        groups: ProcessorGroups,
+        cuts: Sequence[Cuts],
+    ) -> list[Any]:
+        """See `Strategy.reduce_scatter`; parts are sent in the wire dtype."""
+        narrow = self._compressed(mesh_impl, values, groups)
+        parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
+        return self._restored(mesh_impl, values, narrow, parts, groups, in_parts=True)
+
+    @property
+    def has_gradient_reduction(self) -> bool:
+        """See `Strategy.has_gradient_reduction`; as the inner strategy."""
+        return has_gradient_reduction(self.reducer)
+
+    def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
+        """See `Strategy.gradient_state`; the inner strategy's."""
+        return self.reducer.gradient_state(gradients, maker)
+
+    def reduce_gradients(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
+    ) -> tuple[list[Any], State]:
+        """See `Strategy.reduce_gradients`; the inner strategy is given values in the wire dtype."""
+        narrow = self._compressed(mesh_impl, values, groups)
+        sums, state = self.reducer.reduce_gradients(mesh_impl, narrow, groups, state)
+        return self._restored(mesh_impl, values, narrow, sums, groups), state
+
+    def _compressed(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """Returns values scaled and cast to the wire dtype, or as they are."""
+        self.check(mesh_impl, groups)
+        values = list(values)
+        check_values(values)
+        wide = [i for i, value in enumerate(values) if _is_wide(value)]
+        if groups.group_size == 1 or not wide or not self._narrows(mesh_impl, groups):
+            return values
+
+        def compress(x: tf.Tensor) -> tf.Tensor:
+            return tf.cast(x if self.prescale == 1 else x * self.prescale, self.compressed_dtype)
+
+        for index in wide:
+            values[index] = mesh_impl.slicewise(compress, values[index])
+        return values
+
+    def _restored(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        narrow: Sequence[Any],
+        sums: Sequence[Any],
+        groups: ProcessorGroups,
+        in_parts: bool = False,
+    ) -> list[Any]:
+        """Returns sums, or parts of them, unscaled and cast to the values' dtypes."""
+        results = list(sums)
+        compressed = [i for i, (x, y) in enumerate(zip(values, narrow)) if x is not y]
+        for index in compressed:
+            dtype = values[index].tensor_list[0].dtype.base_dtype
+
+            def restore(x: tf.Tensor, dtype: tf.DType = dtype) -> tf.Tensor:
+                x = tf.cast(x, dtype)
+                return x if self.prescale == 1 else x / self.prescale
+
+            results[index] = mesh_impl.slicewise(restore, results[index])
+        if compressed and self.compressed_dtype == tf.float16:
+            restored = say_where_sums_overflow(
+                mesh_impl,
+                [values[i] for i in compressed],
+                [sums[i] for i in compressed],
+                [results[i] for i in compressed],
+                groups,
+                in_parts,
+            )
+            for index, value in zip(compressed, restored):
+                results[index] = value
+        return results
+
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`; checks the inner strategy."""
+        super().check(mesh_impl, groups)
+        # A strategy from outside of this package may lack the method.
+        getattr(self.reducer, "check", super().check)(mesh_impl, groups)
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`."""
+        inner = self._sent_as(mesh_impl, dtype, groups)
+        if self.compressed_dtype is None or dtype not in (tf.float32, tf.float64):
+            return inner
+        compressed = self._sent_as(mesh_impl, self.compressed_dtype, groups)
+        return compressed if compressed == self.compressed_dtype else inner
+
+    def _sent_as(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        # A strategy from outside of this package may not tell what it sends.
+        wire_dtype = getattr(self.reducer, "wire_dtype", lambda mesh_impl, dtype, groups: dtype)
+        return wire_dtype(mesh_impl, dtype, groups)
+
+    def _narrows(self, mesh_impl: Any, groups: ProcessorGroups) -> bool:
+        wire = self.compressed_dtype
+        if wire is None:
+            return False
+        sent = self._sent_as(mesh_impl, wire, groups)
+        if sent != wire:
+            warn_once(
+                f"{wire.name} sent as {sent.name} by {type(self.reducer).__name__}",
+                "wire_dtype=%r has no effect: %s sends %s as %s on this mesh, in groups of %d. The "
+                "values are sent as they are.",
+                wire.name,
+                type(self.reducer).__name__,
+                wire.name,
+                sent.name,
+                groups.group_size,
+            )
+        return sent == wire
+
+
+def _is_wide(value: Any) -> bool:
+    dtype = value.tensor_list[0].dtype.base_dtype
+    return dtype in (tf.float32, tf.float64) and mtf.list_product(value.slice_shape) > 0
+
+
+def _check_wire_dtype(wire_dtype: Any) -> tf.DType | None:
+    if wire_dtype is None:
+        return None
+    try:
+        dtype = tf.as_dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _WIRE_DTYPES:
+        raise ValueError(f"wire_dtype must be one of {_WIRE_DTYPES} or None, got {wire_dtype!r}.")
+    return dtype

@@ -1,1 +1,0 @@
-"""Building blocks of compressed sums: quantized blocks, low-rank factors, exchanges."""

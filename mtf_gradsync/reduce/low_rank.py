@@ -1,0 +1,404 @@
+"""Gradients sent as low-rank factors of matrices."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from typing import Any, Callable, NamedTuple, Sequence
+
+import gin
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import control_flow_v1
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.reduce.by_gradient import GradientStrategy, in_dtype_of, no_errors, plus_errors
+from mtf_gradsync.reduce.checks import check_count, check_values
+from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker
+from mtf_gradsync.reduce.strategy import Strategy
+
+_PHILOX = 1
+# A column counts as spanned by those before it if less than this share of its length remains.
+_ROUNDING = 2.0**-22
+# A matrix whose largest number is smaller counts as zeros.
+_SMALLEST = 2.0**-100
+
+
+def split_of(shape: Sequence[int]) -> int:
+    """Returns how many leading dimensions to make rows, for about as many columns as rows."""
+
+    def factors(number: int) -> int:
+        return math.prod(shape[:number]) + math.prod(shape[number:])
+
+    return min(range(len(shape) + 1), key=factors)
+
+
+def random_factors(
+    columns: Sequence[int], rank: int, step: tf.Tensor | int
+) -> tuple[tf.Tensor, ...]:
+    """Makes a random matrix `[columns, rank]` for each number of columns; each step has its own.
+
+    The matrices of a step are the same on all processors and in every run.
+    """
+    raw, made = tf.raw_ops, []
+    count = tf.cast(tf.reshape(step, [1]), tf.uint64)
+    for number, size in enumerate(columns):
+        counter = tf.concat([tf.constant([number], tf.uint64), count], 0)
+        made.append(
+            raw.StatelessRandomNormalV2(
+                shape=[size, rank], key=tf.constant([0], tf.uint64), counter=counter, alg=_PHILOX
+            )
+        )
+    return tuple(made)
+
+
+def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Replaces columns of a factor that are zero by those of another one."""
+    dead = tf.reduce_all(tf.equal(factor, 0.0), 0, keepdims=True)
+    return tf.where_v2(dead, other, factor)
+
+
+def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+    """Makes the columns of float32 ``[rows, rank]`` matrices orthonormal: Gram-Schmidt, twice.
+
+    A column that is spanned by those before it, up to rounding, becomes zeros. A matrix with a
+    number that is not finite becomes NaN.
+    """
+    result: list[tf.Tensor] = [matrices[0]] * len(matrices)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, x in enumerate(matrices):
+        alike.setdefault(tuple(x.shape.as_list()), []).append(index)
+    for members in alike.values():
+        stacked = _orthonormal(tf.stack([matrices[i] for i in members]))
+        for index, x in zip(members, tf.unstack(stacked, len(members))):
+            result[index] = x
+    return tuple(result)
+
+
+def _orthonormal(x: tf.Tensor) -> tf.Tensor:
+    """`orthonormal` of `[matrices, rows, rank]`."""
+    finite = tf.reduce_all(tf.math.is_finite(x), [1, 2], keepdims=True)
+    top = tf.reduce_max(tf.abs(x), [1, 2], keepdims=True)
+    # Scaled, as squares of huge or tiny numbers are beyond float32.
+    x = x / tf.where_v2(tf.logical_and(finite, top >= _SMALLEST), top, 1.0)
+    made: list[tf.Tensor] = []
+    for column in tf.unstack(x, axis=2):
+        length = _length(column)
+        for _ in range(2):
+            # Sums in place of matmul, which TPUs round to bfloat16.
+            column -= sum(b * tf.reduce_sum(b * column, 1, keepdims=True) for b in made)
+        left = _length(column)
+        dead = left <= _ROUNDING * length
+        made.append(tf.where_v2(dead, 0.0, column / tf.where_v2(dead, 1.0, left)))
+    return tf.where_v2(finite, tf.stack(made, 2), np.float32(np.nan))
+
+
+def _length(column: tf.Tensor) -> tf.Tensor:
+    return tf.sqrt(tf.reduce_sum(tf.square(column), 1, keepdims=True))
+
+
+def either(
+    mesh_impl: Any,
+    predicate: tf.Tensor,
+    if_true: Callable[[], Sequence[Any]],
+    if_false: Callable[[], Sequence[Any]],
+) -> list[Any]:
+    """Returns the `LaidOutTensor`s of one of two functions; the other sends nothing in that step.
+
+    The boolean `predicate`, a scalar, has to be the same on all processors. Both functions return
+    values of the same shapes and dtypes. On a placement mesh each slice is on its processor's
+    device.
+    """
+
+    def slices(make: Callable[[], Sequence[Any]]) -> list[tf.Tensor]:
+        if is_simd(mesh_impl):
+            return [tf.identity(x.one_slice) for x in make()]
+        return [
+            one
+            for x in make()
+            for one in mtf.parallel(mesh_impl.devices, tf.identity, x.tensor_list)
+        ]
+
+    def place(operation: tf.Operation) -> str:
+        # TensorFlow would place the merge of the branches on any device.
+        joins = operation.type == "Merge" and not operation.device
+        return operation.inputs[0].device if joins else operation.device
+
+    with control_flow_v1(), tf.device(place):
+        flat = tf.cond(predicate, lambda: slices(if_true), lambda: slices(if_false))
+    each = 1 if is_simd(mesh_impl) else mesh_impl.size
+    return [
+        mesh_impl.LaidOutTensor(list(flat[start : start + each]))
+        for start in range(0, len(flat), each)
+    ]
+
+
+class LowRankState(NamedTuple):
+    """The state of `LowRankAllReduce`; None for what the settings or gradients do not need."""
+
+    step: Any  # the number of reductions so far
+    errors: tuple[Any, ...]  # for each gradient the part of it that cores have not sent
+    factors: tuple[Any, ...]  # for each gradient the right factor of the last sum, transposed
+
+
+class _Matrix(NamedTuple):
+    """The matrix of a tensor that is sent as factors `[rows, rank]` and `[columns, rank]`."""
+
+    split: int  # how many of the tensor's dimensions make the rows
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def sent(self) -> int:
+        """The size of both factors."""
+        return self.rank * (self.rows + self.columns)
+
+
+@gin.configurable(module="mtf_gradsync")
+class LowRankAllReduce(GradientStrategy):
+    """Sends gradients as low-rank factors of matrices: PowerSGD.
+
+    A gradient is reshaped to a matrix M whose numbers of rows and columns are as equal as possible.
+    With Q of `rank` orthonormal columns, the same on all cores, P is the sum of M Q over the cores;
+    its columns are made orthonormal, and Q becomes the sum of the transposed M times P. The sum of
+    the gradients is approximated by P times the transposed Q: rank * (rows + columns) numbers are
+    sent in place of rows * columns, in two reductions: all P's together with gradients that are
+    not compressed, then all Q's. With the full rank the sum is exact.
+
+    **Error feedback.** A core keeps M minus its part of the result, and adds it to its next
+    gradient: so all gradients are applied in the end, up to rounding.
+
+    **Model parallel.** Where the layout splits a variable over other mesh axes, the matrix is each
+    core's slice of the gradient: nothing is sent over those axes, and `rank` is that of a slice.
+
+    **Not finite.** A gradient with a NaN or an infinity on any core is NaN everywhere in the sum,
+    and no error of it is kept.
+
+    **Not compressed**, but reduced by `reducer`: vectors, and matrices that factors make less than
+    `min_compression_rate` times smaller. `reported` has the rate that is reached, the log the
+    names. `ShardedUpdateOptimizer` cuts its parts from the sums.
+
+    State, by name: `<variable>/low_rank_error`, a value for each core;
+    `<variable>/low_rank_factor`, which begins anew on a mesh with other slices;
+    `<wrapper>/low_rank_step`, if start_step is given or warm_start is off.
+
+    References:
+      PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Unlike there Q is orthonormal, too, so that
+      small directions of a matrix of almost full rank are not lost, and its columns that have
+      become zero are drawn anew.
+    """
+
+    def __init__(
+        self,
+        rank: int = 4,
+        start_step: int = 0,
+        min_compression_rate: float = 2.0,
+        warm_start: bool = True,
+        error_feedback: bool = True,
+        reducer: Strategy | None = None,
+    ):
+        """Sets the compression.
+
+        Args:
+          rank: most columns of the factors.
+          start_step: the number of first updates without compression.
+          min_compression_rate: how many times smaller than a gradient its factors have to be.
+          warm_start: whether a step begins with the factor Q of the last one, in place of random
+            numbers.
+          error_feedback: whether a core keeps the error of compression, a float32 tensor of the
+            gradient's size, and adds it to its next gradient.
+          reducer: the strategy of the factors and of all other sums; None takes `FusedAllReduce()`.
+
+        Raises:
+          TypeError: reducer is not a strategy, or a flag is not a bool.
+          ValueError: a number is out of range.
+        """
+        super().__init__(reducer)
+        check_count("rank", rank, "a number of columns", least=1)
+        check_count("start_step", start_step, "a number of updates")
+        rate = min_compression_rate
+        number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+        if not number or not 0 < rate < math.inf:
+            raise ValueError(f"min_compression_rate must be a number above 0, got {rate!r}.")
+        for name, flag in (("warm_start", warm_start), ("error_feedback", error_feedback)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {flag!r}.")
+        self.rank = rank
+        self.start_step = start_step
+        self.min_compression_rate = float(rate)
+        self.warm_start = warm_start
+        self.error_feedback = error_feedback
+
+    def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
+        """See `Strategy.gradient_state`."""
+        maker.report(self._compression(gradients))
+        matrices = [self._matrix(g.dtype, g.slice_shape) for g in gradients]
+        # Slices on another mesh may be compressed.
+        whole = [self._matrix(g.dtype, g.shape.to_integer_list) for g in gradients]
+        errors = tuple(
+            maker.variable(f"{g.name}/low_rank_error", g.shape, shard_dims=g.shard_dims)
+            if self.error_feedback and (here or elsewhere)
+            else None
+            for g, here, elsewhere in zip(gradients, matrices, whole)
+        )
+        factors = tuple(
+            maker.variable(f"{g.name}/low_rank_factor", _factor_shape(g, m), begins_anew=True)
+            if self.warm_start and m is not None
+            else None
+            for g, m in zip(gradients, matrices)
+        )
+        counts = any(matrices) and (self.start_step > 0 or not self.warm_start)
+        name = f"{maker.name}/low_rank_step"
+        step = maker.variable(name, mtf.Shape([]), tf.int32) if counts else None
+        return LowRankState(step, errors, factors)
+
+    def reduce_gradients(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
+    ) -> tuple[list[Any], State]:
+        """See `Strategy.reduce_gradients`."""
+        self.check(mesh_impl, groups)
+        check_values(values)
+        wanted = plus_errors(mesh_impl, values, state.errors)
+        matrices = {}
+        for i, x in enumerate(values):
+            matrix = self._matrix(x.tensor_list[0].dtype, x.slice_shape)
+            if matrix is not None:
+                matrices[i] = matrix
+
+        def flat_of(sums: Any, errors: Any, factors: Any) -> list[Any]:
+            return [*sums, *(x for x in [*errors, *factors] if x is not None)]
+
+        def as_they_are() -> list[Any]:
+            given = [in_dtype_of(mesh_impl, x, value) for x, value in zip(wanted, values)]
+            sums = self.reducer.all_reduce(mesh_impl, given, groups)
+            return flat_of(sums, no_errors(mesh_impl, state.errors), state.factors)
+
+        def as_factors() -> list[Any]:
+            return flat_of(*self._by_factors(mesh_impl, values, wanted, groups, state, matrices))
+
+        if groups.group_size == 1 or not matrices:
+            flat = as_they_are()
+        elif self.start_step:
+            late = tf.greater_equal(state.step.tensor_list[0], self.start_step)
+            flat = either(mesh_impl, late, as_factors, as_they_are)
+        else:
+            flat = as_factors()
+        new = iter(flat[len(values) :])
+        errors, factors = (
+            tuple(None if x is None else next(new) for x in old)
+            for old in (state.errors, state.factors)
+        )
+        step = None if state.step is None else mesh_impl.slicewise(lambda x: x + 1, state.step)
+        return list(flat[: len(values)]), LowRankState(step, errors, factors)
+
+    def _by_factors(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        wanted: Sequence[Any],
+        groups: ProcessorGroups,
+        state: LowRankState,
+        matrices: dict[int, _Matrix],
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns sums by factors, and the new errors and factors of the state."""
+        made = list(matrices.values())
+        whole = [i for i in range(len(values)) if i not in matrices]
+
+        def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            """Makes this step's orthonormal Q, from the last step's or random numbers."""
+            step = 0 if self.warm_start else factors[0]
+            fresh: dict[int, list[int]] = {}
+            for number, m in enumerate(made):
+                fresh.setdefault(m.rank, []).append(number)
+            drawn = [tf.constant(0.0)] * len(made)
+            for rank, members in fresh.items():
+                columns = [made[i].columns for i in members]
+                for i, q in zip(members, random_factors(columns, rank, step)):
+                    drawn[i] = q
+            if self.warm_start:
+                last = [tf.reshape(q, [m.rank, m.columns]) for q, m in zip(factors, made)]
+                drawn = [without_dead_columns(tf.transpose(q), new) for q, new in zip(last, drawn)]
+            return orthonormal(drawn)
+
+        def times(*xs: tf.Tensor, transposed: bool = False) -> tuple[tf.Tensor, ...]:
+            pairs = zip(made, xs[: len(made)], xs[len(made) :])
+            return tuple(
+                tf.matmul(_as_matrix(x, m), factor, transpose_a=transposed)
+                for m, x, factor in pairs
+            )
+
+        def product(p: tf.Tensor, q: tf.Tensor, like: Any) -> tf.Tensor:
+            return tf.reshape(tf.matmul(p, q, transpose_b=True), like)
+
+        def left(x: tf.Tensor, p: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
+            error = tf.cast(x, tf.float32) - product(p, q, x.shape.as_list())
+            return tf.where_v2(tf.math.is_finite(error), error, 0.0)
+
+        def kept(q: tf.Tensor) -> tf.Tensor:
+            finite = tf.reduce_all(tf.math.is_finite(q))
+            return tf.transpose(tf.where_v2(finite, q, 0.0))
+
+        start = [state.factors[i] for i in matrices] if self.warm_start else [state.step]
+        grads = [wanted[i] for i in matrices]
+        first = mesh_impl.slicewise(times, *grads, *mesh_impl.slicewise(right, *start))
+        as_given = [in_dtype_of(mesh_impl, wanted[i], values[i]) for i in whole]
+        # Gradients that are not compressed share the reduction of the first factors.
+        reduced = self.reducer.all_reduce(mesh_impl, [*as_given, *first], groups)
+        ps = mesh_impl.slicewise(lambda *xs: orthonormal(xs), *reduced[len(whole) :])
+        own = mesh_impl.slicewise(functools.partial(times, transposed=True), *grads, *ps)
+        qs = self.reducer.all_reduce(mesh_impl, list(own), groups)
+        sums: list[Any] = list(values)
+        errors = no_errors(mesh_impl, state.errors)
+        factors: list[Any] = list(state.factors)
+        for i, x in zip(whole, reduced):
+            sums[i] = x
+        for i, p, mine, q in zip(matrices, ps, own, qs):
+            shape = values[i].slice_shape
+            total = mesh_impl.slicewise(lambda p, q, to=shape: product(p, q, to), p, q)
+            sums[i] = in_dtype_of(mesh_impl, total, values[i])
+            if errors[i] is not None:
+                errors[i] = mesh_impl.slicewise(left, wanted[i], p, mine)
+            if factors[i] is not None:
+                to = factors[i].slice_shape
+                factors[i] = mesh_impl.slicewise(lambda q, to=to: tf.reshape(kept(q), to), q)
+        return sums, errors, factors
+
+    def _matrix(self, dtype: tf.DType, shape: Sequence[int]) -> _Matrix | None:
+        """Returns the matrix of a gradient of a shape; None if it is not compressed."""
+        if not dtype.is_floating or math.prod(shape) == 0:
+            return None
+        split = split_of(shape)
+        rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
+        matrix = _Matrix(split, rows, columns, min(self.rank, rows, columns))
+        pays = rows * columns >= self.min_compression_rate * matrix.sent
+        return matrix if pays and min(rows, columns) > 1 else None
+
+    def _compression(self, gradients: Sequence[GradientOfCores]) -> Compression:
+        given = sent = 0
+        whole = []
+        for gradient in gradients:
+            size = mtf.list_product(gradient.slice_shape) * gradient.dtype.size
+            matrix = self._matrix(gradient.dtype, gradient.slice_shape)
+            given += size
+            sent += size if matrix is None else 4 * matrix.sent
+            if matrix is None:
+                whole.append(gradient.name)
+        return Compression(given, sent, tuple(whole))
+
+
+def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
+    """Returns the shape of right factors, one for each slice along the rows' dimensions."""
+    slices = [
+        mtf.Dimension(dim.name, dim.size // size)
+        for dim, size in zip(gradient.shape.dims, gradient.slice_shape)
+    ]
+    of_rows = [dim for dim in slices[: matrix.split] if dim.size > 1]
+    columns = gradient.shape.dims[matrix.split :]
+    return mtf.Shape([*of_rows, mtf.Dimension("low_rank", matrix.rank), *columns])
+
+
+def _as_matrix(x: tf.Tensor, matrix: _Matrix) -> tf.Tensor:
+    return tf.reshape(tf.cast(x, tf.float32), [matrix.rows, matrix.columns])

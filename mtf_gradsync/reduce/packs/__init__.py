@@ -1,1 +1,0 @@
-"""Packs of tensors that are reduced together: plans, packing and unpacking."""

@@ -1,0 +1,370 @@
+"""Gradients sent as quantized blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Sequence
+
+import gin
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import cross_replica_gather, cross_replica_rows
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.mesh.topology import memories
+from mtf_gradsync.reduce.by_gradient import GradientStrategy, in_dtype_of, no_errors, plus_errors
+from mtf_gradsync.reduce.checks import check_count, check_values
+from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker
+from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.sums import in_groups, physical_groups, positions
+
+SCALE_BYTES = 2  # bfloat16
+# A block whose largest number is smaller is sent as zeros, so that its scale, the scale's inverse
+# and the quantization error stay well inside float32's range.
+SMALLEST = 2.0**-100
+
+
+class Blocks(NamedTuple):
+    """A quantization: numbers are sent in blocks of `size`, as whole numbers of 8 or 4 bits."""
+
+    bits: int
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a block, with its scale."""
+        return self.size * self.bits // 8 + SCALE_BYTES
+
+    @property
+    def largest(self) -> int:
+        """The largest whole number that is sent."""
+        return 2 ** (self.bits - 1) - 1
+
+    def count(self, size: int) -> int:
+        """The number of blocks for some number of numbers."""
+        return -(-size // self.size)
+
+    def pay(self, size: int) -> bool:
+        """Whether some number of numbers takes at most half of the bytes of float32."""
+        return 2 * self.count(size) * self.bytes <= 4 * size
+
+
+def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Quantizes blocks of numbers, float32 ``[..., numbers of a block]``.
+
+    Returns the numbers, int8 ``[..., bytes of a block's numbers]``, the scales, bfloat16
+    ``[..., 1]``, and the quantization error: x minus its `decode`d value, which is exact in float32
+    on every device, as a scale has only 8 bits. A block with a number that is not finite has the
+    scale NaN and the error 0.
+    """
+    finite = tf.reduce_all(tf.math.is_finite(x), -1, keepdims=True)
+    top = tf.reduce_max(tf.abs(x), -1, keepdims=True)
+    scale = _to_eight_bits(top * np.float32(1 / blocks.largest))
+    scale = tf.minimum(scale, _largest_scale(blocks.largest))
+    scale = tf.where_v2(tf.logical_and(finite, top >= SMALLEST), scale, 0.0)
+    inverse = 1 / tf.where_v2(scale > 0, scale, 1.0)
+    rounded = tf.round(tf.where_v2(finite, x, 0.0) * inverse)
+    rounded = tf.clip_by_value(rounded, -blocks.largest, blocks.largest)
+    rounded = tf.where_v2(scale > 0, rounded, 0.0)
+    left = tf.where_v2(finite, x - rounded * scale, 0.0)
+    scales = tf.cast(tf.where_v2(finite, scale, math.nan), tf.bfloat16)
+    return tf.cast(_packed(rounded, blocks.bits), tf.int8), scales, left
+
+
+def decode(numbers: tf.Tensor, scales: tf.Tensor, blocks: Blocks) -> tf.Tensor:
+    """Returns the float32 numbers of blocks that `encode` made."""
+    return _unpacked(tf.cast(numbers, tf.float32), blocks.bits) * tf.cast(scales, tf.float32)
+
+
+def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
+    """Arranges tensors of one dtype in ``[parts, blocks of a part, numbers of a block]``.
+
+    Each tensor begins a block; the rest of its last one, and of the last part, is zeros.
+    """
+    pieces, count = [], 0
+    for x in values:
+        size = x.shape.num_elements()
+        own = blocks.count(size)
+        pieces.append(tf.pad(tf.reshape(x, [-1]), [[0, own * blocks.size - size]]))
+        count += own
+    rows = rows_of_part(count, parts)
+    filling = (rows * parts - count) * blocks.size
+    if filling:
+        pieces.append(tf.zeros([filling], pieces[0].dtype))
+    return tf.reshape(tf.concat(pieces, 0), [parts, rows, blocks.size])
+
+
+def out_of_blocks(
+    x: tf.Tensor, shapes: Sequence[Sequence[int]], blocks: Blocks
+) -> tuple[tf.Tensor, ...]:
+    """Returns the tensors of given shapes that `in_blocks` arranged."""
+    flat, start, values = tf.reshape(x, [-1]), 0, []
+    for shape in shapes:
+        size = math.prod(shape)
+        values.append(tf.reshape(flat[start : start + size], shape))
+        start += blocks.count(size) * blocks.size
+    return tuple(values)
+
+
+def rows_of_part(count: int, parts: int) -> int:
+    """Returns the number of blocks in each of some equal parts."""
+    return -(-count // parts)
+
+
+def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
+    """Rounds positive float32 to the 8 significant bits of bfloat16."""
+    # By its bits, as XLA removes a cast to bfloat16 and back.
+    bits = tf.bitcast(x, tf.int32) + 0x8000
+    return tf.bitcast(tf.bitwise.bitwise_and(bits, -0x10000), tf.float32)
+
+
+def _largest_scale(largest: int) -> np.float32:
+    """Returns the largest 8-bit scale whose product with the largest whole number is finite."""
+    mantissa, exponent = math.frexp(float(np.finfo(np.float32).max) / largest)
+    return np.float32(math.ldexp(math.floor(mantissa * 2**8), exponent - 8))
+
+
+def _packed(rounded: tf.Tensor, bits: int) -> tf.Tensor:
+    """Stores whole numbers as int8, two of 4 bits in one."""
+    if bits == 8:
+        return rounded
+    shape = rounded.shape.as_list()
+    low, high = tf.unstack(tf.reshape(rounded, [*shape[:-1], shape[-1] // 2, 2]), axis=-1)
+    return (low + 8) + 16 * (high + 8) - 128
+
+
+def _unpacked(numbers: tf.Tensor, bits: int) -> tf.Tensor:
+    if bits == 8:
+        return numbers
+    both = numbers + 128
+    high = tf.floor(both / 16)
+    pairs = tf.stack([both - 16 * high - 8, high - 8], axis=-1)
+    shape = numbers.shape.as_list()
+    return tf.reshape(pairs, [*shape[:-1], 2 * shape[-1]])
+
+
+def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
+    """Sends one row of each processor's slice, ``[size of a group, ...]``, to each of its group.
+
+    The row at a position is for the member there; in the result it is from the member there.
+    """
+    if is_simd(mesh_impl):
+        physical = physical_groups(mesh_impl, groups)
+        return mesh_impl.slicewise(lambda x: cross_replica_rows(x, physical), value)
+
+    # Only the rows are copied between devices.
+    def exchange(_: int, group: list[int]) -> list[Any]:
+        rows = mtf.parallel(
+            [mesh_impl.devices[p] for p in group],
+            lambda x: tf.unstack(x, axis=0),
+            [value.tensor_list[p] for p in group],
+        )
+        received = []
+        for position, processor in enumerate(group):
+            with tf.device(mesh_impl.devices[processor]):
+                received.append(tf.stack([sent[position] for sent in rows]))
+        return received
+
+    return in_groups(mesh_impl, value, groups, exchange)
+
+
+def all_gather(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
+    """Gives each processor all slices of its group, in group order: ``[size of a group, ...]``.
+
+    On a SIMD mesh it is one AllToAll, which XLA devices run as an all-gather.
+    """
+    if is_simd(mesh_impl):
+        physical = physical_groups(mesh_impl, groups)
+        shape = value.slice_shape
+
+        def gather(x: tf.Tensor) -> tf.Tensor:
+            rows = cross_replica_gather(tf.reshape(x, [1, -1]), physical, 0)
+            return tf.reshape(rows, [groups.group_size, *shape])
+
+        return mesh_impl.slicewise(gather, value)
+
+    def stacked(_: int, group: list[int]) -> list[Any]:
+        received: list[Any] = [None] * len(group)
+        for members in memories([mesh_impl.devices[p] for p in group]):
+            with tf.device(mesh_impl.devices[group[members[0]]]):
+                rows = tf.stack([value.tensor_list[p] for p in group])
+            for member in members:
+                received[member] = rows
+        return received
+
+    return in_groups(mesh_impl, value, groups, stacked)
+
+
+_BITS = (4, 8)
+
+
+class QuantizationErrors(NamedTuple):
+    """For each gradient the part that cores have not sent; None if it is not quantized."""
+
+    of: tuple[Any, ...]
+
+
+@gin.configurable(module="mtf_gradsync")
+class QuantizedAllReduce(GradientStrategy):
+    """Sends gradients as quantized blocks: about a quarter of the bytes of float32.
+
+    Each core cuts its gradients into blocks of `block_size` numbers and sends them as whole numbers
+    of `bits` bits, with a bfloat16 scale for each block. A core receives its part of all gradients
+    from each member of its group (all-to-all), adds the parts up in float32, quantizes the sum in
+    the same way and sends it to all (all-gather). So all replicas have the same sums, to the bit.
+    With 8 bits and blocks of 256 that is 258 bytes where float32 takes 1024: 0.252 of them.
+
+    **Error.** A number is off by at most half a scale, which is 1 / 127 of the largest absolute
+    value in its block (8 bits; 1 / 7 with 4), rounded by up to 2**-8 of itself. This happens once
+    to each core's gradient, and once to the sum. With `error_feedback` a core adds the error to its
+    next gradient, that of the sum included: so all gradients are applied in the end.
+
+    **Not finite.** A block with a NaN or an infinity is NaN everywhere in the sum, and no error of
+    it is kept.
+
+    **Not quantized**, but reduced by `reducer`: gradients that blocks would not make half as large,
+    such as vectors of up to `block_size` / 2 numbers, and those that are not floats. Sizes are
+    those of a core's slice. `reported` has the rate that is reached, the log the names.
+
+    On XLA devices the messages are an all-to-all and an all-gather of int8 and bfloat16. Programs
+    for TPUs by TensorFlow have no all-gather and use an all-to-all of the same bytes.
+    `ShardedUpdateOptimizer` cuts its parts from the sums. float64 is sent with float32's precision.
+
+    State, by name: `<variable>/quantization_error`, a value for each core.
+
+    References:
+      ZeRO++ (Wang et al. 2023) and EQuARX (2025) for the two exchanges; Seide et al. 2014, 1-bit
+      Adam (Tang et al. 2021) for the errors of both.
+    """
+
+    def __init__(
+        self,
+        bits: int = 8,
+        block_size: int = 256,
+        error_feedback: bool = True,
+        reducer: Strategy | None = None,
+    ):
+        """Sets the quantization.
+
+        Args:
+          bits: bits of a number, 8 or 4.
+          block_size: numbers that share a scale; even with 4 bits.
+          error_feedback: whether a core keeps the error of quantization, a float32 tensor of the
+            gradient's size, and adds it to its next gradient.
+          reducer: the strategy of all other sums; None takes `FusedAllReduce()`.
+
+        Raises:
+          TypeError: reducer is not a strategy, or error_feedback is not a bool.
+          ValueError: bits or block_size is anything else.
+        """
+        super().__init__(reducer)
+        if isinstance(bits, bool) or bits not in _BITS:
+            raise ValueError(f"bits must be one of {_BITS}, got {bits!r}.")
+        check_count("block_size", block_size, "how many numbers share a scale", least=1)
+        if block_size * bits % 8:
+            raise ValueError(
+                f"block_size must be even with bits={bits}, of which two numbers share a byte, got "
+                f"{block_size!r}."
+            )
+        if not isinstance(error_feedback, bool):
+            raise TypeError(f"error_feedback must be True or False, got {error_feedback!r}.")
+        self.bits, self.block_size, self.error_feedback = bits, block_size, error_feedback
+
+    def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
+        """See `Strategy.gradient_state`."""
+        maker.report(self._compression(gradients))
+
+        def error(gradient: GradientOfCores) -> mtf.Variable | None:
+            # Decided by the whole gradient, as slices on any mesh are smaller.
+            if not (self.error_feedback and self._sends(gradient.dtype, gradient.shape.size)):
+                return None
+            name = f"{gradient.name}/quantization_error"
+            return maker.variable(name, gradient.shape, shard_dims=gradient.shard_dims)
+
+        return QuantizationErrors(tuple(error(g) for g in gradients))
+
+    def reduce_gradients(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
+    ) -> tuple[list[Any], State]:
+        """See `Strategy.reduce_gradients`."""
+        self.check(mesh_impl, groups)
+        check_values(values)
+        wanted = plus_errors(mesh_impl, values, state.of)
+        errors = no_errors(mesh_impl, state.of)
+        sent = [
+            i
+            for i, x in enumerate(values)
+            if groups.group_size > 1
+            and self._sends(x.tensor_list[0].dtype, mtf.list_product(x.slice_shape))
+        ]
+        whole = [i for i in range(len(values)) if i not in sent]
+        sums = list(values)
+        as_given = [in_dtype_of(mesh_impl, wanted[i], values[i]) for i in whole]
+        for i, total in zip(whole, self.reducer.all_reduce(mesh_impl, as_given, groups)):
+            sums[i] = total
+        if sent:
+            totals, left = self._exchange(mesh_impl, [wanted[i] for i in sent], groups)
+            for i, total, error in zip(sent, totals, left):
+                sums[i] = in_dtype_of(mesh_impl, total, values[i])
+                if errors[i] is not None:
+                    errors[i] = error
+        return sums, QuantizationErrors(tuple(errors))
+
+    def _exchange(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Returns sums of values, and each core's error of quantization; float32."""
+        blocks, parts = self._blocks, groups.group_size
+        shapes = [x.slice_shape for x in values]
+
+        def pack_and_encode(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return encode(in_blocks([tf.cast(x, tf.float32) for x in xs], blocks, parts), blocks)
+
+        def add_and_encode(numbers: tf.Tensor, scales: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return encode(tf.reduce_sum(decode(numbers, scales, blocks), 0), blocks)
+
+        def unpack(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return out_of_blocks(x, shapes, blocks)
+
+        def decode_and_unpack(numbers: tf.Tensor, scales: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return unpack(decode(numbers, scales, blocks))
+
+        def plus_own(left: tf.Tensor, of_sum: tf.Tensor, position: Any) -> tuple[tf.Tensor, ...]:
+            # A core keeps the error of the sum of its own part.
+            here = tf.reshape(tf.equal(tf.range(parts), position), [parts, 1, 1])
+            return unpack(left + tf.where_v2(here, of_sum[tf.newaxis], 0.0))
+
+        *of_cores, left = mesh_impl.slicewise(pack_and_encode, *values)
+        received = [all_to_all(mesh_impl, x, groups) for x in of_cores]
+        *of_part, of_sum = mesh_impl.slicewise(add_and_encode, *received)
+        gathered = [all_gather(mesh_impl, x, groups) for x in of_part]
+        totals = mesh_impl.slicewise(decode_and_unpack, *gathered)
+        if not self.error_feedback:
+            return totals, [None] * len(values)
+        at = positions(mesh_impl, groups)
+        return totals, mesh_impl.slicewise(plus_own, left, of_sum, at)
+
+    @property
+    def _blocks(self) -> Blocks:
+        return Blocks(self.bits, self.block_size)
+
+    def _sends(self, dtype: tf.DType, size: int) -> bool:
+        """Whether a gradient, or a core's slice of one, is quantized."""
+        return dtype.is_floating and size > 0 and self._blocks.pay(size)
+
+    def _compression(self, gradients: Sequence[GradientOfCores]) -> Compression:
+        blocks = self._blocks
+        parts = mtf.Shape(gradients[0].shard_dims).size
+        given = as_they_are = count = 0
+        whole = []
+        for gradient in gradients:
+            size = mtf.list_product(gradient.slice_shape)
+            given += size * gradient.dtype.size
+            if self._sends(gradient.dtype, size):
+                count += blocks.count(size)
+            else:
+                as_they_are += size * gradient.dtype.size
+                whole.append(gradient.name)
+        in_parts = parts * rows_of_part(count, parts) * blocks.bytes
+        return Compression(given, in_parts + as_they_are, tuple(whole))

@@ -1,1 +1,0 @@
-"""The reduction strategies, one in each file."""

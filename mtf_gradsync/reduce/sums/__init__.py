@@ -1,1 +1,0 @@
-"""Building blocks of strategies: sums on one level and on two levels."""

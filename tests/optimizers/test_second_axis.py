@@ -1,0 +1,173 @@
+"""Wrappers with state on meshes with an axis that the batch is not split over.
+
+Processors along that axis have the same state. Where they share copies of it, one of them writes
+for all. Everything is compared with numpy in float64, in many sessions, as only some would show a
+second writer; and the order of all accesses is proved from the graph.
+"""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+from tests.optimizers.pipeline import stack_reference
+from tests.optimizers.pipeline.stack_reference import BATCH, HIDDEN, INPUTS, Spec
+
+SESSIONS = 6
+# Mesh, layout, batch dimensions, shards. On the last one, one variable is split and one is not.
+MESHES = {
+    "batch on b": ("a:2;b:2", "batch:b", ("batch",), 2),
+    "batch on a": ("a:2;b:2", "batch:a", ("batch",), 2),
+    "on both": ("a:2;b:2", "outer:a;batch:b", ("outer", "batch"), 4),
+    "w split": ("a:2;b:2", "batch:b;in:a", ("batch",), 2),
+}
+KINDS = ["shared", "placement", "simd"]
+
+
+def axes_of(mesh):
+    return gs.ReplicaAxes(*MESHES[mesh][:3])
+
+
+def local(opt, **given):
+    return gs.GradientAccumulationOptimizer(
+        opt, 2, True, should_skip_update_fn=gs.skip_not_finite, **given
+    )
+
+
+def synced(opt, **given):
+    return local(opt, accumulate="synced", **given)
+
+
+def replicas(to_aggregate):
+    def make(opt, contributes, variables, **given):
+        averages = {"variable_averages": 0.5, "variables_to_average": variables}
+        return gs.SyncReplicasOptimizer(
+            opt, to_aggregate, contributes=contributes, **averages, **given
+        )
+
+    return make
+
+
+def accumulation(where):
+    common = {"backward_passes_per_step": 2, "average_aggregated_gradients": True, "skips": True}
+    return Spec("GradientAccumulationOptimizer", {"accumulate": where, **common})
+
+
+def sync_replicas(to_aggregate):
+    common = {"accept_summed": False, "decay": 0.5}
+    return Spec("SyncReplicasOptimizer", {"replicas_to_aggregate": to_aggregate, **common})
+
+
+CLIP = Spec("ClipByGlobalNormOptimizer", {"clip_norm": 0.05})
+AVERAGE = Spec("AverageOptimizer", {"decay": 0.5})
+LOSS_SCALE = Spec(
+    "LossScaleOptimizer", {"loss_scale": "dynamic", "initial_scale": 1024.0, "growth_steps": 2}
+)
+# By number of shards: what numpy does, from the outside in, and the wrappers.
+STACKS = {
+    "local": lambda n: [(accumulation("local"), local)],
+    "synced": lambda n: [(accumulation("synced"), synced)],
+    "replicas": lambda n: [(sync_replicas(n), replicas(n))],
+    "more than replicas": lambda n: [(sync_replicas(n + 1), replicas(n + 1))],
+    "replicas(clip)": lambda n: [
+        (sync_replicas(n), replicas(n)),
+        (CLIP, lambda opt, **given: gs.ClipByGlobalNormOptimizer(opt, 0.05, **given)),
+    ],
+    "average(loss_scale)": lambda n: [
+        (AVERAGE, lambda opt, **given: gs.AverageOptimizer(opt, 0.5, **given)),
+        (
+            LOSS_SCALE,
+            lambda opt, **given: gs.LossScaleOptimizer(
+                opt, initial_scale=1024.0, growth_steps=2, **given
+            ),
+        ),
+    ],
+    "local(sharded)": lambda n: [
+        (accumulation("local"), local),
+        (
+            Spec("ShardedUpdateOptimizer", {}),
+            lambda opt, **given: gs.ShardedUpdateOptimizer(opt, min_size=1, **given),
+        ),
+    ],
+}
+
+
+def feeds_for(shards):
+    """Some steps; in the second and in the fifth a shard is masked, in the third one has a NaN."""
+    rng = np.random.RandomState(2)
+    feeds = []
+    for _ in range(6):
+        x, y = rng.randn(BATCH, INPUTS).astype("f"), rng.randn(BATCH, HIDDEN).astype("f")
+        feeds.append({"x": x, "y": y, "contributes": np.ones(shards, bool)})
+    feeds[1]["contributes"][1] = feeds[4]["contributes"][0] = False
+    feeds[2]["y"][0, 0] = np.nan
+    return feeds
+
+
+def mean_squared_error(mesh, inputs, batch_dims):
+    values = stack_reference.start()
+    sizes = [BATCH] if len(batch_dims) == 1 else [2, BATCH // 2]
+    dims = [mtf.Dimension(name, size) for name, size in zip(batch_dims, sizes)]
+    features, hidden = mtf.Dimension("in", INPUTS), mtf.Dimension("hidden", HIDDEN)
+
+    def given(name, dim):
+        shape = mtf.Shape([*dims, dim])
+        return mtf.import_tf_tensor(mesh, tf.reshape(inputs[name], shape.to_integer_list), shape)
+
+    w, b = (
+        mtf.get_variable(
+            mesh, name, mtf.Shape(of), initializer=tf.constant_initializer(values[name])
+        )
+        for name, of in (("w", [features, hidden]), ("b", [hidden]))
+    )
+    out = mtf.einsum([given("x", features), w], [*dims, hidden]) + b
+    return mtf.reduce_mean(mtf.square(out - given("y", hidden)))
+
+
+def trains_as_numpy(kind, mesh, stack, sessions=SESSIONS):
+    mesh_shape, layout, batch_dims, shards = MESHES[mesh]
+    specs, makers = zip(*STACKS[stack](shards))
+    names = [f"wrapper_{number}" for number in range(len(makers))]
+
+    def build(of, inputs):
+        loss = mean_squared_error(of, inputs, batch_dims)
+        opt = mtf.optimize.MomentumOptimizer(0.05, 0.9)
+        for name, make, spec in reversed([*zip(names, makers, specs)]):
+            given = {"name": name, "axes": axes_of(mesh)}
+            if spec.kind == "SyncReplicasOptimizer":
+                given["contributes"] = tf.reshape(
+                    inputs["contributes"], [d.size for d in axes_of(mesh).shard_dims]
+                )
+                given["variables"] = list(of.graph.trainable_variables)
+            opt = make(opt, **given)
+        return opt.minimize(loss, tf.train.get_or_create_global_step()), {"loss": loss}
+
+    feeds = feeds_for(shards)
+    start = stack_reference.start()
+    expected = stack_reference.train(specs, names, "momentum", feeds, shards, start)
+    made = harness.built(kind, mesh_shape, layout, build, feeds[0], autostack=False)
+    assert not made.races()
+    for _ in range(sessions if kind == "shared" else 1):
+        found = made.run(feeds).variables
+        for name, value in {**expected.values, **expected.state}.items():
+            # Some thirty roundings a step, of numbers of this size.
+            atol = 200 * 2.0**-24 * max(1, np.max(np.abs(value)))
+            np.testing.assert_allclose(
+                np.reshape(found[name], np.shape(value)), value, rtol=0, atol=atol, err_msg=name
+            )
+        assert found["global_step"] == expected.global_step
+
+
+# With shared copies each wrapper on each kind of mesh axis in turn; elsewhere each once.
+PAIRS = [
+    *(("shared", *pair) for pair in harness.pairs(MESHES, STACKS)),
+    *(("shared", mesh, "replicas") for mesh in list(MESHES)[:2]),
+    *(("placement", "w split", name) for name in ("replicas", "local")),
+    *(("simd", "w split", name) for name in STACKS),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "stack"), dict.fromkeys(PAIRS))
+def test_a_stack_trains_as_numpy_does(kind, mesh, stack):
+    trains_as_numpy(kind, mesh, stack)

@@ -1,0 +1,258 @@
+"""Steps that are skipped: lines about some of them, and an end to a training that only skips."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+
+MESH, LAYOUT = "rows:2;cols:2", "batch:rows"
+AXES = {"mesh_shape": MESH, "layout": LAYOUT}
+LIMIT = 5
+NAN = float("nan")
+
+
+def sgd():
+    return mtf.optimize.SgdOptimizer(1.0)
+
+
+def accumulation(inner=None, passes=2, **more):
+    how = {"should_skip_update_fn": gs.skip_not_finite, "max_steps_without_update": LIMIT}
+    return gs.GradientAccumulationOptimizer(inner or sgd(), passes, **{**how, **more})
+
+
+def loss_scale(inner=None, **more):
+    how = {"initial_scale": 4.0, "max_steps_without_update": LIMIT}
+    return gs.LossScaleOptimizer(inner or sgd(), **{**how, **more})
+
+
+def outer(inner=None, **more):
+    how = {"leave_out_not_finite": True, "max_steps_without_update": LIMIT}
+    return gs.OuterOptimizer(inner or sgd(), 2, **{**how, **more, **AXES})
+
+
+BEGIN = {
+    "GradientAccumulationOptimizer": "microbatch step skipped, gradients that are not finite: ",
+    "LossScaleOptimizer": "step skipped, gradients that are not finite: ",
+    "OuterOptimizer": "outer step without islands whose loss or values are not finite: ",
+}
+SO_FAR = "skipped so far; the next line is at twice as many."
+FLOOR = " The scale cannot go below min_scale=1, where it is now."
+V = "v (shard 1)."
+# What makes a stack, and its lines: what they name, and what else they say.
+STACKS = {
+    "local": (lambda: accumulation(**AXES), [(V, ""), (V, ""), (V, "")]),
+    "synced": (lambda: accumulation(accumulate="synced"), [(V, ""), (V, ""), (V, "")]),
+    # 4, 2, then 1: the floor.
+    "scaled": (loss_scale, [(V, ""), (V, FLOOR), (V, FLOOR)]),
+    "fixed scale": (lambda: loss_scale(loss_scale=2.0, **AXES), [(V, ""), (V, ""), (V, "")]),
+    "outer": (outer, [("0, 1.", ""), ("0, 1.", "")]),
+}
+
+
+def program(make):
+    """Two vectors of zeros, whose gradients are means over the batch of two inputs."""
+
+    def build(mesh, inputs):
+        batch, dim = mtf.Dimension("batch", 2), mtf.Dimension("dim", 3)
+        loss = None
+        for name in ("u", "v"):
+            x = mtf.import_tf_tensor(mesh, inputs[f"of_{name}"], mtf.Shape([batch, dim]))
+            w = mtf.get_variable(mesh, name, [dim], initializer=tf.zeros_initializer())
+            term = mtf.reduce_mean(x * w, output_shape=mtf.Shape([dim]))
+            loss = mtf.reduce_sum(term) if loss is None else loss + mtf.reduce_sum(term)
+        variables = list(mesh.graph.trainable_variables)
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        return make().apply_grads(grads, variables), {"loss": loss}
+
+    return build
+
+
+def feed(bad=()):
+    """Ones, with a NaN for v in some rows of the batch."""
+    values = {f"of_{name}": np.ones([2, 3], "f") for name in ("u", "v")}
+    values["of_v"][list(bad), 1] = NAN
+    return values
+
+
+GOOD = feed()
+
+
+def train(built, feeds, caplog, capfd, fetches=None):
+    """Returns the number of the step that raised an error, that error or None, and the lines."""
+    error, number = None, 0
+    begin = tuple(f"{owner}: {text}" for owner, text in BEGIN.items())
+    caplog.clear()
+    capfd.readouterr()
+    with built.graph.as_default(), built._session() as session:
+        if built.program is None:
+            session.run(built.init)
+            session.run(built.restore)
+        for values in feeds:
+            number += 1
+            fed = {built.inputs[name]: value for name, value in values.items()}
+            try:
+                session.run([built.fetched, built.updates] if fetches is None else fetches, fed)
+            except (gs.NoUpdateError, tf.errors.InvalidArgumentError) as raised:
+                error = raised
+                break
+    told = [record.getMessage() for record in caplog.records]
+    told += capfd.readouterr().err.splitlines()
+    return number, error, [line for line in told if line.startswith(begin)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("simd", name) for name in STACKS),
+        *(("placement", name) for name in STACKS),
+        ("xla", "local"),
+        ("xla", "scaled"),
+    ],
+)
+def test_a_nan_on_every_step_is_named_and_ends_the_training(kind, name, caplog, capfd):
+    make, named = STACKS[name]
+    bad = feed([0, 1] if name == "outer" else [1])
+    built = harness.built(kind, MESH, LAYOUT, program(make), bad)
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        number, error, lines = train(built, [bad] * 10, caplog, capfd)
+    assert number == LIMIT + 1
+    owner = type(make()).__name__
+    begin = f"{owner}: {BEGIN[owner]}"
+    counts = [1, 2, 4]
+    assert lines == [
+        begin + what + (f" {count} {SO_FAR}" if count > 1 else "") + more
+        for count, (what, more) in zip(counts, named)
+    ]
+    text = f"{owner}: no update for more than max_steps_without_update={LIMIT} steps. Not finite in"
+    assert text in str(error)
+    if name == "outer":
+        assert "v (island 0), the loss (island 0), v (island 1), the loss (island 1)." in str(error)
+    else:
+        assert f"{text} the last step that was skipped: {V}" in str(error)
+    if kind != "placement":
+        assert isinstance(error, gs.NoUpdateError)
+        assert (error.limit, error.replicas) == (LIMIT, [0, 1] if name == "outer" else [1])
+
+
+@pytest.mark.parametrize("name", ["local", "scaled"])
+def test_an_update_begins_the_count_anew(name, mesh_kind, caplog, capfd):
+    """Five skipped steps are not too many; the accumulation's update needs two steps."""
+    bad, passes = feed([1]), {"local": 2, "scaled": 1}[name]
+    built = harness.built(mesh_kind, MESH, LAYOUT, program(STACKS[name][0]), bad)
+    skipped = LIMIT - passes + 1
+    feeds = [*[bad] * skipped, *[GOOD] * passes] * 2 + [bad] * LIMIT + [bad]
+    number, error, _ = train(built, feeds, caplog, capfd)
+    assert number == len(feeds)
+    assert error is not None
+
+
+def test_sync_replicas_names_what_is_not_finite_beside_who_is_missing(mesh_kind, caplog, capfd):
+    def make():
+        return gs.SyncReplicasOptimizer(sgd(), 2, max_steps_without_update=2, **AXES)
+
+    both = feed([0, 1])
+    built = harness.built(mesh_kind, MESH, LAYOUT, program(make), both)
+    number, error, _ = train(built, [both] * 5, caplog, capfd)
+    assert number == 3
+    assert "Not finite in the last step: v (shard 0), v (shard 1)." in str(error)
+    assert (
+        "These replicas (shards, row by row) did not contribute in the last step: [0, 1]."
+        in str(error)
+    )
+
+
+def test_inside_accumulation_steps_of_the_loss_scale_are_updates(mesh_kind, caplog, capfd):
+    bad = feed([1])
+
+    def make():
+        return gs.GradientAccumulationOptimizer(loss_scale(**AXES), 2, **AXES)
+
+    built = harness.built(mesh_kind, MESH, LAYOUT, program(make), bad)
+    number, error, lines = train(built, [bad] * 20, caplog, capfd)
+    assert number == 2 * (LIMIT + 1)
+    assert "LossScaleOptimizer: no update" in str(error)
+    assert len(lines) == 3
+
+
+def test_a_step_that_was_large_says_so(caplog, capfd):
+    def make():
+        return accumulation(should_skip_update_fn=gs.skip_large_updates(0.1), **AXES)
+
+    built = harness.built("simd", MESH, LAYOUT, program(make), GOOD)
+    _, error, lines = train(built, [GOOD], caplog, capfd)
+    assert error is None
+    (line,) = lines
+    assert line.endswith("none, but should_skip_update_fn skip_large_updates says so.")
+
+
+def test_a_program_that_fetches_nothing_hears_of_it_a_few_steps_later(caplog, capfd):
+    """XLA devices run ahead of the host."""
+    bad = feed([1])
+    built = harness.built("xla", MESH, LAYOUT, program(STACKS["local"][0]), bad)
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        number, error, lines = train(built, [bad] * 20, caplog, capfd, fetches=built.updates)
+        assert number == LIMIT + 1 + 4
+        assert isinstance(error, gs.NoUpdateError)
+        assert len(lines) == 3
+        # Before values of variables leave the devices, and at the end of the session.
+        with built.graph.as_default(), built._session() as session:
+            fed = {built.inputs[name]: value for name, value in bad.items()}
+            for _ in range(LIMIT + 1):
+                session.run(built.updates, fed)
+            with pytest.raises(gs.NoUpdateError):
+                session.variables()
+        number, error, lines = train(built, [bad] * 3, caplog, capfd, fetches=built.updates)
+        assert (number, error) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: accumulation(passes=8),
+            ValueError,
+            "5: an update takes backward_passes_per_step=8",
+        ),
+        (lambda: accumulation(max_steps_without_update=0), ValueError, "max_steps_without_update"),
+        (lambda: loss_scale(max_steps_without_update=1.5), ValueError, "max_steps_without_update"),
+        (lambda: outer(max_steps_without_update=1), ValueError, "an outer step every .* 2 updates"),
+        (
+            lambda: loss_scale(accumulation(**AXES)),
+            ValueError,
+            "give it to GradientAccumulationOptimizer",
+        ),
+        (
+            lambda: gs.GradientAccumulationOptimizer(
+                tf.train.GradientDescentOptimizer(1.0), 2, max_steps_without_update=3
+            ),
+            ValueError,
+            "max_steps_without_update",
+        ),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_without_a_limit_there_is_no_variable_for_it():
+    for make, names in (
+        (lambda: accumulation(max_steps_without_update=None, **AXES), []),
+        (lambda: accumulation(**AXES), ["GradientAccumulationOptimizer/waiting"]),
+        (lambda: accumulation(should_skip_update_fn=None, **AXES), []),
+        (lambda: loss_scale(max_steps_without_update=None), []),
+        (loss_scale, ["LossScaleOptimizer/waiting"]),
+        (outer, ["OuterOptimizer/updated_at"]),
+        (lambda: outer(leave_out_not_finite=False), []),
+    ):
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        with tf.Graph().as_default():
+            inputs = {name: tf.constant(value) for name, value in GOOD.items()}
+            program(make)(mesh, inputs)
+            found = [v.op.name for v in tf.global_variables()]
+        ends = ("/waiting", "/updated_at")
+        assert [name for name in found if name.endswith(ends)] == names
