@@ -65,7 +65,7 @@ def test_noise_scale_is_shown_and_written(runtime, model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("runtime", ["placement_mesh", "xla"])
-def test_skipped_steps_are_logged(runtime, tmp_path, capfd):
+def test_skipped_steps_are_logged(runtime, tmp_path, capfd, caplog):
     bindings = [
         f"train.run.runtime = {runtime!r}",
         # A sum over all tokens: times 2^15 it is more than float16 holds.
@@ -73,5 +73,7 @@ def test_skipped_steps_are_logged(runtime, tmp_path, capfd):
     ]
     small_lm.train("lm_float16.gin", tmp_path, "batch:2;model:1", 2, *bindings)
     error = capfd.readouterr().err
-    assert "step skipped, gradients that are not finite: transformer/" in error
+    # Steps on a placement mesh print the line themselves; of others the session logs it.
+    said = error if runtime == "placement_mesh" else caplog.text
+    assert "step skipped, gradients that are not finite: transformer/" in said
     assert "skipped 2" in error
