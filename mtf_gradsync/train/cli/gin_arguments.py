@@ -10,7 +10,6 @@ from typing import Any, Iterator, Sequence
 
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train.cli.package import import_package
-from mtf_gradsync.train.cli.spelling import check_spelling
 
 _VERBOSITY = {"error": -2, "warning": -1, "info": 0, "debug": 1}
 
@@ -81,7 +80,6 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     files = [*before, *gin_file_names(args)]
     if not files and not args.gin_param:
         raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
-    check_spelling(files, args.gin_param, paths)
     import_package(args.verbosity)
     # Imported here because it takes seconds, which `--help` need not wait for.
     from absl import flags
