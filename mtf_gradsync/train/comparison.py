@@ -16,8 +16,7 @@ from mtf_gradsync.optimizers import Wrapper
 from mtf_gradsync.simd import CommunicationReport, CommunicationRow, Total
 from mtf_gradsync.train.figures import new_figure, write_figure
 from mtf_gradsync.train.model import TrainingJob, placeholders
-from mtf_gradsync.train.traffic import GRADIENTS, PARTS, parts_of
-from mtf_gradsync.train.train_graph import build_simd, build_train_graph
+from mtf_gradsync.train.train_graph import GRADIENTS, PARTS, build_simd, build_train_graph, parts_of
 
 
 class Step(NamedTuple):

@@ -11,9 +11,8 @@ from mtf_gradsync.runtimes.manifest import write_json, write_text
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.evaluation import Batches, Evaluator, Score, sample, unigram_score
 from mtf_gradsync.train.figures import plot_losses
-from mtf_gradsync.train.metrics import Recorder, read_metrics
+from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
 from mtf_gradsync.train.model import ModelSettings
-from mtf_gradsync.train.progress import Progress
 
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"

@@ -7,7 +7,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync.train import figures
-from mtf_gradsync.train.traffic import Traffic
+from mtf_gradsync.train.train_graph import Traffic
 
 # More points than these cannot be distinguished in a plot, and make a large page.
 _MOST_POINTS = 400

@@ -16,7 +16,7 @@ from mtf_gradsync.timelines import Table, TimelineError
 from mtf_gradsync.train import plots
 from mtf_gradsync.train.figures import check_installed
 from mtf_gradsync.train.plots import series_of
-from mtf_gradsync.train.traffic import Traffic, TrafficRow
+from mtf_gradsync.train.train_graph import Traffic, TrafficRow
 
 FACTS_FILE = "facts.json"
 

@@ -103,7 +103,7 @@ def test_a_run_prints_its_own_lines_alone(tmp_path):
 def test_lines_of_c_are_dropped_unless_the_import_fails(fails):
     program = (
         "import os, sys\n"
-        "from mtf_gradsync.train.cli.package import _without_lines_of_c as quiet\n"
+        "from mtf_gradsync.train.cli.arguments import _without_lines_of_c as quiet\n"
         "with quiet():\n"
         "    os.write(2, b'of C\\n'); print('of Python', file=sys.stderr)\n"
         f"    assert not {fails}\n"
@@ -127,7 +127,7 @@ def test_lines_before_a_log_level_is_read_are_for_those_who_ask(level, is_said):
     program = (
         "import importlib, os, sys, types\npackage = types.ModuleType('mtf_gradsync')\n"
         "package.__path__ = ['mtf_gradsync']\nsys.modules['mtf_gradsync'] = package\n"
-        "from mtf_gradsync.train.cli.package import import_package\n"
+        "from mtf_gradsync.train.cli.arguments import import_package\n"
         "importlib.reload = lambda package: os.write(2, b'of C\\n')\n"
         "import_package(-1)\n"
     )

@@ -22,7 +22,7 @@ from mtf_gradsync.train.report import (
     write_page,
     write_recorded,
 )
-from mtf_gradsync.train.traffic import Traffic, TrafficRow
+from mtf_gradsync.train.train_graph import Traffic, TrafficRow
 from tests.timelines.recordings import two_cores
 
 pytest.importorskip("jinja2")
