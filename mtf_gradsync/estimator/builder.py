@@ -293,11 +293,7 @@ def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) ->
         shape.to_integer_list, physical, device_assignment=context.device_assignment
     )
     mesh_impl = mtf.simd_mesh_impl.SimdMeshImpl(
-        shape,
-        layout,
-        [""] * shape.size,
-        context.device_assignment,
-        logical_to_physical=order,
+        shape, layout, [""] * shape.size, context.device_assignment, logical_to_physical=order
     )
     return mesh_impl, mtf.utils.BalancedVariablePlacer(hosts, in_use)
 

@@ -77,10 +77,7 @@ def write_figure(path: Path, figure: Any) -> None:
 
 
 def plot_losses(
-    rows: list[dict[str, Any]],
-    path: Path,
-    unigram_nats: float | None = None,
-    title: str = "",
+    rows: list[dict[str, Any]], path: Path, unigram_nats: float | None = None, title: str = ""
 ) -> None:
     """Draws the metrics file's training loss and held-out points into a PNG file."""
     figure = new_figure(width=7, height=4)

@@ -51,9 +51,7 @@ class TrainGraph(NamedTuple):
 
 
 def build_train_graph(
-    job: TrainingJob,
-    features: dict[str, tf.Tensor],
-    mesh_block: Callable[[], ContextManager[Any]],
+    job: TrainingJob, features: dict[str, tf.Tensor], mesh_block: Callable[[], ContextManager[Any]]
 ) -> TrainGraph:
     """Adds a job's model, gradients and update to the default graph.
 

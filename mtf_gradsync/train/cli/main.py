@@ -166,11 +166,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 INIT = Command(
-    "copy an example config to start from",
-    _INIT_DESCRIPTION,
-    _INIT_EPILOG,
-    _init_arguments,
-    _init,
+    "copy an example config to start from", _INIT_DESCRIPTION, _INIT_EPILOG, _init_arguments, _init
 )
 ENV = Command(
     "print versions, runtimes and devices of this machine",

@@ -340,11 +340,7 @@ TRAIN = Command(
     _train,
 )
 SAMPLE = Command(
-    "let the model of a run write",
-    _SAMPLE_DESCRIPTION,
-    _SAMPLE_EPILOG,
-    _sample_arguments,
-    _sample,
+    "let the model of a run write", _SAMPLE_DESCRIPTION, _SAMPLE_EPILOG, _sample_arguments, _sample
 )
 TIMELINE = Command(
     "record where the time of a training step goes",

@@ -169,13 +169,7 @@ def compile_config(
         graph, program = build_simd(job)
         try:
             return xla.compile_for_tpu(
-                program,
-                [graph.loss],
-                topology,
-                save_hlo,
-                bare,
-                update_not_split,
-                bare_fetches,
+                program, [graph.loss], topology, save_hlo, bare, update_not_split, bare_fetches
             )
         except xla.CompilerDiedError as error:
             raise TrainingError(str(error)) from error
