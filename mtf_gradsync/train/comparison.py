@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Callable, Iterable, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, List, NamedTuple, Sequence, Tuple
 
 from tabulate import tabulate
 
@@ -288,21 +288,30 @@ _COLORS = {
 _COLOR_LABELS = dict(zip(PARTS, _COLORS))
 
 
-class _Bar(NamedTuple):
-    """A segment of a stacked bar."""
+class _Side(NamedTuple):
+    """What one step exchanges: the whole report, and its rows by the label of their color."""
 
-    label: str
-    conditional: bool
-    runs: int
-    bytes_per_core: int
+    report: CommunicationReport
+    rows: dict[str, Sequence[CommunicationRow]]
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
     """Draws bytes per core and operations of both steps, by group and by part, into a PNG file."""
-    sections = [("collectives, SIMD mesh", _collectives(comparison))]
-    if comparison.bare.transfers and comparison.wrapped.transfers:
-        sections.append(("transfers, placement mesh", _transfers(comparison)))
-    sizes = [max(1, len(bars)) for _, bars in sections]
+    steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
+    parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))
+    collectives = {
+        title: _Side(step.collectives, {_COLOR_LABELS[p]: step.of_part(p).rows for p in parts})
+        for title, step in steps.items()
+    }
+    sections = {"collectives, SIMD mesh": _bars(collectives)}
+    transfers = {
+        title: _Side(step.transfers, {"transfers": step.transfers.rows})
+        for title, step in steps.items()
+        if step.transfers
+    }
+    if len(transfers) == len(steps):
+        sections["transfers, placement mesh"] = _bars(transfers)
+    sizes = [max(1, len(bars)) for bars in sections.values()]
     figure = new_figure(width=10, height=1.6 * len(sections) + 0.4 * sum(sizes))
     # After new_figure, whose error says what to install.
     from matplotlib.patches import Patch
@@ -310,9 +319,9 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     panels = figure.subplots(
         len(sections), 2, squeeze=False, sharey="row", gridspec_kw={"height_ratios": sizes}
     )
-    for (title, bars), (left, right) in zip(sections, panels):
-        _draw(left, bars, lambda bar: bar.bytes_per_core / 1e6)
-        _draw(right, bars, lambda bar: bar.runs)
+    for (title, bars), (left, right) in zip(sections.items(), panels):
+        _draw(left, bars, lambda total: total.bytes_per_core / 1e6)
+        _draw(right, bars, lambda total: total.runs)
         left.invert_yaxis()
         left.set_title(title, loc="left", fontsize=10)
         left.set_xlabel("MB per core in an update step")
@@ -329,55 +338,35 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     write_figure(path, figure)
 
 
-def _collectives(comparison: Comparison) -> dict[str, list[_Bar]]:
+# A stacked bar: labels of colors, whether in a branch, and how much.
+_Bar = List[Tuple[str, bool, Total]]
+
+
+def _bars(sides: dict[str, _Side]) -> dict[str, _Bar]:
     """Returns a stacked bar for each group and step, both steps of a group side by side."""
-    steps = {"bare": comparison.bare, "wrapped": comparison.wrapped}
-    groups = dict.fromkeys(g for step in steps.values() for g in step.collectives.by_group())
+    groups = dict.fromkeys(group for side in sides.values() for group in side.report.by_group())
+
+    def total(rows: Sequence[CommunicationRow], group: str, conditional: bool) -> Total:
+        chosen = (r for r in rows if r.group == group and r.is_conditional is conditional)
+        return CommunicationReport(tuple(chosen)).update_step
+
     return {
         f"{group}, {title}": [
-            bar
-            for part in (GRADIENTS, *(p for p in PARTS if p != GRADIENTS))
-            for bar in _bars(
-                _COLOR_LABELS[part], [r for r in step.of_part(part).rows if r.group == group]
-            )
+            (label, conditional, total(rows, group, conditional))
+            for label, rows in side.rows.items()
+            for conditional in (False, True)
         ]
         for group in groups
-        for title, step in steps.items()
+        for title, side in sides.items()
     }
 
 
-def _transfers(comparison: Comparison) -> dict[str, list[_Bar]]:
-    reports = {"bare": comparison.bare.transfers, "wrapped": comparison.wrapped.transfers}
-    groups = dict.fromkeys(g for report in reports.values() if report for g in report.by_group())
-    return {
-        f"{group}, {title}": _bars("transfers", [r for r in report.rows if r.group == group])
-        for group in groups
-        for title, report in reports.items()
-        if report
-    }
-
-
-def _bars(label: str, rows: Sequence[CommunicationRow]) -> list[_Bar]:
-    bars = []
-    for conditional in (False, True):
-        chosen = tuple(row for row in rows if row.is_conditional is conditional)
-        total = CommunicationReport(chosen).update_step
-        bars.append(_Bar(label, conditional, total.runs, total.bytes_per_core))
-    return bars
-
-
-def _draw(panel: Any, bars: dict[str, list[_Bar]], value: Any) -> None:
+def _draw(panel: Any, bars: dict[str, _Bar], value: Callable[[Total], float]) -> None:
     for name, pieces in bars.items():
         start = 0.0
-        for piece in pieces:
-            width = value(piece)
-            panel.barh(
-                name,
-                width,
-                left=start,
-                color=_COLORS[piece.label],
-                hatch="///" if piece.conditional else None,
-                edgecolor="white" if piece.conditional else "none",
-            )
+        for label, conditional, total in pieces:
+            width, edge = value(total), "white" if conditional else "none"
+            hatch = "///" if conditional else None
+            panel.barh(name, width, left=start, color=_COLORS[label], hatch=hatch, edgecolor=edge)
             start += width
     panel.grid(axis="x", alpha=0.3)

@@ -223,6 +223,15 @@ def _check_averages_kept() -> None:
         raise ConfigError(str(error)) from error
 
 
+def _adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
+    """Returns a start from a checkpoint whose differences from the default graph are accepted."""
+    assert start.path is not None  # the callers have asked
+    found = check_configuration(start.path, tf.global_variables(), accept)
+    if any(found):
+        say(f"{words} of another configuration:\n{describe(found)}")
+    return start._replace(new=tuple(name for name in found.new if name not in found.adapted))
+
+
 def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:
     """Makes the steps that follow those of a checkpoint, if there is one."""
     config, job, directory, say = checked.config, checked.job, checked.directory, checked.say
@@ -237,11 +246,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
         if config.evaluate_with_averages:
             _check_averages_kept()
         if start.path:
-            found = check_configuration(start.path, tf.global_variables(), accept_differences)
-            if any(found):
-                say(f"going on from {start.path}, of another configuration:\n{describe(found)}")
-            new = (name for name in found.new if name not in found.adapted)
-            start = start._replace(new=tuple(new))
+            start = _adapted(start, accept_differences, say, f"going on from {start.path},")
         elif config.init_checkpoint:
             count = initialize_from(config.init_checkpoint)
             say(f"{count} variables begin as in {config.init_checkpoint}")
@@ -363,11 +368,7 @@ class TimedRun:
             _, _, make_runner = training_graph(job, batches, runtime)
             if start.path:
                 say(f"from {start.path}")
-                found = check_configuration(start.path, tf.global_variables(), accepted.differences)
-                if any(found):
-                    say(f"which is of another configuration:\n{describe(found)}")
-                new = (name for name in found.new if name not in found.adapted)
-                start = start._replace(new=tuple(new))
+                start = _adapted(start, accepted.differences, say, "which is")
             with tempfile.TemporaryDirectory() as own:
                 with make_runner(own, start, config, session) as runner:
                     try:

@@ -134,7 +134,6 @@ def _facts() -> Iterator[tuple[str, str]]:
     import mtf_gradsync
     from mtf_gradsync import xla
     from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
-    from mtf_gradsync.runtimes.errors import ConfigError
     from mtf_gradsync.train.config import transformer_utils
 
     yield "package", str(Path(mtf_gradsync.__file__).parent)

@@ -299,7 +299,6 @@ def _left_config(args: argparse.Namespace) -> list[str]:
 def _recorded(args: argparse.Namespace) -> Timeline | None:
     with loaded_config(args, _left_config(args)):
         # Not above: these take seconds, which `--help` need not.
-        from mtf_gradsync.processes.members import MissingProcessesError
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.processes import run_on_cluster, run_on_processes
         from mtf_gradsync.train.run import Accepted, TimedRun
