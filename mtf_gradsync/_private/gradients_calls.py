@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import lowered_on
 from mtf_gradsync._private.patches import patch
 
 
@@ -27,7 +28,7 @@ class Seed(mtf.Constant):
         (ones,) = self.outputs
         value, mesh_impl = lowering.tensors[ones].to_laid_out_tensor(), lowering.mesh_impl(self)
         if isinstance(self.scale, mtf.Tensor):
-            scale = lowering.tensors[self.scale].to_laid_out_tensor()
+            scale = lowered_on(lowering, self.scale, self.mesh)
             value = mesh_impl.slicewise(self._scaled, value, scale)
         else:
             value = mesh_impl.slicewise(lambda x: self._scaled(x, tf.constant(self.scale)), value)

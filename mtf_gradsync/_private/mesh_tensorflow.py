@@ -244,3 +244,16 @@ def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
 def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]:
     """Returns a value that is equal for meshes of one shape and layout."""
     return shape.to_string, frozenset(layout._pairs)
+
+
+def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
+    """Returns the `LaidOutTensor` of a tensor on another mesh; its own mesh must not split it."""
+    value = lowering.tensors[x].to_laid_out_tensor()
+    if x.mesh is mesh:
+        return value
+    own, other = lowering.mesh_impl(x), lowering.mesh_impl(mesh)
+    slices = list(value.tensor_list)
+    if not isinstance(other, mtf.simd_mesh_impl.SimdMeshImpl):
+        on_device = dict(zip(own.devices, slices))
+        slices = [on_device.get(device, slices[0]) for device in other.devices]
+    return other.LaidOutTensor(slices)

@@ -79,7 +79,7 @@ class Apart:
         present = _checked(grads, axes)
         if not present:
             return
-        graph, layout = present[0].graph, Layout.of(axes)
+        graph, layout = present[0].graph, Layout.of(axes, present[0].mesh)
         own = own_slices(graph, layout, names_of_batch(present, axes))
         layout = layout._replace(own=own)
         flow = Flow(graph, present, layout)
@@ -163,7 +163,7 @@ def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[
 
 
 def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
-    return Flow(grads[0].graph, grads, Layout.of(axes))
+    return Flow(grads[0].graph, grads, Layout.of(axes, grads[0].mesh))
 
 
 def check_recoverable(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_outputs
+from mtf_gradsync._private.mesh_tensorflow import give_outputs, lowered_on
 
 
 class StageOperation(mtf.Operation):
@@ -27,9 +27,14 @@ class StageOperation(mtf.Operation):
         shapes: Sequence[mtf.Shape],
         name: str,
         dtypes: Any = None,
+        mesh: mtf.Mesh | None = None,
     ):
-        """Adds the operation, with the dtypes of the inputs, in order, unless others are given."""
-        super().__init__(list(inputs), name=name)
+        """Adds the operation.
+
+        Its outputs have the dtypes of the inputs, in order, and lie on their mesh, unless others
+        are given.
+        """
+        super().__init__(list(inputs), mesh=mesh, name=name)
         dtypes = dtypes or [x.dtype for x in inputs]
         tensors = [
             mtf.Tensor(self, shape, dtype, index=index)
@@ -41,6 +46,25 @@ class StageOperation(mtf.Operation):
         """Records the lowered outputs, in order."""
         for output, value in zip(self.outputs, values):
             lowering.set_tensor_lowering(output, value)
+
+
+class _OnMesh(StageOperation):
+    """Gives a tensor that no mesh splits to the processors of another mesh."""
+
+    def __init__(self, x: mtf.Tensor, mesh: mtf.Mesh):
+        super().__init__([x], [x.shape], "on_mesh", mesh=mesh)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        self.set_outputs(lowering, [lowered_on(lowering, self.inputs[0], self.mesh)])
+
+
+def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
+    """Returns a tensor on another mesh of the same graph, if it is not on it already.
+
+    The tensor is a scalar, or has dimensions that neither mesh splits. Nothing is reduced.
+    """
+    return x if x.mesh is mesh else _OnMesh(x, mesh).outputs[0]
 
 
 def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:

@@ -238,18 +238,12 @@ def axes_of_pipeline(
     optimizer, so that a wrapper can find it without arguments. If there is no mesh or several, a
     ValueError says that `wrapper` has to know `what`, such as "the islands".
     """
-    axes = axes_of_program(batch_dims)
-    if axes is not None:
-        return axes
-    found = "; ".join(f"{shape.to_string} with {layout}" for shape, layout in meshes_made())
+    meshes = meshes_made()
+    if len(meshes) == 1:
+        return ReplicaAxes(*meshes[0], batch_dims)
+    found = "; ".join(f"{shape.to_string} with {layout}" for shape, layout in meshes)
     raise ValueError(
         f"{wrapper} has to know {what} when the graph is built, and "
         + (f"the program has made several meshes ({found})" if found else "there is no mesh yet")
         + ": give mesh_shape and layout (or axes)."
     )
-
-
-def axes_of_program(batch_dims: str | Sequence[str] = ("batch",)) -> ReplicaAxes | None:
-    """Returns replica axes of this graph's mesh; None unless the program has made just one."""
-    meshes = meshes_made()
-    return ReplicaAxes(*meshes[0], batch_dims) if len(meshes) == 1 else None

@@ -7,6 +7,7 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients import checks
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits
@@ -90,6 +91,9 @@ class TrainOptimizerInterface:
         if global_step is not None:
             mesh = variables[0].mesh
             updated = self.step.updated if operations and self.step else None
+            counter = getattr(global_step, "mesh", None)
+            if updated is not None and isinstance(counter, mtf.Mesh):
+                updated = on_mesh(updated, counter)
             operations.append(
                 advance_step(mesh, global_step, operations, name or self.name, updated)
             )

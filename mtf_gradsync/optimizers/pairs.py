@@ -41,7 +41,7 @@ class AppliesPairs:
     apply_grads: Callable[..., list[mtf.Operation]]
     _checked: Callable[..., Any]
     _wrappers: Callable[[], list[Any]]
-    # Whether this wrapper has built a step for the mesh of a variable.
+    # Whether this wrapper has built a step for the graph of a variable.
     _applied_before: Callable[[mtf.Variable], bool]
     # Pairs gathered for it, or for a wrapper around it, whose steps are still to be built.
     _to_build: tuple[_Pairs, ...] = ()
@@ -67,7 +67,7 @@ class AppliesPairs:
         """
         own = OwnArguments(args, kwargs)
         (grad,), (var,) = self._checked([grad], [var], own)
-        waiting = self._waiting_pairs(var.mesh)
+        waiting = self._waiting_pairs(var.graph)
         pairs = next((p for p in waiting if p.takes(var, own)), None)
         if pairs is None:
             if waiting or self._applied_before(var):
@@ -81,24 +81,25 @@ class AppliesPairs:
                     name,
                     var.name,
                 )
-            self._build_pairs(var.mesh)
-            pairs = _Pairs(self, var.mesh, own)
+            self._build_pairs(var.graph)
+            pairs = _Pairs(self, var.graph, own)
         return pairs.add(grad, var)
 
-    def _waiting_pairs(self, mesh: mtf.Mesh) -> list[_Pairs]:
-        return [p for p in self._to_build if p.is_waiting and p.wrapper is self and p.mesh is mesh]
+    def _waiting_pairs(self, graph: mtf.Graph) -> list[_Pairs]:
+        own = (p for p in self._to_build if p.is_waiting and p.wrapper is self)
+        return [p for p in own if p.plan.graph is graph]
 
-    def _build_pairs(self, mesh: mtf.Mesh) -> None:
-        for pairs in self._waiting_pairs(mesh):
+    def _build_pairs(self, graph: mtf.Graph) -> None:
+        for pairs in self._waiting_pairs(graph):
             pairs.build_if_here()
 
 
 class _Pairs(Later):
-    """The pairs of one wrapper and mesh, whose step is built later."""
+    """The pairs of one wrapper and graph, whose step is built later."""
 
-    def __init__(self, wrapper: AppliesPairs, mesh: mtf.Mesh, own: OwnArguments):
-        super().__init__(Plan.of(mesh.graph))
-        self.wrapper, self.mesh = wrapper, mesh
+    def __init__(self, wrapper: AppliesPairs, graph: mtf.Graph, own: OwnArguments):
+        super().__init__(Plan.of(graph))
+        self.wrapper = wrapper
         self._own, self._scope, self._where = own, tf.get_variable_scope(), self._here()
         self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}
         for one in wrapper._wrappers():
@@ -123,7 +124,7 @@ class _Pairs(Later):
         self._pairs[variable] = grad
         if grad is None:
             return []
-        self.stand_ins.append(StandIn(self, self.mesh, "apply_grad"))
+        self.stand_ins.append(StandIn(self, variable.mesh, "apply_grad"))
         return [self.stand_ins[-1]]
 
     def build_if_here(self) -> None:

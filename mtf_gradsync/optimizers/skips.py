@@ -17,8 +17,9 @@ import numpy as np
 from mtf_gradsync._numbers import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.gradients.measures import NotFinite
-from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
+from mtf_gradsync.gradients.measures import which_not_finite
+from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet
@@ -72,7 +73,7 @@ def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable 
 
 def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
     """Returns the value of `waiting_state` after a step; `updated` is 0 or 1 (int32)."""
-    return (waiting.value + 1) * (1 - updated)
+    return (waiting.value + 1) * (1 - on_mesh(updated, waiting.mesh))
 
 
 class Words(NamedTuple):
@@ -108,11 +109,8 @@ def not_finite_flags(
 
     `given` are gradients in any form, and `sums` the same ones as they are checked.
     """
-    found = []
-    if axes:
-        found.append(NotFinite(given.present, axes, strategy, only_apart=True))
-    found.append(NotFinite(sums.present, None, strategy))
-    return [mtf.anonymize(x.outputs[0]) for x in found]
+    of_shards = [which_not_finite(given.present, axes, strategy, only_apart=True)] if axes else []
+    return [*of_shards, which_not_finite(sums.present, None, strategy)]
 
 
 class Skips:
@@ -167,6 +165,7 @@ class Skips:
             of a name.
           now: the values of `counts` after the step, and of the floor's variable.
         """
+        found, now = ([on_mesh(x, self.mesh) for x in some] for some in (found, now))
         return [_Report(self, found, now)]
 
     def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
@@ -412,10 +411,6 @@ class ReportsSkips(Wrapper):
     """A wrapper that skips something: the step reports it, the session, or a session hook."""
 
     _skips = OfStep[Union[Skips, None]](None)
-
-    def _axes_now(self) -> ReplicaAxes | None:
-        """The given replica axes, or those of the mesh that the program has made."""
-        return self.axes or axes_of_program(self._shard_names)
 
     def _note_skips(self, skips: Skips | None) -> None:
         self._skips = skips

@@ -9,7 +9,7 @@ from mtf_gradsync._private.mesh_tensorflow import give_outputs
 
 
 class ValuesAfter(mtf.Operation):
-    """Reads variables (`reads`) once operations have run, which may belong to a branch."""
+    """Reads variables of a mesh (`reads`) once operations have run, also those of a branch."""
 
     def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
         super().__init__([], mesh=variables[0].mesh, name="values_after")
@@ -59,4 +59,8 @@ def values_after(
     `writes` are lowered before. The tensors have the variables' shapes, in the dtype of their
     slices.
     """
-    return ValuesAfter(variables, writes).outputs if variables else []
+    values: dict[mtf.Variable, mtf.Tensor] = {}
+    for mesh in dict.fromkeys(v.mesh for v in variables):
+        some = [v for v in variables if v.mesh is mesh]
+        values.update(zip(some, ValuesAfter(some, writes).outputs))
+    return [values[v] for v in variables]

@@ -11,7 +11,7 @@ from mtf_gradsync.step.plan import Plan
 
 
 class Gate:
-    """A point of a step, after some tensors of one mesh and the reads of all variables."""
+    """A point of a step, after some tensors and the reads of all variables of their meshes."""
 
     def __init__(self, plan: Plan, tensors: Sequence[mtf.Tensor]):
         self._plan = plan
@@ -31,7 +31,8 @@ class Gate:
     def _make(self, lowering: mtf.Lowering) -> tf.Operation:
         _warn_of_ref_variables(lowering)
         lowered = self._plan.lowered(lowering)
-        tensors = [*self._tensors, *lowered.reads.get(self._tensors[0].mesh, ())]
+        meshes = dict.fromkeys(t.mesh for t in self._tensors)
+        tensors = [*self._tensors, *(t for m in meshes for t in lowered.reads.get(m, ()))]
         laid_out = [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
         slices = [x for one in laid_out for x in one.tensor_list]
         # One operation on each device first, so that there are few edges between devices.

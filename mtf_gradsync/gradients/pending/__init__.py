@@ -1,6 +1,6 @@
 """Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
 
-from mtf_gradsync.gradients.pending.batch import check_batch_dims, names_of_batch
+from mtf_gradsync.gradients.pending.batch import check_batch_dims, find_axes, names_of_batch
 from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
 from mtf_gradsync.gradients.pending.layout import Axes, Layout, own_slices
 from mtf_gradsync.gradients.pending.part import PendingSums
@@ -16,6 +16,7 @@ __all__ = [
     "PendingSum",
     "PendingSums",
     "check_batch_dims",
+    "find_axes",
     "gradient_name",
     "names_of_batch",
     "own_slices",

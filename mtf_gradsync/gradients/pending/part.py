@@ -41,7 +41,7 @@ class PendingSums(Part):
         strategy: Strategy,
         are_sums: bool = False,
     ) -> None:
-        """Declares that gradients of one graph are going to be used, reduced or as they are.
+        """Declares that gradients of one mesh are going to be used, reduced or as they are.
 
         The sums behind all gradients that are to be reduced are reduced together, at the first
         place that needs one of them, which may be in the model. Without `batch_dims` the graph
@@ -69,13 +69,14 @@ class PendingSums(Part):
             [t for want in self._wants if want.are_sums is are for t in want.tensors]
             for are in (False, True)
         )
-        names = [want.batch_dims for want in self._wants]
 
         def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
             return lowering.mesh_to_impl[mesh].tensor_dimension_to_mesh_axis(dim)
 
         @functools.lru_cache(maxsize=None)
         def replica_axes(mesh: mtf.Mesh) -> Axes:
+            own = [want for want in self._wants if want.tensors[0].mesh is mesh]
+            names = [want.batch_dims for want in own or self._wants]
             return used_axes(graph, mesh, axis_of, [*targets, *sums], names)
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)

@@ -9,7 +9,7 @@ from mtf_gradsync._private.gradients_calls import gradients_calls
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import loop_body
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.gradients.pending.flow import Cause, Flow
+from mtf_gradsync.gradients.pending.flow import Cause, Flow, is_between_meshes
 from mtf_gradsync.gradients.stage import StageOperation
 
 # The methods that communicate; all others of `mtf.MeshImpl` are made of these.
@@ -76,6 +76,8 @@ def gradient_name(grad: mtf.Tensor) -> str:
 
 
 def _is_suspect(operation: mtf.Operation, cause: Cause) -> bool:
+    if is_between_meshes(operation):
+        return False  # it communicates by itself, in a way that the dimensions do not show
     of_mesh_tf = type(operation).__module__.startswith("mesh_tensorflow")
     is_own = not of_mesh_tf and not isinstance(operation, StageOperation)
     return cause is Cause.DROPS_SUM or is_own

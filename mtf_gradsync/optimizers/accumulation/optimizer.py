@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any, Literal, NamedTuple, Sequence, Union
 
 import gin
@@ -10,9 +11,13 @@ import numpy as np
 
 from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
+from mtf_gradsync._warn import log_once
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.checks import refuse_with_v1
+from mtf_gradsync.gradients.pending import find_axes
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
@@ -31,8 +36,9 @@ from mtf_gradsync.optimizers.skips import (
     waiting_state,
 )
 from mtf_gradsync.optimizers.state.restoring import note_sums_not_kept
-from mtf_gradsync.optimizers.state.schedules import get_update_step
+from mtf_gradsync.optimizers.state.schedules import update_counter
 from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.step import values_after
@@ -41,6 +47,13 @@ from mtf_gradsync.step import values_after
 Accumulate = Literal["local", "synced"]
 LOCAL: Accumulate = "local"
 SYNCED: Accumulate = "synced"
+
+
+_HOW = {
+    LOCAL: ": each shard adds up its own gradients, which are reduced once an update",
+    SYNCED: ": gradients are reduced on every microbatch step",
+}
+_SYNCED_INSTEAD = "Accumulate reduced gradients, by accumulate='synced', for one update of all"
 
 
 class _Counters(NamedTuple):
@@ -66,14 +79,15 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
     Gradients accumulate in one of two places. "local": each shard adds up its own partial sums,
     which are reduced once for each update; the mesh must be known when the graph is built.
-    "synced": gradients are reduced on each microbatch step.
+    "synced": gradients are reduced on each microbatch step. The log says once which it is.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and
     `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`, and with max_steps_without_update
     `<name>/waiting`.
 
     Attributes:
-      accumulate: where gradients accumulate, "local" or "synced".
+      accumulate: where gradients accumulate, "local" or "synced"; None if that is decided when they
+        are applied.
       backward_passes_per_step: microbatch steps for each update, as given.
 
     References:
@@ -85,8 +99,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
         ("update step", "update_step"),
         ("skipped", "accumulation/skipped"),
     )
-    accumulate: Accumulate
     backward_passes_per_step: Passes
+    _place = OfStep[Union[Accumulate, None]](None)
     # For the graph that gradients were last applied in: variables, and their values after a step.
     _counters = OfStep[Union[_Counters, None]](None)
     _now = OfStep[Union[_Counters, None]](None)
@@ -131,14 +145,16 @@ class GradientAccumulationOptimizer(ReportsSkips):
           accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             new accumulation, and local sums need no master copy on the host.
-          accumulate: "local" or "synced"; None takes "local" if the mesh is given.
+          accumulate: "local" or "synced". None takes "local" if the mesh is known when gradients
+            are applied: given, or the only one that the program has made for this graph by then;
+            if not, or if a wrapper around this one reduces on every step, "synced".
           sparse_as_dense: only with an optimizer of `tf.compat.v1.train`: turn `tf.IndexedSlices`
             into dense gradients. Those of mesh variables are always dense.
           allreduce_fn: only with such an optimizer; see there.
           name: name of the wrapper, prefix of its counters.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
-          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either,
-            accumulate="local" takes those of the mesh that the program has made for this graph.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
+            are those of the mesh that the program has made for this graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
@@ -189,35 +205,72 @@ class GradientAccumulationOptimizer(ReportsSkips):
             raise ValueError(
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
+        self._accumulates = backward_passes_per_step != 1 or should_skip_update_fn is not None
         one_update = 1 if callable(backward_passes_per_step) else backward_passes_per_step
         why = f"an update takes backward_passes_per_step={backward_passes_per_step!r} steps"
         limit = check_limit(max_steps_without_update, one_update, why)
         _check_flush(flush)
-        needs_mesh_for = "the shards" if accumulate == LOCAL else ""
+        needs_mesh_for = "the shards" if accumulate == LOCAL and self._accumulates else ""
         common = (name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for, reduce_dtype)
         self._wrap(opt, NOT_GIVEN, *common)
-        self.accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)
+        self._given_place = accumulate or (None if self.axes is None else LOCAL)
         self.backward_passes_per_step = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
         # Without a function nothing is skipped, and an update takes the steps that it takes.
         self._limit = limit if should_skip_update_fn is not None else None
         self._flush = flush
-        self.traits = Traits(
-            reduces=self.accumulate == SYNCED,
-            needs_shards=self.accumulate == LOCAL,
-            or_else="accumulate reduced gradients, by accumulate='synced'",
-            schedules_updates=backward_passes_per_step != 1 or should_skip_update_fn is not None,
-            skips_not_finite=getattr(should_skip_update_fn, "leaves_out_not_finite", False),
-        )
+        self.traits = self._traits()
         self._check_order()
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._given_place is None:
+            self._given_axes = None
+            self.traits = self._traits()
+
+    @property
+    def accumulate(self) -> Accumulate | None:
+        """Where gradients accumulate; None if that is decided when they are applied."""
+        return self._given_place or self._place
+
+    def _traits(self) -> Traits:
+        if not self._accumulates:  # it is the inner optimizer, which may be anywhere
+            return Traits(reduces=False, takes_parts=True)
+        is_local = self.accumulate == LOCAL
+        return Traits(
+            reduces=not is_local,
+            needs_shards=is_local,
+            or_else="accumulate reduced gradients, by accumulate='synced'",
+            schedules_updates=True,
+            skips_not_finite=getattr(self._skip_fn, "leaves_out_not_finite", False),
+            one_mesh=_SYNCED_INSTEAD if is_local else "",
+        )
+
+    def settle(self, grads: Sequence[mtf.Tensor | None], around: Sequence[Wrapper]) -> None:
+        """Decides where gradients accumulate, if neither that nor the mesh was given; logs it."""
+        present = [g for g in grads if g is not None]
+        if not present or not self._accumulates:
+            return
+        why = ""
+        if self._given_place is None:
+            islands = self._in_islands_of
+            found = islands.inside if islands else find_axes(present, self._given_names)
+            is_split = found is not None and found.num_shards > 1
+            why = _why_synced(present, around, is_known=found is not None)
+            self._place = LOCAL if is_split and not why else SYNCED
+            self._given_axes = found if self._place == LOCAL else None
+            self.traits = self._traits()
+        how = _HOW[LOCAL] if self.accumulate == LOCAL else _HOW[SYNCED]
+        level = logging.WARNING if why else logging.INFO
+        log_once(f"{self.name} {how} {why}", level, "%s%s%s.", self.name, how, why)
+
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_Accumulate(self)] if self.traits.schedules_updates else []
+        return [_Accumulate(self)] if self._accumulates else []
 
     @property
     def mini_step(self) -> mtf.Variable | None:
@@ -271,7 +324,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         return _Counters(
             scalar_state(mesh, f"{self.name}/mini_step", checkpointed=self._checkpointed),
-            get_update_step(mesh, self.name).operation,
+            update_counter(mesh, self.name),
             scalar_state(mesh, f"{self.name}/skipped", stacked=self._skip_fn is None),
             waiting_state(mesh, self.name, self._limit),
         )
@@ -297,13 +350,13 @@ class _Accumulate(Stage):
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper, mesh = self._wrapper, gradients.mesh
         before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
-        mini_step, update_step, skipped = (c.value for c in before[:3])
+        mini_step, update_step, skipped = (on_mesh(c.value, mesh) for c in before[:3])
         for state in before[:3]:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
         checked = gradients
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
-            skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)
+            skip = on_mesh(says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer), mesh)
             skip = step.agreed(skip, by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
@@ -316,13 +369,15 @@ class _Accumulate(Stage):
             counter=before.mini_step.name,
         )
         count = mini_step + counted
-        due = mtf.greater_equal(count, passes_at(wrapper.backward_passes_per_step, update_step))
+        passes = passes_at(wrapper.backward_passes_per_step, update_step)
+        passes = on_mesh(passes, mesh) if isinstance(passes, mtf.Tensor) else passes
+        due = mtf.greater_equal(count, passes)
         if wrapper._skip_fn is not None:
             # A checkpoint may hold more microbatch steps than an update takes now; a skipped step
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
         if wrapper._flush is not None:
-            flush = mtf.logical_and(_on_mesh(wrapper._flush, mesh), mtf.greater(count, 0))
+            flush = mtf.logical_and(_flag_on_mesh(wrapper._flush, mesh), mtf.greater(count, 0))
             due = mtf.logical_or(due, flush)
         updated = mtf.cast(due, tf.int32)
         # The update itself advances `update_step`, as what is inside may skip it.
@@ -335,18 +390,19 @@ class _Accumulate(Stage):
         self._before, self._now = before, now
         gate = accumulators.add(step)
         counts = step.plan.graph.combine_assignments(
-            [mtf.assign(v, x) for v, x in zip(before, now) if x is not None]
+            [mtf.assign(v, on_mesh(x, v.mesh)) for v, x in zip(before, now) if x is not None]
         )
         step.write(counts, gate)
         if wrapper._skip_fn is not None:
-            skips = self._skips = self._make_skips(checked, before)
             # Before a reduction, they may say more about shards.
             received = step.received[-1]
+            axes = wrapper.axes_now(received.present)
+            skips = self._skips = self._make_skips(checked, before, axes)
             step.run_when(
                 skip,
                 gate,
                 lambda: skips.report(
-                    not_finite_flags(received, checked, wrapper._axes_now(), wrapper.reducer),
+                    not_finite_flags(received, checked, axes, wrapper.reducer),
                     [now.skipped],
                 ),
             )
@@ -363,17 +419,39 @@ class _Accumulate(Stage):
         step.when_built(lambda: wrapper._note(before, now, skips))
         return checks
 
-    def _make_skips(self, gradients: GradientSet, before: _Counters) -> Skips:
+    def _make_skips(
+        self, gradients: GradientSet, before: _Counters, axes: ReplicaAxes | None
+    ) -> Skips:
         wrapper = self._wrapper
         name = getattr(wrapper._skip_fn, "__name__", type(wrapper._skip_fn).__name__)
         words = Words(
             "microbatch step skipped, gradients that are not finite:",
             [v.name for v in gradients.owners],
-            rows_of_shards(wrapper._axes_now()),
+            rows_of_shards(axes),
             f"none, but should_skip_update_fn {name} says so",
         )
         waiting = [before.waiting] if wrapper._limit else ()
         return Skips(wrapper.name, words, [before.skipped], waiting, wrapper._limit)
+
+
+def _why_synced(grads: Sequence[mtf.Tensor], around: Sequence[Wrapper], is_known: bool) -> str:
+    """Returns, for the log, why gradients cannot accumulate on each shard; "" if they can.
+
+    `is_known` says whether the replica axes are.
+    """
+    reduces = [w for w in around if w.traits.reduces and not w.traits.watches_not_finite]
+    if reduces:
+        outer = type(reduces[0]).__name__
+        return f", because {outer} around it does so: turn them round, to reduce once an update"
+    if len({g.mesh for g in grads}) > 1:
+        return ", because they are on several meshes: use one for each, to reduce once an update"
+    if is_known or len(meshes_made()) == 1:
+        return ""
+    what = "several meshes" if meshes_made() else "no mesh yet"
+    return (
+        f", because the program has made {what}: give mesh_shape and layout, to reduce once an "
+        "update, or accumulate='synced'"
+    )
 
 
 def _floating(dtype: Any) -> tf.DType | None:
@@ -398,7 +476,7 @@ def _check_flush(flush: Any) -> None:
         )
 
 
-def _on_mesh(flag: Any, mesh: mtf.Mesh) -> mtf.Tensor:
+def _flag_on_mesh(flag: Any, mesh: mtf.Mesh) -> mtf.Tensor:
     if isinstance(flag, mtf.Tensor):
-        return flag
+        return on_mesh(flag, mesh)
     return mtf.import_tf_tensor(mesh, tf.convert_to_tensor(flag), mtf.Shape([]))

@@ -12,6 +12,7 @@ from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
@@ -237,7 +238,7 @@ class _SkipNotFinite(Stage):
         reduction = wrapper._gradient_reduction()
         # If a wrapper inside skips gradients that are not finite, this one only changes the scale.
         is_beside = any(traits.skips_not_finite for traits in inside)
-        passed_on = gradients
+        passed_on, axes = gradients, wrapper.axes_now(gradients.present)
         if not is_beside or not any(traits.needs_shards for traits in inside):
             # The sum can overflow even if no shard's gradient does.
             passed_on = step.reduce(gradients, reduction)
@@ -245,17 +246,18 @@ class _SkipNotFinite(Stage):
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
             finite = step.agreed(finite)
         else:
-            found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
+            found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
+        finite = on_mesh(finite, before.skipped.mesh)
         gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
         after = after_step(before, finite, wrapper._rule)
-        skips = self._skips = self._make_skips(gradients, before)
+        skips = self._skips = self._make_skips(gradients, before, axes)
         now = [after.skipped, *([] if after.scale is None else [after.scale])]
         step.run_when(
             mtf.logical_not(finite),
             gate,
             lambda: skips.report(
-                not_finite_flags(gradients, passed_on, wrapper._axes_now(), wrapper.reducer), now
+                not_finite_flags(gradients, passed_on, axes, wrapper.reducer), now
             ),
         )
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
@@ -280,12 +282,14 @@ class _SkipNotFinite(Stage):
         step.when_built(lambda: wrapper._note_skips(skips))
         return skips.end_of_step(operations)
 
-    def _make_skips(self, gradients: GradientSet, before: LossScaleState) -> Skips:
+    def _make_skips(
+        self, gradients: GradientSet, before: LossScaleState, axes: ReplicaAxes | None
+    ) -> Skips:
         wrapper, rule = self._wrapper, self._wrapper._rule
         words = Words(
             "step skipped, gradients that are not finite:",
             [v.name for v in gradients.owners],
-            rows_of_shards(wrapper._axes_now()),
+            rows_of_shards(axes),
             "none by itself, but the norm of all",
         )
         return Skips(

@@ -20,7 +20,7 @@ from mtf_gradsync.gradients.recoverable import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
 from mtf_gradsync.optimizers.pairs import OfStep
-from mtf_gradsync.optimizers.pipeline import Reduction, Stage, Traits
+from mtf_gradsync.optimizers.pipeline import ONE_FOR_EACH_MESH, Reduction, Stage, Traits
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, check_limit
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
@@ -61,7 +61,9 @@ class OuterOptimizer(ReportsSkips):
     state = OfStep[Union[OuterState, None]](None)
     _now = OfStep[Union[OuterState, None]](None)
     _outer = OfStep[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
-    traits = Traits(reduces=False, needs_shards=True, makes_islands=True)
+    traits = Traits(
+        reduces=False, needs_shards=True, makes_islands=True, one_mesh=ONE_FOR_EACH_MESH
+    )
 
     def __init__(
         self,

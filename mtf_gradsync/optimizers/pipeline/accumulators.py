@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
-from mtf_gradsync.gradients.stages import on_present
+from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
+from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.state.resharding import ACCUMULATOR
@@ -159,7 +159,11 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     """
     reduced = gradients.already_reduced if skip.shape.dims else ()
     own = [None if i in reduced else g for i, g in enumerate(gradients.grads)]
-    kept = on_present(own, lambda present: ZerosWhere(present, skip).outputs)
+
+    def of_mesh(mesh: mtf.Mesh, grads: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+        return ZerosWhere(grads, on_mesh(skip, mesh)).outputs
+
+    kept = on_present(own, lambda present: each_mesh(present, of_mesh))
     return gradients.with_grads([k or g for k, g in zip(kept, gradients.grads)])
 
 

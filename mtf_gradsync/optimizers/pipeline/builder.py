@@ -11,7 +11,7 @@ from mtf_gradsync.gradients.pending import Cause
 from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
 from mtf_gradsync.gradients.scatter import scatter_gradients
 from mtf_gradsync.gradients.stage import dims_to_sum
-from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
+from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards, sum_gradients
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline.conditions import StepConditions
 from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
@@ -189,8 +189,8 @@ class StepBuilder(StepConditions):
         """
         gradients = self._by_strategy.reduce(gradients, reduction, extra)
         dims = dims_to_sum(gradients.present, gradients.owners)
-        operation = SumGradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
-        return gradients.with_present(operation.outputs, Form.REDUCED)
+        sums = sum_gradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
+        return gradients.with_present(sums, Form.REDUCED)
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]

@@ -6,6 +6,7 @@ from typing import Any
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 
 
@@ -14,11 +15,16 @@ def finished(gradients: GradientSet, opt: Any) -> GradientSet:
     dtypes, divisor = gradients.dtypes, gradients.divisor
     if dtypes is None and divisor is None:
         return gradients
+    divisors = {}
+    if divisor is not None:
+        divisors = {
+            m: on_mesh(divisor, m) for m in dict.fromkeys(g.mesh for g in gradients.present)
+        }
 
     def finish(total: mtf.Tensor, dtype: tf.DType | None) -> mtf.Tensor:
-        if divisor is not None:
+        if divisors:
             wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
-            total = mtf.divide(wide, mtf.cast(divisor, wide.dtype))
+            total = mtf.divide(wide, mtf.cast(divisors[total.mesh], wide.dtype))
         dtype = total.dtype if dtype is None else _inner_dtype(dtype, opt)
         return total if total.dtype == dtype else mtf.cast(total, dtype)
 

@@ -66,7 +66,7 @@ class GradientSet:
 
     @property
     def mesh(self) -> mtf.Mesh:
-        """The mesh of the variables that have a gradient."""
+        """The mesh of the first gradient, on which a step has its scalars."""
         return self.present[0].mesh
 
     @property

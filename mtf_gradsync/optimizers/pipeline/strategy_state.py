@@ -8,6 +8,7 @@ from typing import Any, Collection, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
+from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
@@ -114,15 +115,27 @@ class StrategyReductions:
         names of state end with the wrapper's where they are taken.
 
         Raises:
-          ValueError: the mesh is not known, or the graph has a variable of a state's name.
+          ValueError: the mesh is not known, there are several, or the graph has a variable of a
+            state's name.
           TypeError: the strategy's state is not a structure of variables that its maker made.
         """
         if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients
         strategy, axes = reduction.strategy, reduction.axes
+        first: dict[mtf.Mesh, str] = {}
+        for variable in gradients.owners:
+            first.setdefault(variable_of(variable).mesh, repr(variable.name))
+        if len(first) > 1:
+            raise ValueError(
+                f"{type(strategy).__name__} keeps state for the cores of one mesh, but the "
+                f"variables {', '.join(first.values())} are on different ones: make a "
+                f"{reduction.name} for the variables of each mesh, each with a name= of its own, "
+                "or give reducer= a strategy without state."
+            )
         if axes is None:
-            axes = axes_of_pipeline(
-                reduction.name, "the cores that gradients are reduced over", reduction.batch_dims
+            what = "the cores that gradients are reduced over"
+            axes = find_axes(gradients.present, reduction.batch_dims) or axes_of_pipeline(
+                reduction.name, what, reduction.batch_dims
             )
         self._used.append(strategy)
         sums: dict[mtf.Variable, mtf.Tensor] = {}

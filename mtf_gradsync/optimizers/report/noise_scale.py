@@ -10,7 +10,7 @@ import gin
 
 from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Reduced
 from mtf_gradsync.optimizers.report.norms import norm_of_reduced, norms_of_shards
 from mtf_gradsync.optimizers.state.variables import scalar_state
@@ -131,7 +131,12 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "before and after its sum are not of one batch: gradient_noise_scale needs another "
             "wrapper."
         )
-    axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
+    if opt.step.received and len({g.mesh for g in opt.step.received[0].present}) > 1:
+        raise ValueError(
+            "gradient_noise_scale compares the shards of one mesh, but the gradients are on "
+            "several meshes: use a wrapper for the variables of each mesh."
+        )
+    axes = axes or opt.axes_now(opt.step.received[0].present)
     steps = [w.step for w in wrappers if w.step is not None]
     reduced = next((s.reduced for s in steps if s.reduced is not None), None)
     if axes is None or axes.num_shards == 1 or reduced is None:

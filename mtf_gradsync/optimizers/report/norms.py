@@ -42,8 +42,11 @@ def norms_of_shards(
     """Returns the norms of per-shard gradients before and after clipping by shard.
 
     Each is `[shards...]`, the same on all processors; the second is None if they were not clipped,
-    and both are if per-shard gradients are not recoverable, or only by sums of their size.
+    and both are if per-shard gradients are not recoverable, or only by sums of their size, or are
+    on several meshes.
     """
+    if len({g.mesh for g in grads}) > 1:
+        return None, None
     clipping = clipping_of(grads)
     if clipping is not None and clipping.norm.shape.ndims:
         both = mtf.stack([clipping.norm, mtf.multiply(clipping.norm, clipping.factor)], "reported")

@@ -7,7 +7,7 @@ from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
-from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import GradientSet, StepBuilder
 from mtf_gradsync.optimizers.report import norms
 from mtf_gradsync.optimizers.wrapper import Wrapper
@@ -87,7 +87,7 @@ def _add_norms(
 ) -> None:
     outer, inner = wrappers[0], wrappers[-1]
     received, applied = steps[0].received[0], steps[-1].passed_on[-1]
-    axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
+    axes = axes or outer.axes_now(received.present)
     shards = next((s.per_shard for s in steps if s.per_shard), received)
     if axes and axes.num_shards > 1 and shards.branch is None:
         own, clipped = norms.norms_of_shards(shards.present, axes, outer.reducer)

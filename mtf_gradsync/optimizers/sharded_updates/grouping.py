@@ -26,7 +26,7 @@ def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy:
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))
-    flow = Flow(graph, (), Layout.of(axes), sums)
+    flow = Flow(graph, (), Layout.of(axes, operations[0].mesh), sums)
     pending = [t for t in sums if t in flow.axes and not flow.is_derived(t)]
     level_of: dict[mtf.Operation, int] = {}
     for operation in operations:

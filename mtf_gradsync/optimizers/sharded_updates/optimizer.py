@@ -22,6 +22,7 @@ from mtf_gradsync.mesh.shared_copies import shares_all
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import (
+    ONE_FOR_EACH_MESH,
     Form,
     GradientSet,
     Partition,
@@ -111,7 +112,7 @@ class ShardedUpdateOptimizer(Wrapper):
       2020; Rajbhandari et al., "ZeRO", 2019 (stage 1).
     """
 
-    traits = Traits(shards_updates=True)
+    traits = Traits(shards_updates=True, one_mesh=ONE_FOR_EACH_MESH)
     axes: ReplicaAxes
     # Of the steps that were built: the parts of variables, None for those that are not split, and
     # the variables with partitioned slots, which are gathered for the update.

@@ -9,6 +9,7 @@ import gin
 from mtf_gradsync._names import some_of
 from mtf_gradsync._numbers import check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.step import Part, PartLowering, Plan
 
@@ -122,6 +123,11 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     Returns:
       An int32 mtf scalar.
     """
+    return on_mesh(update_counter(mesh, name).value, mesh)
+
+
+def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
+    """Finds or makes the counter of `get_update_step`; a graph may have it on another mesh."""
     # In a run without the wrapper every step was an update.
     counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
     plan = Plan.of(mesh.graph)
@@ -129,7 +135,7 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     if counter not in counters.wanted:
         counters.wanted += (counter,)
     plan.adopt()  # so that the counter is checked in a graph without wrappers, too
-    return counter.value
+    return counter
 
 
 class UpdateCounters(Part):

@@ -10,8 +10,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.state.restoring import note_state
 
-# Variables that nothing reads, so that they need not be initialized.
-_STAND_INS = ("mtf_gradsync stand-ins",)
+#: The collection of variables that nothing reads, so that they need not be initialized.
+STAND_INS = ("mtf_gradsync stand-ins",)
 
 
 class UncheckpointedVariable(mtf.Variable):
@@ -35,7 +35,7 @@ class UncheckpointedVariable(mtf.Variable):
             unstacked(dtype),
             tf.zeros_initializer(),
             False,
-            collections=[_STAND_INS],
+            collections=[STAND_INS],
         )
         self._outputs = [mtf.Tensor(self, shape, dtype)]
         self._stand_in = self._master

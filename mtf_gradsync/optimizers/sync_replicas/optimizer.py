@@ -20,7 +20,14 @@ from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
 from mtf_gradsync.optimizers.pairs import OfStep
-from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline import (
+    ONE_FOR_EACH_MESH,
+    Form,
+    GradientSet,
+    Stage,
+    StepBuilder,
+    Traits,
+)
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
     DirectUpdate,
@@ -179,6 +186,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             averages=bool(averaged),
             skips_shards=self.axes.num_shards > 1 and not accept_summed,
             counts_shards=True,
+            one_mesh=ONE_FOR_EACH_MESH,
         )
         self._check_order()
 
@@ -224,7 +232,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         pairs = checks.check_pairs(grads_and_vars)
         if all(grad is None for grad, _ in pairs):
             checks.check_step(global_step)
-            return []
+            return self.apply_grads(*zip(*pairs), **kwargs)
         return super().apply_gradients(pairs, global_step, name, **kwargs)
 
     @property

@@ -1,5 +1,7 @@
 """LossScaleOptimizer: the steps that it skips, how the scale moves, which bits do not change."""
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -118,6 +120,35 @@ def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradien
     assert set(without) < set(result.variables)
     for name, value in without.items():
         np.testing.assert_array_equal(result.variables[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "where"),
+    [("examples:all", "examples", "(shard 1)"), ("hidden:all", "batch", "(sum over shards)")],
+)
+def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
+    layout, name, where, mesh_kind, caplog, capfd
+):
+    """As other wrappers do, with a warning where the batch is split along another dimension."""
+
+    def make():
+        return gs.LossScaleOptimizer(models.OPTIMIZERS["sgd"](), **RULE)
+
+    build = train(make, (name,), own_gradients=True)
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        result = harness.run(mesh_kind, "all:4", layout, build, feeds()[:3])
+    for variable, value in reference.train("sgd", good_feeds()[:2]).items():
+        np.testing.assert_allclose(
+            result.variables[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
+        )
+    assert result.variables["LossScaleOptimizer/skipped"] == 1
+    told = [record.getMessage() for record in caplog.records]
+    warned = [line for line in told if "Give batch_dims=" in line]
+    assert len(warned) == (name != "batch")
+    assert all("('examples',)" in line for line in warned)
+    (line,) = [x for x in told + capfd.readouterr().err.splitlines() if "step skipped" in x]
+    assert line.startswith("LossScaleOptimizer")
+    assert where in line
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
