@@ -251,8 +251,8 @@ def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_ne
 
 
 def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
-    from mtf_gradsync.train.errors import ConfigError
-    from mtf_gradsync.train.runtime import choose_runtime
+    from mtf_gradsync.runtimes.errors import ConfigError
+    from mtf_gradsync.train.runner import choose_runtime
     from mtf_gradsync.xla import installed
 
     # The trial finds the runner beside itself.

@@ -6,13 +6,62 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.train.report import svg
-from mtf_gradsync.train.report.series import Series, series_of, thinned
-from mtf_gradsync.train.report.traffic import Traffic
+from mtf_gradsync.train import figures
+from mtf_gradsync.train.train_graph import Traffic
+
+# More points than these cannot be distinguished in a plot, and make a large page.
+_MOST_POINTS = 400
+
+
+class Series(NamedTuple):
+    """Measurements at steps ``[points]``: values ``[points]``, or ``[points, shards]``.
+
+    A point is the mean of `steps_per_point` logged steps.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+    steps_per_point: int = 1
+
+    @property
+    def last(self) -> Any:
+        """The newest value, or the newest for each shard."""
+        return self.values[-1]
+
+
+def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
+    """Returns the values that lines of a metrics file have under a name; None without a finite one.
+
+    Where the number of shards has changed, lines with the newest number are used.
+    """
+    found = [(row["step"], np.asarray(row[name], float)) for row in rows if name in row]
+    found = [(step, value) for step, value in found if np.all(np.isfinite(value))]
+    if not found:
+        return None
+    shape = found[-1][1].shape
+    found = [(step, value) for step, value in found if value.shape == shape]
+    return Series(np.array([s for s, _ in found]), np.stack([v for _, v in found]))
+
+
+def thinned(series: Series, is_count: bool = False) -> Series:
+    """Returns a series with fewer points: means of neighbours, or every n-th of a count."""
+    size = -(-len(series.steps) // _MOST_POINTS)
+    if size == 1:
+        return series
+    ends = np.append(np.arange(size, len(series.steps), size), len(series.steps))
+    steps = series.steps[ends - 1]
+    if is_count:
+        return Series(steps, series.values[ends - 1], 1)
+    starts = np.append(0, ends[:-1])
+    values = np.add.reduceat(series.values, starts) / (ends - starts).reshape(
+        [-1] + [1] * (series.values.ndim - 1)
+    )
+    return Series(steps, values, size)
+
 
 Rows = Sequence[Any]
 # If there are more shards than colors, their range is drawn.
-_MOST_LINES = len(svg.SERIES)
+_MOST_LINES = len(figures.SERIES)
 # From this ratio on small values would lie on the axis, so the axis is logarithmic.
 _LOG_RATIO = 20
 _MOST_BARS = 12
@@ -134,11 +183,11 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
     if undrawn:
         caption += f" It also has what is too little for a bar, {undrawn:,} bytes in all."
     parts = list(dict.fromkeys(row.part or row.operation for row in rows))
-    with svg.style():
-        figure = svg.figure(0.9 + 0.32 * len(rows))
+    with figures.style():
+        figure = figures.figure(0.9 + 0.32 * len(rows))
         axes = figure.add_subplot()
         for index, row in enumerate(rows):
-            color = svg.SERIES[parts.index(row.part or row.operation) % _MOST_LINES]
+            color = figures.SERIES[parts.index(row.part or row.operation) % _MOST_LINES]
             axes.barh(index, row.bytes_per_core / 1e3, color=color, height=0.7)
         axes.set_yticks(range(len(rows)), [f"{r.operation}\n{r.group}" for r in rows], fontsize=7)
         axes.invert_yaxis()
@@ -148,13 +197,13 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
         if len(parts) > 1 or parts[0] != rows[0].operation:
             from matplotlib.patches import Patch
 
-            handles = [Patch(color=c, label=p) for p, c in zip(parts, svg.SERIES)]
+            handles = [Patch(color=c, label=p) for p, c in zip(parts, figures.SERIES)]
             axes.legend(handles=handles, loc="lower right", fontsize=8)
         listed = "; ".join(
             f"{r.operation} over {r.group}{' for ' + r.part if r.part else ''}: "
             f"{r.bytes_per_core:,} bytes" for r in rows
         )  # fmt: skip
-        drawn = svg.as_svg(figure, "traffic", f"Bars of bytes for each core. {listed}.")
+        drawn = figures.as_svg(figure, "traffic", f"Bars of bytes for each core. {listed}.")
     return Plot("Bytes by kind and mesh axis", drawn, caption)
 
 
@@ -179,11 +228,11 @@ def _over_steps(
             )
             if len(points.steps) == 1:
                 form = {"marker": "o"}
-            axes.plot(points.steps, points.values, color=svg.SERIES[number], label=line.label,
+            axes.plot(points.steps, points.values, color=figures.SERIES[number], label=line.label,
                 **form)  # fmt: skip
         if level is not None:
             axes.axhline(
-                level, color=svg.INK, linestyle="--", linewidth=1, label="unigram baseline"
+                level, color=figures.INK, linestyle="--", linewidth=1, label="unigram baseline"
             )
         if is_count:
             _count_from_zero(axes, present[0][2])
@@ -213,14 +262,14 @@ def _by_shard(
         style = {"marker": "o"} if len(points.steps) == 1 else {"linewidth": 1.2}
         if shards <= _MOST_LINES:
             for shard in range(shards):
-                axes.plot(points.steps, points.values[:, shard], color=svg.SERIES[shard],
+                axes.plot(points.steps, points.values[:, shard], color=figures.SERIES[shard],
                     label=f"shard {shard}", **style)  # fmt: skip
         else:
             low, high = points.values.min(axis=1), points.values.max(axis=1)
-            axes.fill_between(points.steps, low, high, color=svg.SERIES[0], alpha=0.3,
+            axes.fill_between(points.steps, low, high, color=figures.SERIES[0], alpha=0.3,
                 linewidth=0, label=f"range of {shards} shards")  # fmt: skip
             middle = np.median(points.values, axis=1)
-            axes.plot(points.steps, middle, color=svg.SERIES[0], label="median", **style)
+            axes.plot(points.steps, middle, color=figures.SERIES[0], label="median", **style)
         axes.legend(fontsize=8, ncols=2)
         if is_count:
             _count_from_zero(axes, series)
@@ -245,8 +294,8 @@ def _to_svg(
     words: str,
     may_be_log: bool,
 ) -> str:
-    with svg.style():
-        figure = svg.figure()
+    with figures.style():
+        figure = figures.figure()
         axes = figure.add_subplot()
         draw(axes)
         axes.grid()
@@ -259,7 +308,7 @@ def _to_svg(
         if may_be_log and lowest > 0 and highest > _LOG_RATIO * lowest:
             _use_log(axes)
         prefix = "".join(c if c.isalnum() else "-" for c in title.lower())
-        return svg.as_svg(figure, prefix, f"{title} over steps. {words}.")
+        return figures.as_svg(figure, prefix, f"{title} over steps. {words}.")
 
 
 def _count_from_zero(axes: Any, series: Series) -> None:

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError, first_line
 from mtf_gradsync.runtimes.manifest import write_json, write_text
 from mtf_gradsync.train.data import datasets as data
-from mtf_gradsync.train.errors import ConfigError, first_line
-from mtf_gradsync.train.evaluation.plot import plot_losses
-from mtf_gradsync.train.evaluation.sample import sample
-from mtf_gradsync.train.evaluation.scores import Batches, Evaluator, Score, unigram_score
-from mtf_gradsync.train.metrics.file import read_metrics
-from mtf_gradsync.train.metrics.recorder import Recorder
+from mtf_gradsync.train.evaluation import Batches, Evaluator, Score, sample, unigram_score
+from mtf_gradsync.train.figures import plot_losses
+from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
 from mtf_gradsync.train.model import ModelSettings
-from mtf_gradsync.train.progress import Progress
 
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
