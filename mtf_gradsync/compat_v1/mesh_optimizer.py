@@ -8,9 +8,16 @@ from typing import Any, Callable, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.compat_v1.checks import NOT_GIVEN, V1OptimizerLike, given_optimizer
-from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of
+from mtf_gradsync._variables import root_scope
+from mtf_gradsync.compat_v1.rules import (
+    NOT_GIVEN,
+    RULES,
+    Rule,
+    Slot,
+    V1OptimizerLike,
+    given_optimizer,
+    rule_of,
+)
 from mtf_gradsync.gradients.checks import check_grads_and_variables
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.step import Plan, gated_update

@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.estimator.host import Evaluation, HostCallHook, training_hooks, write_summary
 from mtf_gradsync.estimator.specs import ModelFn, examples, selected, write_saved_model
 from mtf_gradsync.mesh.axes import MeshShapeLike
-from mtf_gradsync.optimizers.state.averaged import check_averages_kept
+from mtf_gradsync.optimizers.average import check_averages_kept
 from mtf_gradsync.runtimes.sessions import RUNTIMES, OnCores, OnDevices, RuntimeName
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
 from mtf_gradsync.session import session_config

@@ -8,12 +8,9 @@ from typing import Any, Container, NamedTuple, Sequence, Union
 
 import numpy as np
 
-from mtf_gradsync._numbers import is_number
-from mtf_gradsync._private.gradients_calls import gradients_calls
+from mtf_gradsync._common import is_number, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import loop_body
-from mtf_gradsync._walk import walk
-from mtf_gradsync._warn import warn_once
+from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
 from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients, check_one_mesh
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
 from mtf_gradsync.gradients.pending import gradient_name

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple, Sequence, Union
 
-from mtf_gradsync._private.gradients_calls import Seed, gradients_calls
+from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import loop_body
-from mtf_gradsync._walk import walk
+from mtf_gradsync._private.mesh_tensorflow import Seed, gradients_calls, loop_body
 from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.pending.linear import linear_positions
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.step import Part, PartLowering, Plan
-from mtf_gradsync.step.hook import flat
+from mtf_gradsync.step.lowering import flat
 
 Scale = Union[float, mtf.Tensor]
 _SHARED = (

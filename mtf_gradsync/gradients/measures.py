@@ -7,9 +7,15 @@ import math
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.partial_sums import PartialSum, partial_sum, reduce_partial_sums
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
+from mtf_gradsync.gradients.stage import (
+    PartialSum,
+    StageOperation,
+    on_mesh,
+    partial_sum,
+    reduce_partial_sums,
+    reduced_values,
+)
 from mtf_gradsync.gradients.stages import each_mesh, shard_dims_in
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Callable, Sequence
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients, check_one_mesh
-from mtf_gradsync.gradients.partial_sums import (
+from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
+from mtf_gradsync.gradients.recoverable import check_recoverable
+from mtf_gradsync.gradients.stage import (
+    StageOperation,
     by_key,
     partial_sum,
     reduce_partial_sums,
+    reshaped,
     terms_of_processors,
 )
-from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
-from mtf_gradsync.gradients.recoverable import check_recoverable
-from mtf_gradsync.gradients.stage import StageOperation, reshaped
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction

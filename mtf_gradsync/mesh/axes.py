@@ -247,3 +247,13 @@ def axes_of_pipeline(
         + (f"the program has made several meshes ({found})" if found else "there is no mesh yet")
         + ": give mesh_shape and layout (or axes)."
     )
+
+
+def is_simd(mesh_impl: Any) -> bool:
+    """Returns whether one program runs on all processors, so that tensors have a single slice."""
+    return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
+
+
+def mesh_text(shape: mtf.Shape) -> str:
+    """Returns a mesh's shape as users write it, such as "batch:4;model:2"."""
+    return ";".join(f"{dim.name}:{dim.size}" for dim in shape.dims)

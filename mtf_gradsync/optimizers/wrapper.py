@@ -9,18 +9,16 @@ import re
 from inspect import getattr_static
 from typing import Any, Iterable, Iterator, Sequence, Union
 
-from mtf_gradsync._names import counted
+from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import each_inside
-from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import checks
 from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
-from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
-from mtf_gradsync.optimizers.own_arguments import OwnArguments
-from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep
+from mtf_gradsync.optimizers.interface import DeprecatedNames, ShardShapes, TrainOptimizerInterface
+from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     Partition,
@@ -32,8 +30,7 @@ from mtf_gradsync.optimizers.pipeline import (
     check_meshes,
     check_order,
 )
-from mtf_gradsync.optimizers.shard_shapes import ShardShapes
-from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.variables import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction

@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, Mapping, Sequence
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
-from mtf_gradsync._warn import warn_once
-from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.mesh.shared_copies import check_writers, writers_of, writing
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.groups import check_writers, writers_of, writing
 from mtf_gradsync.step.gate import Gate
 from mtf_gradsync.step.later import build_later
-from mtf_gradsync.step.part import Part, PartLowering
+from mtf_gradsync.step.lowering import Part, PartLowering
 from mtf_gradsync.step.plan import ControlInputs, Plan
 
 

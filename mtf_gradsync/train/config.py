@@ -13,10 +13,9 @@ from typing import Any, Callable, Dict, Literal, NamedTuple, Sequence, Tuple, Un
 
 import gin
 
-from mtf_gradsync._numbers import is_number, is_whole_number
+from mtf_gradsync._common import is_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
-from mtf_gradsync.mesh.text import mesh_text
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, mesh_text
 from mtf_gradsync.runtimes.errors import ConfigError
 
 

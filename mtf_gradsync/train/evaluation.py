@@ -10,7 +10,7 @@ import gin
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.averaged import NoAveragesError
+from mtf_gradsync.optimizers.average import NoAveragesError
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes.manifest import UNREADABLE
 from mtf_gradsync.runtimes.saving import check_has

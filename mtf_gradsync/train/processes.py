@@ -11,7 +11,7 @@ from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.cluster import Task, join_cluster
-from mtf_gradsync.mesh.text import mesh_text
+from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import Start

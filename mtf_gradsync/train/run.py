@@ -14,8 +14,8 @@ import gin
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.mesh.text import mesh_text
-from mtf_gradsync.optimizers.state.averaged import NoAveragesError, check_averages_kept
+from mtf_gradsync.mesh.axes import mesh_text
+from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.runtimes.saving import check_configuration, describe

@@ -3,9 +3,8 @@
 from mtf_gradsync.gradients.pending.batch import check_batch_dims, find_axes, names_of_batch
 from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
 from mtf_gradsync.gradients.pending.layout import Axes, Layout, own_slices
-from mtf_gradsync.gradients.pending.part import PendingSums
-from mtf_gradsync.gradients.pending.sums import PendingSum
-from mtf_gradsync.gradients.pending.unsummed import gradient_name
+from mtf_gradsync.gradients.pending.lowering import PendingSums
+from mtf_gradsync.gradients.pending.sums import PendingSum, gradient_name
 
 __all__ = [
     "Axes",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Callable, Iterable, NamedTuple, Sequence
 
-from mtf_gradsync._private.gradients_calls import gradients_calls
+from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import loop_body, meshes_made
-from mtf_gradsync._walk import walk
-from mtf_gradsync._warn import warn_once
+from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body, meshes_made
 from mtf_gradsync.gradients.pending.layout import Axes, Layout
 from mtf_gradsync.gradients.pending.linear import passes_on
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.step.hook import flat
+from mtf_gradsync.step.lowering import flat
 
 AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
 # Operations without inputs that bring no data.

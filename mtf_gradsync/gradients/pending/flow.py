@@ -11,9 +11,9 @@ import enum
 from collections import Counter
 from typing import Collection, Iterable, NamedTuple
 
+from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import custom_gradient_results, loop_body
-from mtf_gradsync._walk import walk
 from mtf_gradsync.gradients.pending.layout import Axes, Layout
 from mtf_gradsync.gradients.pending.linear import (
     is_product_or_sum,
@@ -22,7 +22,7 @@ from mtf_gradsync.gradients.pending.linear import (
     runs_on_slices,
     sums_before_broadcast,
 )
-from mtf_gradsync.step.hook import flat
+from mtf_gradsync.step.lowering import flat
 
 
 class Use(NamedTuple):

@@ -9,7 +9,7 @@ from mtf_gradsync._private.mesh_tensorflow import loop_body
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
-from mtf_gradsync.step.hook import flat
+from mtf_gradsync.step.lowering import flat
 
 Axes = frozenset
 # Operations without inputs that bring no data of the batch.

@@ -9,10 +9,9 @@ from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
 from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.state.resharding import ACCUMULATOR
-from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.pipeline.stage import Form, GradientSet
+from mtf_gradsync.optimizers.state.restoring import ACCUMULATOR
+from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, named_state
 from mtf_gradsync.step import Gate, Plan, WriteInPlace, write_slices
 
 

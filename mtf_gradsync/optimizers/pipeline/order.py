@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, NamedTuple, Sequence
 
-from mtf_gradsync._names import some_of
+from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf
 
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 import mtf_gradsync as gs
+from mtf_gradsync._common import reset_warnings
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._warn import reset_warnings
 
 
 def adam():
