@@ -55,7 +55,10 @@ def check_grads_and_variables(
         )
     seen = set()
     if len({v.graph for v in variables}) > 1:
-        raise ValueError("The variables are of several mtf graphs: apply those of each by itself.")
+        count = len({v.graph for v in variables})
+        raise ValueError(
+            f"The variables are of {count} mtf graphs: apply those of each graph by itself."
+        )
     for grad, variable in zip(grads, variables):
         if grad is not None and not grad.dtype.is_floating:
             raise TypeError(
