@@ -66,17 +66,17 @@ class Apart:
         penalty on weights, with their operations. Each shard has an equal share of all slices.
     """
 
-    def __init__(self, grads: MaybeGradients, axes: ReplicaAxes):
+    def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, whole: ReplicaAxes | None = None):
         """Looks at gradients without shard dims.
 
         The axes are of the mesh that the program will be lowered on; a batch that is split over
-        others is a ValueError.
+        others is a ValueError. `whole` are all replica axes, where `axes` are some of them.
         """
         self.mixed: dict[int, Mixing] = {}
         self.made_of_sums: dict[int, MadeOfSums] = {}
         self.shared: dict[int, Mixing] = {}
         self._grads = grads
-        present = _checked(grads, axes)
+        present = _checked(grads, axes, whole)
         if not present:
             return
         graph, layout = present[0].graph, Layout.of(axes)
@@ -117,11 +117,13 @@ def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
     return any(isinstance(op, (StageOperation, ValuesAfter)) for op in flow.before(grad))
 
 
-def _checked(grads: MaybeGradients, axes: ReplicaAxes) -> list[mtf.Tensor]:
+def _checked(
+    grads: MaybeGradients, axes: ReplicaAxes, whole: ReplicaAxes | None = None
+) -> list[mtf.Tensor]:
     """Returns the gradients that are not None; none if there is only one shard."""
     present = [g for g in grads if g is not None]
     if present:
-        check_batch_dims(present, axes)
+        check_batch_dims(present, whole or axes)
     return present if axes.num_shards > 1 else []
 
 
@@ -171,9 +173,10 @@ def check_recoverable(
     axes: ReplicaAxes,
     names: Sequence[str] | None = None,
     remakes: bool = False,
+    whole: ReplicaAxes | None = None,
 ) -> None:
-    """Raises ValueError unless per-shard gradients are recoverable; see `Apart.check`."""
-    Apart(grads, axes).check(names, remakes)
+    """Raises ValueError unless per-shard gradients are recoverable; see `Apart`."""
+    Apart(grads, axes, whole).check(names, remakes)
 
 
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:

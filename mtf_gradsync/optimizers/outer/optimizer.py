@@ -202,7 +202,7 @@ class OuterOptimizer(ReportsSkips):
         own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
         names = [f"variable {v.name!r}" for v in variables]
         check_addable(own, self.axes, names)
-        check_recoverable(own, self.islands, names)
+        check_recoverable(own, self.islands, names, whole=self.axes)
 
     def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
         """Returns the holder of a variable's outer values; None before gradients were applied."""
