@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import signal
 import threading
 import time
@@ -10,6 +12,8 @@ from typing import Any, Callable, TypeVar
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
 _SAME_KEYSTROKE_SECONDS = 1.0
+# Bytes; the struct of Linux has 152.
+_MOST_OF_SIGACTION = 1024
 _Self = TypeVar("_Self", bound="StopSignal")
 
 
@@ -25,19 +29,18 @@ class StopSignal:
         self.received: int | None = None
         self._on_first = on_first
         self._received_at = 0.0
-        self._previous: dict[int, Any] = {}
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self: _Self) -> _Self:
         # Python only lets the main thread set handlers; elsewhere nobody can press Ctrl-C.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+                self._undo.callback(_restored(number))
+                signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *unused_exception: Any) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        self._undo.close()
 
     def _handle(self, number: int, unused_frame: Any) -> None:
         now = time.monotonic()
@@ -67,6 +70,28 @@ class Interruption(StopSignal):
 def signal_of(error: KeyboardInterrupt) -> int:
     """The number of the signal that an error stands for."""
     return error.args[0] if error.args else signal.SIGINT
+
+
+def _restored(number: int) -> Callable[[], None]:
+    """Returns a function that makes a signal's handler again what it is now.
+
+    Python knows no handlers but its own; faulthandler and libraries set theirs in C.
+    """
+    handler = signal.getsignal(number)
+    action = ctypes.create_string_buffer(_MOST_OF_SIGACTION)
+    try:
+        sigaction = ctypes.CDLL(None).sigaction
+    except (AttributeError, OSError, TypeError):  # no POSIX
+        sigaction = None
+    if sigaction is not None:
+        sigaction(number, None, action)
+
+    def restore() -> None:
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if sigaction is not None:
+            sigaction(number, action, None)
+
+    return restore
 
 
 def _interrupt(number: int) -> None:

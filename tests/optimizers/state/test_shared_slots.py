@@ -70,7 +70,7 @@ def test_other_wrappers_around_another_optimizer_share_as_well(variables):
     apply(gs.CrossShardOptimizer(adam()), w)
     others = (gs.ShardedUpdateOptimizer(adam(), **AXES), OfAnotherLibrary(adam()))
     for opt in (others[0], gs.AverageOptimizer(others[1], 0.9)):
-        with pytest.raises(ValueError, match="update 'w' .* slot 'w/adam_m'"):
+        with pytest.raises(ValueError, match=r"update 'w' .* slot 'w/adam_m'"):
             apply(opt, w)
 
 
