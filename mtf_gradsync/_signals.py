@@ -7,7 +7,7 @@ import ctypes
 import signal
 import threading
 import time
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, Iterator, TypeVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
@@ -35,8 +35,9 @@ class StopSignal:
         # Python only lets the main thread set handlers; elsewhere nobody can press Ctrl-C.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                self._undo.callback(_restored(number))
-                signal.signal(number, self._handle)
+                self._undo.enter_context(handler_kept(number))
+                before = signal.signal(number, self._handle)  # None if it is no handler of Python's
+                self._undo.callback(signal.signal, number, before or signal.SIG_DFL)
         return self
 
     def __exit__(self, *unused_exception: Any) -> None:
@@ -72,26 +73,23 @@ def signal_of(error: KeyboardInterrupt) -> int:
     return error.args[0] if error.args else signal.SIGINT
 
 
-def _restored(number: int) -> Callable[[], None]:
-    """Returns a function that makes a signal's handler again what it is now.
+@contextlib.contextmanager
+def handler_kept(number: int) -> Iterator[None]:
+    """Makes the handler of a signal again what it was before the block, if C code has set another.
 
     Python knows no handlers but its own; faulthandler and libraries set theirs in C.
     """
-    handler = signal.getsignal(number)
     action = ctypes.create_string_buffer(_MOST_OF_SIGACTION)
     try:
         sigaction = ctypes.CDLL(None).sigaction
     except (AttributeError, OSError, TypeError):  # no POSIX
-        sigaction = None
-    if sigaction is not None:
-        sigaction(number, None, action)
-
-    def restore() -> None:
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if sigaction is not None:
-            sigaction(number, action, None)
-
-    return restore
+        yield
+        return
+    sigaction(number, None, action)
+    try:
+        yield
+    finally:
+        sigaction(number, action, None)
 
 
 def _interrupt(number: int) -> None:
