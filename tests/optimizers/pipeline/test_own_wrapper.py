@@ -56,6 +56,29 @@ def test_a_spike_is_skipped_and_counted(kind, names, without_the_spike):
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=200 * 2**-24, err_msg=name)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_nan_is_skipped_and_leaves_nothing(step, kind, names):
+    """Neither in the first step, where there is no average yet, nor in a later one."""
+
+    def make():
+        return names["SkipSpikesOptimizer"](gs.ClipByGlobalNormOptimizer(sgd(), 1e9))
+
+    batches = [dict(batch) for batch in models.mlp_batches(4)]
+    rest = batches[:step] + batches[step + 1 :]
+    batches[step]["y"] = np.full_like(batches[step]["y"], np.nan)
+    found = harness.run(kind, SHAPE, LAYOUT, train(make), batches).variables
+    assert found["SkipSpikesOptimizer/skipped"] == 1
+    assert np.isfinite(found["SkipSpikesOptimizer/norm"])
+    expected = harness.run(
+        "placement", *harness.ONE, train(lambda: gs.CrossShardOptimizer(sgd())), rest
+    ).variables
+    for name in expected:
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=0, atol=200 * 2**-24, err_msg=name
+        )
+
+
 def test_it_decides_once_an_update_inside_accumulation(names):
     def make():
         inner = names["SkipSpikesOptimizer"](sgd())
