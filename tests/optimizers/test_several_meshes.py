@@ -199,7 +199,7 @@ def test_training_is_that_of_one_device(stack, mesh_kind, caplog, capfd):
     told = [record.getMessage() for record in caplog.records] + capfd.readouterr().err.splitlines()
     skipped = [line for line in told if "step skipped" in line]
     assert len(skipped) == len(bad)
-    assert all("not finite: two (sum over shards)." in line for line in skipped)
+    assert all("not finite: two (shard unknown)." in line for line in skipped)
 
 
 NEVER = {
@@ -218,7 +218,7 @@ def test_steps_without_an_update_end_the_training(name, mesh_kind):
     with pytest.raises((gs.NoUpdateError, tf.errors.InvalidArgumentError)) as raised:
         run(mesh_kind, build(lambda: NEVER[name](2)), given)
     assert f"{name}: no update for more than max_steps_without_update=2" in str(raised.value)
-    assert "skipped: two (sum over shards)." in str(raised.value)
+    assert "skipped: two (shard unknown)." in str(raised.value)
 
 
 def by_pairs(optimizer, loss):
