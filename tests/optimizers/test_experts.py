@@ -161,3 +161,59 @@ def test_experts_that_get_the_examples_of_all_shards_are_refused(what):
         with pytest.raises(ValueError, match="'experts_in'"):
             NEED_SHARDS[what](grads, variables)
         assert mesh.graph.operations == before
+
+
+def own_experts(of, inputs):
+    """Each shard's examples meet the shard's own expert: nothing is exchanged."""
+    batch, d = mtf.Dimension("batch", ROWS), mtf.Dimension("d", D)
+    experts, each = mtf.Dimension("experts", EXPERTS), mtf.Dimension("each", ROWS // EXPERTS)
+    w, q = (
+        mtf.get_variable(of, k, mtf.Shape(dims), initializer=tf.constant_initializer(START[k]))
+        for k, dims in (("w", [experts, d]), ("q", [d]))
+    )
+    x = mtf.import_tf_tensor(of, inputs["x"], mtf.Shape([batch, d]))
+    y = mtf.import_tf_tensor(of, inputs["y"], mtf.Shape([batch]))
+    at_experts = mtf.reshape(x, mtf.Shape([experts, each, d]))
+    made = mtf.reshape(mtf.reduce_sum(at_experts * w, reduced_dim=d), mtf.Shape([batch]))
+    made += mtf.einsum([x, q], [batch])
+    return mtf.reduce_mean(mtf.square(made - y))
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+def test_norms_of_shards_are_of_each_shard_s_own_term(kind):
+    def build(of, inputs):
+        opt = gs.CrossShardOptimizer(sgd(), mesh_shape=MESHES["one axis"], layout=LAYOUT)
+        opt.minimize(own_experts(of, inputs))
+        return [], {"norms": gs.reported(opt)["gradient_norm/of_shards"]}
+
+    (feed,) = feeds_of(1)
+    made = harness.built(kind, MESHES["one axis"], LAYOUT, build, feed)
+    (found,) = made.run([feed]).fetched
+    expected = []
+    for number, (x, y) in enumerate(zip(*(np.split(feed[k].astype(float), 2) for k in ("x", "y")))):
+        term = 2 * (x @ (START["w"][number] + START["q"]) - y) @ x / ROWS
+        expected.append(np.sqrt(2) * np.linalg.norm(term))  # of its expert, and of q
+    np.testing.assert_allclose(found["norms"], expected, rtol=32 * 2**-24)
+
+
+def exchanged(of, inputs):
+    return mtf.reduce_mean(mixture.loss(of, inputs))
+
+
+@pytest.mark.parametrize("loss", [squared_error, exchanged])
+@pytest.mark.parametrize("make", [gs.CrossShardOptimizer, gs.LossScaleOptimizer])
+def test_norms_of_shards_that_are_not_known_are_left_out_with_a_warning(loss, make, caplog):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    where = MESHES["one axis"], LAYOUT
+    given = feeds_of(1)[0]
+    if loss is exchanged:
+        where, given = MIXTURE, mixture.feed(np.random.RandomState(0))
+    with tf.Graph().as_default():
+        opt = make(sgd(), axes=gs.ReplicaAxes(*where))
+        opt.minimize(loss(mesh, {k: tf.constant(v) for k, v in given.items()}))
+        found = gs.reported(opt)
+    assert "gradient_norm/applied" in found
+    assert "gradient_norm/of_shards" not in found
+    (line,) = [x.getMessage() for x in caplog.records if "Norms of shards" in x.getMessage()]
+    assert "are not reported" in line
+    assert "'w'" in line or "experts_in" in line
