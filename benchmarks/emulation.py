@@ -17,7 +17,7 @@ from benchmarks import models, report, timing
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.job import TrainingJob, placeholders, resolve_job
+from mtf_gradsync.train.model import TrainingJob, placeholders, resolve_job
 from mtf_gradsync.train.train_graph import build_simd
 
 CONFIG = "lm_cpu_mesh.gin"

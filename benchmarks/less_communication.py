@@ -20,7 +20,8 @@ from benchmarks.cluster import LocalCluster
 from benchmarks.slow_link import SlowLink
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train.data.text import python_topics, split_documents
+from mtf_gradsync.train.data.datasets import read_python_topics as read_python_topics
+from mtf_gradsync.train.data.datasets import split_documents
 
 # mesh_tf_defaults: whether Adam and the embedding are as Mesh-TF has them, 0 or 1.
 SETTINGS = {"steps": 1500, "seeds": 2, "megabits": 20.0, "mesh_tf_defaults": 0}
@@ -113,7 +114,7 @@ def language_model(options: report.Options, replicas: int) -> models.Model:
 @functools.lru_cache(maxsize=None)
 def text(split: str) -> np.ndarray:
     """Bytes of Python's documentation."""
-    documents = split_documents(python_topics(), split, 10)
+    documents = split_documents(read_python_topics(), split, 10)
     return np.frombuffer("\n".join(documents).encode("utf-8"), np.uint8)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import trange
 
 import mtf_gradsync as gs
-from mtf_gradsync.train.data.text import python_topics
+from mtf_gradsync.train.data.datasets import read_python_topics as read_python_topics
 
 # isort: split
 # After mtf_gradsync, which makes it importable on TensorFlow 2.13 and later.
@@ -129,7 +129,7 @@ def get_optimizer(mesh, loss, params, inp_var_grads=None):
 
 def train(params, steps):
     """Trains, and returns the loss of every step."""
-    text = np.frombuffer("\n".join(python_topics().values()).encode(), np.uint8)
+    text = np.frombuffer("\n".join(read_python_topics().values()).encode(), np.uint8)
     with tf.Graph().as_default():
         tf.set_random_seed(1)
         shape = [params["train_batch_size"], params["n_ctx"]]

@@ -5,15 +5,18 @@ Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
-from mtf_gradsync._private.conversion import explain_mesh_tensors_to_tensorflow
-from mtf_gradsync._private.gradients_calls import note_gradients
 from mtf_gradsync._private.mesh_tensorflow import (
     check_imported_shapes,
     keep_masks_finite,
+    note_gradients,
     note_meshes,
 )
-from mtf_gradsync._private.patches import call_around_lowering, keep_apart_when_combined
-from mtf_gradsync._private.recomputing import recompute_each_shard_by_itself
+from mtf_gradsync._private.patches import (
+    call_around_lowering,
+    explain_mesh_tensors_to_tensorflow,
+    keep_apart_when_combined,
+    recompute_each_shard_by_itself,
+)
 from mtf_gradsync.cluster import Cluster, join_cluster
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (

@@ -19,8 +19,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import absl.flags
 import pytest
 
+from mtf_gradsync._common import reset_warnings
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._warn import reset_warnings
 from tests import grappler
 
 tf.logging.set_verbosity(tf.logging.ERROR)

@@ -3,7 +3,7 @@
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._names import counted, some_of
+from mtf_gradsync._common import counted, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import gin
@@ -14,3 +15,14 @@ def bindings() -> dict[tuple[str, str, str], Any]:
         for (scope, selector), values in gin.config._CONFIG.items()
         for parameter, value in values.items()
     }
+
+
+def registered() -> dict[str, list[str]]:
+    """The parameters of all configurables that gin knows, by full name."""
+    found = {}
+    for name, entry in gin.config._REGISTRY.items():
+        try:
+            found[name] = list(inspect.signature(entry.wrapped).parameters)
+        except (TypeError, ValueError):  # of C
+            found[name] = []
+    return found

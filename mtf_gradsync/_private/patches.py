@@ -1,9 +1,9 @@
-"""Changes of Mesh-TensorFlow's functions, and what is called around its lowerings."""
+"""What this package changes in Mesh-TensorFlow and TensorFlow: one mark for all patches."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 from mtf_gradsync._private.libraries import mtf, tf
 
@@ -74,3 +74,122 @@ def keep_apart_when_combined(kind: type) -> None:
         return combine_assignments
 
     patch(mtf.Graph, "combine_assignments", combine_others)
+
+
+def explain_mesh_tensors_to_tensorflow() -> None:
+    """Makes TensorFlow's operations raise an error for mesh tensors that says what to use instead.
+
+    It is a TypeError as before, so that ``tf_tensor * mesh_tensor`` still is a product on the mesh.
+    """
+    tf.register_tensor_conversion_function((mtf.Tensor, mtf.Variable), _refuse)
+
+
+def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -> NoReturn:
+    del dtype, name, as_ref
+    raise TypeError(
+        f"An operation of TensorFlow cannot take {x!r}, which belongs to Mesh-TensorFlow: it has "
+        "no value before it is lowered. Use what does the same on the mesh: mtf.reduce_sum and "
+        "the like for operations, gs.clip_by_global_norm in place of tf.clip_by_global_norm, of "
+        "a list of one gradient in place of tf.clip_by_norm, and gs.MeshOptimizer(optimizer) in "
+        "place of an optimizer of tf.compat.v1.train. After the lowering, its value is "
+        "lowering.export_to_tf_tensor(tensor)."
+    )
+
+
+# What Mesh-TF multiplies the gradient by: so small that nothing changes by it, but for a NaN.
+_NOTHING = 1e-30
+
+
+def recompute_each_shard_by_itself() -> None:
+    """Makes `mtf.recompute_grad` wait for the gradient of each example alone, not for their sum.
+
+    So that XLA does not merge a recomputation with the original, Mesh-TF adds next to nothing of
+    the incoming gradient to what the block is recomputed from, but of its sum over all examples: an
+    all-reduce for each block, by which a NaN of one shard reaches the gradients of all.
+    """
+
+    def each_shard_by_itself(unused_original: Any) -> Any:
+        return _recompute
+
+    patch(mtf.ops, "_recompute_grad_grad", each_shard_by_itself)
+
+
+def _recompute(
+    explicit_inputs: list[mtf.Tensor],
+    all_inputs: list[mtf.Tensor],
+    forward_operations: list[mtf.Operation],
+    outputs: list[mtf.Tensor],
+    output_grads: list[mtf.Tensor],
+    control_dependencies: bool,
+) -> list[mtf.Tensor | None]:
+    """The gradient of `mtf.recompute_grad`, called as Mesh-TF calls its own."""
+    given = {t: t for t in all_inputs}
+    if control_dependencies:
+        given.update(_after(output_grads[0], [t for t in explicit_inputs if t.dtype.is_floating]))
+    operations, copies = all_inputs[0].graph.clone_operations(forward_operations, given)
+    grads = mtf.ops.gradients(
+        ys=[copies[t] for t in outputs],
+        xs=[given[t] for t in all_inputs],
+        grad_ys=output_grads,
+        operations=operations,
+    )
+    for x, grad in zip(all_inputs, grads):
+        if x.dtype.is_floating and grad is None:
+            raise ValueError(f"mtf.recompute_grad: the block has no gradient by {x}.")
+    return grads
+
+
+def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
+    """Makes those tensors wait for a gradient that have its first dimension, the examples.
+
+    The others would wait for a sum over examples. Where none has it, those wait that have most
+    dimensions in common with the gradient, and variables only if there are no others.
+    """
+    first = grad.shape.dims[:1]
+    shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}
+    made = [t for t in tensors if not isinstance(t.operation, mtf.Variable)] or tensors
+    most = max((len(shared[t]) for t in made), default=0)
+    waiting = [t for t in made if first and first[0] in shared[t]]
+    waiting = waiting or [t for t in made if len(shared[t]) == most]
+    nothing = grad * _NOTHING
+    return {
+        t: t + mtf.cast(mtf.reduce_sum(nothing, output_shape=mtf.Shape(shared[t])), t.dtype)
+        for t in waiting
+    }
+
+
+class Reshaped:
+    """A variable, seen in another shape. TensorFlow takes it as a tensor and in assignments."""
+
+    def __init__(self, variable: Any, shape: list[int]):
+        self._variable = variable
+        self.shape, self.dtype = tf.TensorShape(shape), variable.dtype.base_dtype
+        # What stands for the slices of a SIMD mesh has no device of its own.
+        self.device = getattr(variable, "device", "")
+
+    def value(self) -> tf.Tensor:
+        """Reads it."""
+        return tf.reshape(self._variable, self.shape)
+
+    def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
+        """As `tf.assign` asks for it."""
+        return tf.assign(self._variable, self._as_held(value), name=name)
+
+    def assign_add(self, value: tf.Tensor, name: str | None = None) -> Any:
+        """As `tf.assign_add` asks for it."""
+        return tf.assign_add(self._variable, self._as_held(value), name=name)
+
+    def assign_sub(self, value: tf.Tensor, name: str | None = None) -> Any:
+        """As `tf.assign_sub` asks for it."""
+        return tf.assign_sub(self._variable, self._as_held(value), name=name)
+
+    def _as_held(self, value: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(value, self._variable.shape)
+
+
+def _as_tensor(x: Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+    del name, as_ref
+    return x.value() if dtype in (None, x.dtype) else NotImplemented
+
+
+tf.register_tensor_conversion_function(Reshaped, _as_tensor)

@@ -1,7 +1,14 @@
 """Optimizers of tf.compat.v1 on a mesh, and this package's wrappers around them without a mesh."""
 
-from mtf_gradsync.compat_v1.accumulation import AllReduceFn, GradientAccumulationOptimizer
-from mtf_gradsync.compat_v1.checks import (
+from mtf_gradsync.compat_v1.accumulation import (
+    AllReduceFn,
+    CrossShardOptimizer,
+    GradientAccumulationOptimizer,
+    Reduction,
+    SyncReplicasOptimizer,
+)
+from mtf_gradsync.compat_v1.mesh_optimizer import MeshOptimizer
+from mtf_gradsync.compat_v1.rules import (
     NOT_GIVEN,
     AppliesGradients,
     MeshOptimizerLike,
@@ -9,8 +16,6 @@ from mtf_gradsync.compat_v1.checks import (
     given_optimizer,
     is_v1,
 )
-from mtf_gradsync.compat_v1.mesh_optimizer import MeshOptimizer
-from mtf_gradsync.compat_v1.wrappers import CrossShardOptimizer, Reduction, SyncReplicasOptimizer
 
 __all__ = [
     "NOT_GIVEN",

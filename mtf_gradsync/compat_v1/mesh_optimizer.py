@@ -8,10 +8,18 @@ from typing import Any, Callable, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.compat_v1.checks import NOT_GIVEN, V1OptimizerLike, given_optimizer
-from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of
+from mtf_gradsync._variables import root_scope
+from mtf_gradsync.compat_v1.rules import (
+    NOT_GIVEN,
+    RULES,
+    Rule,
+    Slot,
+    V1OptimizerLike,
+    given_optimizer,
+    rule_of,
+)
 from mtf_gradsync.gradients.checks import check_grads_and_variables
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.step import Plan, gated_update
 
 
@@ -152,6 +160,8 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         for name, value in rule.powers:
             if name not in state.powers:
                 state.powers[name] = _make_power(mesh, name, value)
+        # Scalars are on one mesh, that of the powers, and their values on that of each variable.
+        mesh = next((power.mesh for power in state.powers.values()), mesh)
         scalars = {name: _scalar(mesh, value) for name, value in rule.scalars.items()}
         operations: list[mtf.Operation] = []
         if rule.with_powers is not None:
@@ -161,9 +171,10 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                 power = state.powers[name]
                 base = _scalar(mesh, base, power.value.dtype)
                 operations.append(mtf.assign(power, power.value * base))
+        on = {m: _on_mesh(scalars, m) for m in dict.fromkeys(v.mesh for _, v in pairs)}
         for grad, variable in pairs:
             slots = [self._slot(state, slot, variable) for slot in rule.slots]
-            operations += _update(rule, grad, variable, slots, scalars)
+            operations += _update(rule, grad, variable, slots, on[variable.mesh])
         return operations
 
     def _slot(self, state: _State, slot: Slot, variable: mtf.Variable) -> mtf.Variable:
@@ -196,7 +207,12 @@ def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
         value = value.value
     if not isinstance(value, mtf.Tensor):
         value = mtf.import_tf_tensor(mesh, tf.convert_to_tensor(value), mtf.Shape([]))
+    value = on_mesh(value, mesh)
     return value if value.dtype == dtype else mtf.cast(value, dtype)
+
+
+def _on_mesh(scalars: dict[str, Any], mesh: mtf.Mesh) -> dict[str, Any]:
+    return {k: on_mesh(x, mesh) if isinstance(x, mtf.Tensor) else x for k, x in scalars.items()}
 
 
 def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:

@@ -1,13 +1,169 @@
-"""The arithmetic of the optimizers of tf.compat.v1, operation by operation as in TensorFlow."""
+"""Checks of arguments of the TensorFlow 1 adapter, and the update rules that it knows."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, NoReturn, Protocol, Sequence, Union
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import hyperparameters
+from mtf_gradsync._private.tensorflow import hyperparameters, optimizers_inside
+
+
+class AppliesGradients(Protocol):
+    """An optimizer that updates mesh variables, such as one of `mtf.optimize`."""
+
+    def apply_grads(self, grads: Any, variables: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Updates variables by a gradient for each; returns a list of mtf operations."""
+
+
+class V1Optimizer(Protocol):
+    """The methods of an optimizer of `tf.compat.v1.train` that wrappers call."""
+
+    def compute_gradients(self, loss: Any, /) -> Any:
+        """Returns gradients of a loss, with their variables."""
+
+    def apply_gradients(self, grads_and_vars: Any, /) -> Any:
+        """Updates variables; returns a tf operation."""
+
+
+#: What a user gives a wrapper: an optimizer, or a class or factory of one.
+MeshOptimizerLike = Union[AppliesGradients, Callable[..., AppliesGradients]]
+V1OptimizerLike = Union[V1Optimizer, Callable[..., V1Optimizer]]
+OptimizerLike = Union[MeshOptimizerLike, V1OptimizerLike]
+# The default of learning_rate arguments: None is a learning rate that pipelines pass on.
+NOT_GIVEN = object()
+# Where the class of tf.compat.v1.train has another name than Keras's with "Optimizer" behind.
+_V1_NAMES = {"SGD": "MomentumOptimizer", "RMSprop": "RMSPropOptimizer"}
+
+
+def is_v1(optimizer: Any) -> bool:
+    """Returns whether an object is an optimizer of ``tf.compat.v1.train`` or of a subclass."""
+    return isinstance(optimizer, tf.train.Optimizer)
+
+
+def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
+    """Returns the optimizer that a user gave, made from a class or factory where opt is one.
+
+    Args:
+      opt: an optimizer with ``apply_grads``, one of ``tf.compat.v1.train``, or a class or factory
+        of either.
+      learning_rate: the learning rate that a class or factory is called with, or `NOT_GIVEN`.
+      wrapper: name of the wrapper, for errors.
+
+    Returns:
+      The optimizer.
+
+    Raises:
+      TypeError: opt is, or makes, a Keras optimizer.
+      ValueError: opt is none of these; it is a class or factory but learning_rate is not given; or
+        it is an optimizer, which has its learning rate already, but learning_rate is given.
+    """
+    _refuse_keras(opt, wrapper)
+    if not isinstance(opt, type) and _is_optimizer(opt):
+        if learning_rate is not NOT_GIVEN and learning_rate is not None:
+            raise ValueError(
+                f"{wrapper} got the optimizer {opt!r}, which has its learning rate already, and "
+                f"learning_rate={learning_rate!r}. Give a class (in gin: "
+                f"`{wrapper}.opt = @AdafactorOptimizer`, without parentheses), or give no "
+                "learning_rate."
+            )
+        return opt
+    if not callable(opt) or (isinstance(opt, type) and not _is_optimizer(opt)):
+        raise ValueError(
+            f"opt must be an optimizer with apply_grads(grads, variables), such as one of "
+            f"mtf.optimize, or a class or factory of one, got {opt!r}."
+        )
+    if learning_rate is NOT_GIVEN:
+        raise ValueError(
+            f"{wrapper} got the class or factory {opt!r} as opt: give learning_rate too, which "
+            "it is called with, or give an optimizer instead."
+        )
+    made = opt(learning_rate=learning_rate)
+    _refuse_keras(made, wrapper)
+    if isinstance(made, type) or not _is_optimizer(made):
+        raise ValueError(
+            f"opt={opt!r} must make an optimizer with apply_grads(grads, variables), but made "
+            f"{made!r}."
+        )
+    return made
+
+
+def refuse_with_v1(opt: Any, **arguments: Any) -> None:
+    """Raises ValueError if any of these arguments, for mesh optimizers only, is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} goes with mesh optimizers; got it with the TensorFlow optimizer {opt!r}."
+            )
+
+
+def _is_optimizer(opt: Any) -> bool:
+    cls = opt if isinstance(opt, type) else type(opt)
+    return callable(getattr(opt, "apply_grads", None)) or issubclass(cls, tf.train.Optimizer)
+
+
+def _refuse_keras(opt: Any, wrapper: str) -> None:
+    cls = opt if isinstance(opt, type) else type(opt)
+    # Keras is not imported for this check: its classes are known by where they were defined.
+    is_keras = any(
+        base.__name__ in ("Optimizer", "OptimizerV2", "BaseOptimizer", "LossScaleOptimizer")
+        and "keras" in base.__module__
+        for base in cls.__mro__
+    )
+    if not is_keras:
+        return
+    name = _V1_NAMES.get(cls.__name__, f"{cls.__name__}Optimizer")
+    name = name if hasattr(tf.train, name) else "AdamOptimizer"
+    raise TypeError(
+        f"{wrapper} does not work with Keras optimizers (OptimizerV2), got {opt!r}. Use a "
+        "Mesh-TensorFlow optimizer, for example mtf.optimize.AdafactorOptimizer or "
+        f"mtf.optimize.AdamWeightDecayOptimizer, or gs.MeshOptimizer(tf.compat.v1.train.{name}"
+        f"(...)); without a mesh, tf.compat.v1.train.{name}."
+    )
+
+
+class OffMesh:
+    """Makes an optimizer of tf.compat.v1 refuse mesh tensors and mesh variables, with a TypeError.
+
+    Subclasses name it before TensorFlow's class, so that its methods check arguments and then call
+    those of TensorFlow's class.
+    """
+
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Returns gradients by the inner optimizer; see `tf.compat.v1.train.Optimizer`."""
+        self._refuse_mesh(loss, args, kwargs)
+        return super().compute_gradients(loss, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> tf.Operation:
+        """Applies gradients; see `tf.compat.v1.train.Optimizer`."""
+        pairs = list(grads_and_vars)
+        self._refuse_mesh(pairs, args, kwargs)
+        return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
+
+    @property
+    def apply_grads(self) -> NoReturn:
+        """Raises an AttributeError that says what to use: only mesh optimizers have this method."""
+        raise AttributeError(f"{self._kind()} has no apply_grads. {self._instead()}")
+
+    def _refuse_mesh(self, *given: Any) -> None:
+        for one in tf.nest.flatten(given):
+            if isinstance(one, (mtf.Tensor, mtf.Variable)):
+                raise TypeError(f"{self._kind()} cannot take {one!r}. {self._instead()}")
+
+    def _kind(self) -> str:
+        return f"{type(self).__name__} around an optimizer of tf.compat.v1.train"
+
+    def _instead(self) -> str:
+        inner = type(optimizers_inside(self)[-1]).__name__
+        return (
+            "It updates variables of TensorFlow. To update those of a mesh, give "
+            f"gs.{type(self).__name__} a mesh optimizer in place of {inner}: "
+            f"gs.MeshOptimizer({inner}(...)), or one of mtf.optimize."
+        )
+
 
 # Hyperparameters and the like by name.
 Scalars = Mapping[str, Any]

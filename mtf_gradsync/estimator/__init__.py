@@ -4,7 +4,6 @@ See ``docs/guides/model_fn.md``.
 """
 
 from mtf_gradsync.estimator.builder import SpecBuilder
-from mtf_gradsync.estimator.config import run_config
-from mtf_gradsync.estimator.estimator import Estimator
+from mtf_gradsync.estimator.estimator import Estimator, run_config
 
 __all__ = ["Estimator", "SpecBuilder", "run_config"]

@@ -5,17 +5,25 @@ from __future__ import annotations
 from typing import Any, Callable, Mapping, Sequence
 
 import gin
+import tensorflow as tf2
 
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
-from mtf_gradsync.estimator import summaries as summaries_lib
-from mtf_gradsync.estimator.meshes import model_mesh, outside_programs
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
-from mtf_gradsync.optimizers import reported
+from mtf_gradsync.optimizers import reported, split_by_shard, traits_of
+from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.runtimes.saving import RunSaver
+from mtf_gradsync.simd.traffic import has_calls
 from mtf_gradsync.step import is_advanced
 
 _Modes = tf.estimator.ModeKeys
+# Bytes that the first host keeps free for each core's programs.
+_PROGRAM_BYTES = 300_000_000
+# The metadata of `tf.summary.scalar`, which needs TensorBoard; TensorFlow 2.21 does not install it.
+_SCALAR = tf.SummaryMetadata(
+    plugin_data=tf.SummaryMetadata.PluginData(plugin_name="scalars"), data_class=1
+)
 
 
 @gin.configurable(module="mtf_gradsync.estimator", denylist=["mode", "params", "config"])
@@ -77,15 +85,20 @@ class SpecBuilder:
         modes = (_Modes.TRAIN, _Modes.EVAL, _Modes.PREDICT)
         if mode not in modes:
             raise ValueError(f"mode must be one of {list(modes)}, got {mode!r}.")
+        shape, layout = mtf.convert_to_shape(mesh_shape), mtf.convert_to_layout_rules(layout)
         context = params.get("context") if hasattr(params, "get") else None
-        if devices is None and context is None and mode == _Modes.PREDICT:
-            devices = [""] * mtf.convert_to_shape(mesh_shape).size
-        made = model_mesh(mesh_shape, layout, context, devices)
+        self._is_simd = context is not None
+        placer = None
+        if self._is_simd:
+            self.mesh_impl, placer = _mesh_over_cores(shape, layout, context)
+        else:
+            # An exported model loads anywhere.
+            is_anywhere = mode == _Modes.PREDICT
+            default = ["" if is_anywhere else f"/device:CPU:{n}" for n in range(shape.size)]
+            self.mesh_impl = placement_mesh_impl(shape, layout, list(devices or default))
         self.mode = mode
-        self.mesh_impl = made.impl
         self.graph = mtf.Graph()
-        self.mesh = mtf.Mesh(self.graph, "mesh", made.variable_placer)
-        self._is_simd = made.is_simd
+        self.mesh = mtf.Mesh(self.graph, "mesh", placer)
         self._config = config
         self._autostack = autostack
 
@@ -127,11 +140,24 @@ class SpecBuilder:
                 step = tf.train.get_or_create_global_step()
                 done.append(tf.assign_add(step, tf.constant(1, step.dtype.base_dtype)).op)
         train_op = tf.group(*done)
-        scalars = summaries_lib.scalars_to_write(lowering, shown)
+        # A value with one number for each shard becomes that many scalars.
+        scalars = dict(tf.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY))
+        scalars.update(split_by_shard(_exported(lowering, shown)))
+        scalars = {name: tf.cast(tf.reshape(x, []), tf.float32) for name, x in scalars.items()}
         config = self._config
         model_dir = getattr(config, "model_dir", None)
-        with outside_programs():
-            saver = self._make_saver(lowering)
+        with _outside_programs():
+            # Estimator makes a saving hook of its own where the spec has none, and that knows of
+            # no slices.
+            saver = RunSaver(
+                lowering,
+                sharded=True,
+                max_to_keep=getattr(config, "keep_checkpoint_max", None) or 0,
+                keep_checkpoint_every_n_hours=getattr(
+                    config, "keep_checkpoint_every_n_hours", 10000
+                ),
+            )
+            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
             restore = mtf.MtfRestoreHook(lowering)
             saving = []
             steps = getattr(config, "save_checkpoints_steps", None)
@@ -153,7 +179,7 @@ class SpecBuilder:
             return tf.train.Scaffold(saver=saver, local_init_op=begin)
 
         if self._is_simd:
-            host_call = summaries_lib.write_on_host({"loss": tf_loss, **scalars}, model_dir)
+            host_call = _write_on_host({"loss": tf_loss, **scalars}, model_dir)
             # The program's summaries are not the host's.
             mtf.utils.remove_summaries()
             return self._spec(
@@ -164,10 +190,10 @@ class SpecBuilder:
                 training_hooks=[restore, *saving],
             )
         if optimizer is not None:
-            step = [tf_loss, train_op]
-            traffic = summaries_lib.traffic_of_devices(step, self.mesh_impl, optimizer)
+            traffic = _traffic([tf_loss, train_op], self.mesh_impl, optimizer)
             scalars.update((name, tf.constant(float(x))) for name, x in traffic.items())
-        summaries_lib.write_in_graph(scalars)
+        for name, value in scalars.items():
+            tf.summary.scalar(name, value)  # for a `tf.train.SummarySaverHook`
         return self._spec(
             scaffold,
             loss=tf_loss,
@@ -201,7 +227,7 @@ class SpecBuilder:
         given = _anonymous(tensors)
         lowering, tf_loss = self._lower(loss)
         values = _exported(lowering, given)
-        with outside_programs():
+        with _outside_programs():
             restore = mtf.MtfRestoreHook(lowering)
         measured: dict[str, Any] = {}
         if metrics is not None and self._is_simd:
@@ -222,7 +248,7 @@ class SpecBuilder:
         given = _anonymous(predictions)
         lowering = mtf.Lowering(self.graph, {self.mesh: self.mesh_impl}, autostack=self._autostack)
         values = _exported(lowering, given)
-        with outside_programs():
+        with _outside_programs():
             restore = mtf.MtfRestoreHook(lowering)
 
         def scaffold() -> tf.train.Scaffold:
@@ -244,18 +270,37 @@ class SpecBuilder:
         lowering = mtf.Lowering(self.graph, {self.mesh: self.mesh_impl}, autostack=self._autostack)
         return lowering, tf.cast(lowering.export_to_tf_tensor(mean), tf.float32)
 
-    def _make_saver(self, lowering: mtf.Lowering) -> tf.train.Saver:
-        config = self._config
-        # Estimator makes a saving hook of its own where the spec has none, and that knows of no
-        # slices.
-        saver = RunSaver(
-            lowering,
-            sharded=True,
-            max_to_keep=getattr(config, "keep_checkpoint_max", None) or 0,
-            keep_checkpoint_every_n_hours=getattr(config, "keep_checkpoint_every_n_hours", 10000),
+
+def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) -> tuple[Any, Any]:
+    """Returns the mesh over the cores of a TPU program, and the placer of its masters.
+
+    `context` is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
+    ``params["context"]``.
+    """
+    if shape.size != context.num_replicas:
+        raise ValueError(
+            f"The mesh {shape.to_string} has {shape.size} processors, and the program runs on "
+            f"{context.num_replicas} cores: give mesh_shape as many processors as there are cores."
         )
-        tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
-        return saver
+    hosts = [
+        context.tpu_host_placement_function(host_id=number) for number in range(context.num_hosts)
+    ]
+    in_use = [_PROGRAM_BYTES * context.num_replicas] + [0] * (len(hosts) - 1)
+    physical = [int(size) for size in context.device_assignment.topology.mesh_shape]
+    if len(physical) == 4:
+        physical = mtf.simd_mesh_impl.physical_shape_3d_from_topology_proto_4d(physical)
+    order = mtf.simd_mesh_impl.auto_logical_to_physical_tpu(
+        shape.to_integer_list, physical, device_assignment=context.device_assignment
+    )
+    mesh_impl = mtf.simd_mesh_impl.SimdMeshImpl(
+        shape, layout, [""] * shape.size, context.device_assignment, logical_to_physical=order
+    )
+    return mesh_impl, mtf.utils.BalancedVariablePlacer(hosts, in_use)
+
+
+def _outside_programs() -> Any:
+    """Returns a context manager for operations outside of the TPU program that is being built."""
+    return tf.control_dependencies(None)
 
 
 def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
@@ -281,3 +326,37 @@ def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, t
         name: lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
         for name, x in tensors.items()
     }
+
+
+def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
+    """Returns the bytes that devices receive in a step, by name; none where they are not known."""
+    skips = traits_of(optimizer).schedules_updates
+    if skips and has_calls(tf.get_default_graph()):
+        return {}
+    try:
+        return simd.list_transfers(fetches, mesh_impl).scalars()
+    except (simd.UnsupportedProgramError, ValueError):
+        return {}
+
+
+def _write_on_host(
+    scalars: Mapping[str, tf.Tensor], model_dir: str | None
+) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
+    """Returns a host_call that writes summaries of the float32 scalars of a TPU program.
+
+    It is None where there is nowhere to write, since TPUEstimator would wait for it.
+    """
+    if not model_dir:
+        return None
+    names = list(scalars)
+
+    def write(step: tf.Tensor, *values: tf.Tensor) -> Any:
+        # A host gets the values of all its cores in a row; they are the same.
+        with tf2.summary.create_file_writer(model_dir).as_default():
+            for name, value in zip(names, values):
+                tf2.summary.write(name, value[0], tf.cast(step[0], tf.int64), _SCALAR)
+            return tf.summary.all_v2_summary_ops()
+
+    # TPUs have no int64 outfeed.
+    step = tf.reshape(tf.cast(tf.train.get_global_step(), tf.int32), [1])
+    return write, [step] + [tf.reshape(scalars[name], [1]) for name in names]

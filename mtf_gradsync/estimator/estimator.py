@@ -8,19 +8,15 @@ import os
 import tempfile
 from typing import Any, Callable, Iterator, Sequence
 
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.estimator.building import ModelFn
-from mtf_gradsync.estimator.config import with_model_dir
-from mtf_gradsync.estimator.evaluation import Evaluation
-from mtf_gradsync.estimator.exporting import new_directory, write_saved_model
-from mtf_gradsync.estimator.host import HostCallHook
-from mtf_gradsync.estimator.predictions import examples, selected
-from mtf_gradsync.estimator.runtimes import check_runtime
-from mtf_gradsync.estimator.summaries import traffic_of_program
-from mtf_gradsync.estimator.writing import training_hooks, write_summary
-from mtf_gradsync.optimizers.state.averaged import check_averages_kept
-from mtf_gradsync.runtimes.sessions import OnCores, OnDevices, RuntimeName
+from mtf_gradsync import simd, xla
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.estimator.host import Evaluation, HostCallHook, training_hooks, write_summary
+from mtf_gradsync.estimator.specs import ModelFn, examples, selected, write_saved_model
+from mtf_gradsync.mesh.axes import MeshShapeLike
+from mtf_gradsync.optimizers.average import check_averages_kept
+from mtf_gradsync.runtimes.sessions import RUNTIMES, OnCores, OnDevices, RuntimeName
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
+from mtf_gradsync.session import session_config
 
 _logger = logging.getLogger(__name__)
 _Modes = tf.estimator.ModeKeys
@@ -109,13 +105,16 @@ class Estimator:
         directory: Any = model_dir or configured
         self.model_dir: str = os.fspath(directory)
         if configured != self.model_dir:
-            self.config = with_model_dir(self.config, self.model_dir)
+            if hasattr(self.config, "replace"):
+                self.config = self.config.replace(model_dir=self.model_dir)
+            else:
+                self.config.model_dir = self.model_dir
         self.params = params
         self._with_averages = evaluate_with_averages
         self._skip_damaged = skip_damaged_checkpoint
         tpu_config = getattr(self.config, "tpu_config", None)
         self._num_cores = num_cores or getattr(tpu_config, "num_shards", None)
-        self.runtime = check_runtime(runtime, use_tpu, self._num_cores)
+        self.runtime = _checked_runtime(runtime, use_tpu, self._num_cores)
         batch_sizes = {
             _Modes.TRAIN: train_batch_size,
             _Modes.EVAL: eval_batch_size,
@@ -172,7 +171,7 @@ class Estimator:
                 self.config, all_hooks, spec, scaffold, program is not None, saving_listeners
             )
             if program is not None and self._setting("save_summary_steps"):
-                write_summary(self.model_dir, traffic_of_program(program, spec), step_saved)
+                write_summary(self.model_dir, _traffic(program, spec), step_saved)
             # Asked again where a worker was lost: by then there may be a newer one.
             sessions = place.sessions(spec, scaffold, lambda: newest(self.model_dir))
             made_a_step = False
@@ -295,11 +294,9 @@ class Estimator:
             )
             inputs = received.receiver_tensors
             inputs = inputs if isinstance(inputs, dict) else {"input": inputs}
-            directory = new_directory(export_dir_base)
             with start.restorable() as restored:
                 assert restored is not None  # as a checkpoint is there
-                write_saved_model(directory, spec, scaffold, inputs, restored)
-        return directory
+                return write_saved_model(export_dir_base, spec, scaffold, inputs, restored)
 
     # Shared by these methods.
 
@@ -351,3 +348,64 @@ def _check_positive(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number <= 0:
             raise ValueError(f"{name} must be more than 0, or None; got {number!r}.")
+
+
+def _checked_runtime(
+    runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None
+) -> RuntimeName:
+    """Returns the runtime, by default the one that use_tpu asks for.
+
+    Raises ValueError if there is no such runtime, it cannot run here, or it needs num_cores.
+    """
+    chosen: RuntimeName = runtime or ("xla" if use_tpu else "placement_mesh")
+    if chosen not in RUNTIMES:
+        raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}, or None; got {runtime!r}.")
+    if chosen == "placement_mesh":
+        return chosen
+    if not num_cores:
+        raise ValueError(
+            f"On {chosen!r} the model_fn is one program for all cores, and their number is not "
+            "known: give num_cores, or a TPUConfig with num_shards in config."
+        )
+    if chosen == "xla" and xla.why_no_xla():
+        raise ValueError(
+            f"The runtime 'xla' does not run here: {xla.why_no_xla()} 'cpu_replicas' runs the "
+            "same program without jax."
+        )
+    return chosen
+
+
+def _traffic(program: simd.Program, spec: Any) -> dict[str, float]:
+    """Returns the bytes that each core of a program sends in collectives in a step, by name."""
+    try:
+        return simd.list_collectives(program, lowering=spec).scalars()
+    except (simd.UnsupportedProgramError, TypeError, ValueError):
+        return {}
+
+
+def run_config(
+    model_dir: str | None = None,
+    mesh_shape: MeshShapeLike | None = None,
+    tpu_config: Any = None,
+    **settings: Any,
+) -> Any:
+    """Returns a RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
+
+    Estimator's own sessions place softly: a device that is not there becomes another one without a
+    word, and a mesh of eight CPU devices runs on one.
+
+    Args:
+      model_dir: directory of checkpoints and summaries.
+      mesh_shape: Mesh-TF's mesh shape, of a mesh of virtual CPU devices; None for other devices.
+      tpu_config: a TPUConfig, for TPUEstimator; None makes a RunConfig of Estimator's.
+      **settings: more settings of RunConfig, such as save_checkpoints_steps. A session_config among
+        them is taken as it is.
+
+    Returns:
+      A RunConfig of Estimator's, or with tpu_config of TPUEstimator's.
+    """
+    size = None if mesh_shape is None else mtf.convert_to_shape(mesh_shape).size
+    settings.setdefault("session_config", session_config(num_cpu_devices=size))
+    if tpu_config is None:
+        return tf.estimator.RunConfig(model_dir=model_dir, **settings)
+    return tf.estimator.tpu.RunConfig(model_dir=model_dir, tpu_config=tpu_config, **settings)

@@ -1,4 +1,7 @@
-"""Runs a spec's metrics and host_call on the host, in a graph of their own."""
+"""What runs beside the steps of a spec: hooks that log and save, metrics, host_call, summaries.
+
+Metrics and host_call of a TPUEstimatorSpec run on the host, in a graph of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,86 @@ from typing import Any, Callable, Mapping, Sequence, Union
 
 import numpy as np
 
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import summary_writers
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import restored_lowering
+from mtf_gradsync._private.tensorflow import add_saving_listeners, summary_writers
 
 _logger = logging.getLogger(__name__)
 
 Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
+
+
+def training_hooks(
+    config: Any,
+    given: Sequence[Any],
+    spec: Any,
+    scaffold: tf.train.Scaffold | None,
+    is_program: bool,
+    listeners: Sequence[Any] | None,
+) -> list[Any]:
+    """Returns hooks to train with besides the caller's: the spec's, and those that write.
+
+    `listeners` are added to the hook that saves checkpoints; without such a hook they are a
+    ValueError.
+    """
+    made: list[Any] = [tf.train.NanTensorHook(spec.loss)]
+    every = getattr(config, "log_step_count_steps", None)
+    if every:
+        shown = {"loss": spec.loss, "step": tf.train.get_global_step()}
+        made.append(tf.train.LoggingTensorHook(shown, every_n_iter=every))
+    made += [*spec.training_hooks, *getattr(spec, "training_chief_hooks", ())]
+    if getattr(spec, "host_call", None):
+        made.append(HostCallHook(spec.host_call))
+    steps = getattr(config, "save_checkpoints_steps", None)
+    seconds = None if steps else getattr(config, "save_checkpoints_secs", None)
+    savers = [h for h in (*given, *made) if isinstance(h, tf.train.CheckpointSaverHook)]
+    if not savers and (steps or seconds):
+        restores = [hook for hook in (*given, *made) if isinstance(hook, mtf.MtfRestoreHook)]
+        saver = (scaffold and scaffold.saver) or tf.get_collection(tf.GraphKeys.SAVERS)[0]
+        savers = [
+            tf.train.CheckpointSaverHook(
+                config.model_dir,
+                save_secs=seconds,
+                save_steps=steps,
+                saver=saver,
+                listeners=[
+                    mtf.MtfCheckpointSaverListener(restored_lowering(hook)) for hook in restores
+                ],
+            )
+        ]
+        made += savers
+    if every:
+        made.append(tf.train.StepCounterHook(every, output_dir=config.model_dir))
+    every = getattr(config, "save_summary_steps", None)
+    # A program's summaries are part of it; host_call has those that leave it.
+    if every and not is_program:
+        if all(x.op.name != "loss" for x in tf.get_collection(tf.GraphKeys.SUMMARIES)):
+            tf.summary.scalar("loss", spec.loss)
+        summaries = tf.summary.merge_all()
+        made.append(
+            tf.train.SummarySaverHook(every, output_dir=config.model_dir, summary_op=summaries)
+        )
+    if listeners and not savers:
+        raise ValueError(
+            f"saving_listeners {list(listeners)} need checkpoints: give config a model_dir and "
+            "save_checkpoints_steps or save_checkpoints_secs, or the spec a CheckpointSaverHook."
+        )
+    if listeners:
+        add_saving_listeners(savers[0], listeners)
+    return made
+
+
+def write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
+    """Writes scalars for TensorBoard."""
+    values = [
+        tf.Summary.Value(tag=name, simple_value=float(value))
+        for name, value in sorted(scalars.items())
+        if name != "global_step" and np.ndim(value) == 0
+    ]
+    # The writer that hooks have too: another one of the same second would have the same file.
+    writer = tf.summary.FileWriterCache.get(directory)
+    writer.add_summary(tf.Summary(value=values), step)
+    writer.flush()
 
 
 class HostFunction:
@@ -30,7 +107,9 @@ class HostFunction:
         function, self.tensors = call
         graph = tf.Graph()
         with graph.as_default():
-            inputs = tf.nest.map_structure(_placeholder, self.tensors)
+            inputs = tf.nest.map_structure(
+                lambda tensor: tf.placeholder(tensor.dtype, tensor.shape), self.tensors
+            )
             self._inputs = tf.nest.flatten(inputs)
             is_named = isinstance(inputs, Mapping)
             self.result = function(**inputs) if is_named else function(*inputs)
@@ -45,43 +124,14 @@ class HostFunction:
         self._session = tf.Session(graph=graph)
         self._session.run(initialize)
 
-    def run(self, fetches: Any, values: Any) -> Any:
-        """Runs operations of the function's graph on the values of a step's tensors."""
+    def run(self, fetches: Any, values: Any = ()) -> Any:
+        """Runs operations of the function's graph, on the values of a step's tensors."""
         return self._session.run(fetches, dict(zip(self._inputs, tf.nest.flatten(values))))
-
-    def read(self, fetches: Any) -> Any:
-        """Runs operations of the function's graph that need no values."""
-        return self._session.run(fetches)
 
     def close(self) -> None:
         """Writes what is not written yet, and frees the graph."""
         self._session.run(self._flush)
         self._session.close()
-
-
-def _placeholder(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.placeholder(tensor.dtype, tensor.shape)
-
-
-class Metrics:
-    """Metrics over the steps of an evaluation."""
-
-    def __init__(self, eval_metrics: Sequence[Any]):
-        self._host = HostFunction(eval_metrics)
-        self.tensors = self._host.tensors
-        pairs = dict(self._host.result)
-        self._values = {name: value for name, (value, _) in pairs.items()}
-        self._updates = [update for _, update in pairs.values()]
-
-    def add(self, values: Any) -> None:
-        """Adds the values of a step's tensors."""
-        self._host.run(self._updates, values)
-
-    def result(self) -> dict[str, np.ndarray]:
-        """Returns the metrics by name, and frees the graph."""
-        result = self._host.read(self._values)
-        self._host.close()
-        return result
 
 
 class HostCallHook(tf.train.SessionRunHook):
@@ -119,3 +169,59 @@ class HostCallHook(tf.train.SessionRunHook):
         del session
         if self._host:
             self._host.close()
+
+
+class Evaluation:
+    """Averages a spec's losses and metrics over the steps of an evaluation."""
+
+    def __init__(self, spec: Any, is_program: bool):
+        """Builds the metrics of the spec that the model_fn returned."""
+        metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
+        if metric_ops and is_program:
+            raise ValueError(
+                f"eval_metric_ops {sorted(metric_ops)} would be part of a core's program; give "
+                "eval_metrics in a TPUEstimatorSpec instead, which run on the host."
+            )
+        eval_metrics = getattr(spec, "eval_metrics", None)
+        self._host = HostFunction(eval_metrics) if eval_metrics else None
+        self._on_host = dict(self._host.result) if self._host else {}
+        self._fetches = {
+            "loss": spec.loss,
+            "tensors": self._host.tensors if self._host else (),
+            "updates": [update for _, update in metric_ops.values()],
+        }
+        self._values = {name: value for name, (value, _) in metric_ops.items()}
+        self._step = tf.train.get_global_step()
+
+    def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
+        """Makes the steps; returns the mean "loss", the metrics, and "global_step", by name.
+
+        `steps` of None makes all that the input has.
+        """
+
+        def without_hooks(fetches: Any) -> Any:
+            # The argument's name is prescribed.
+            return session.run_step_fn(lambda step_context: step_context.session.run(fetches))
+
+        global_step = without_hooks(self._step)
+        updates = [update for _, update in self._on_host.values()]
+        losses: list[Any] = []
+        try:
+            while not session.should_stop() and (steps is None or len(losses) < steps):
+                fetched = session.run(self._fetches)
+                losses.append(fetched["loss"])
+                if self._host:
+                    self._host.run(updates, fetched["tensors"])
+        except (tf.errors.OutOfRangeError, StopIteration):
+            pass
+        if not losses:
+            raise ValueError(
+                "The input_fn of the evaluation gave no batch: its data are missing, or they are "
+                "fewer examples than a batch takes."
+            )
+        result = without_hooks(self._values) if self._values else {}
+        if self._host:
+            result.update(self._host.run({name: x for name, (x, _) in self._on_host.items()}))
+            self._host.close()
+        result.update(loss=np.float32(np.mean(losses)), global_step=int(global_step))
+        return result

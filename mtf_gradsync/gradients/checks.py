@@ -44,7 +44,8 @@ def check_grads_and_variables(
 
     Raises:
       TypeError: something is no gradient, no variable, or a gradient of integers.
-      ValueError: lengths differ, a variable is listed twice, or meshes differ.
+      ValueError: lengths differ, a variable is listed twice, a gradient is on another mesh than
+        its variable, or there are several graphs.
     """
     grads, variables = check_gradients(grads), check_variables(variables)
     if len(grads) != len(variables):
@@ -53,11 +54,10 @@ def check_grads_and_variables(
             f"{len(variables)} variables."
         )
     seen = set()
-    meshes = {v.mesh for g, v in zip(grads, variables) if g is not None}
-    if len(meshes) > 1:
+    if len({v.graph for v in variables}) > 1:
+        count = len({v.graph for v in variables})
         raise ValueError(
-            f"The variables are on {len(meshes)} different meshes; apply one wrapper to the "
-            "variables of each mesh."
+            f"The variables are of {count} mtf graphs: apply those of each graph by itself."
         )
     for grad, variable in zip(grads, variables):
         if grad is not None and not grad.dtype.is_floating:
@@ -73,6 +73,20 @@ def check_grads_and_variables(
                 "meshes."
             )
     return grads, variables
+
+
+def check_one_mesh(grads: MaybeGradients, what: str) -> None:
+    """Raises ValueError if gradients are on several meshes; `what` needs those of one mesh."""
+    first: dict[mtf.Mesh, str] = {}
+    for grad in grads:
+        if grad is not None:
+            first.setdefault(grad.mesh, grad.name)
+    if len(first) > 1:
+        raise ValueError(
+            f"{what} needs gradients of one mesh, because shards are of one mesh, but "
+            f"{' and '.join(map(repr, first.values()))} are on different ones: call it for those "
+            "of each mesh."
+        )
 
 
 def check_pairs(grads_and_vars: Any) -> GradsAndVars:

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, Sequence, Union
+from typing import Any, Container, NamedTuple, Sequence, Union
 
 import numpy as np
 
-from mtf_gradsync._numbers import is_number
+from mtf_gradsync._common import is_number, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients
+from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
+from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients, check_one_mesh
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
-from mtf_gradsync.gradients.stages import on_present, per_shard, sum_shards
+from mtf_gradsync.gradients.pending import gradient_name
+from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
+from mtf_gradsync.gradients.stages import each_mesh, on_present, per_shard, sum_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.step import Part, PartLowering, Plan
 
 ClipNorm = Union[float, tf.Tensor, mtf.Tensor]
 
 
-class ScaleGradients(StageOperation):
-    """Multiplies gradients by one factor, or each shard's gradients by that shard's factor.
+class Clipping(NamedTuple):
+    """A clipping of gradients.
 
     Attributes:
-      norm: the gradients' norm before the multiplication.
-      factor: the factor, of the norm's shape.
+      norm: the gradients' norm before.
+      factor: what they were multiplied by, of the norm's shape.
+      size: the number of gradients.
     """
 
-    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, norm: mtf.Tensor):
-        self.norm, self.factor = norm, factor
+    norm: mtf.Tensor
+    factor: mtf.Tensor
+    size: int
+
+
+class ScaleGradients(StageOperation):
+    """Multiplies gradients of a mesh by one factor, or each shard's by that shard's factor.
+
+    Attributes:
+      clipping: the clipping that it is part of.
+    """
+
+    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, clipping: Clipping):
+        self.clipping = clipping
         super().__init__(
             [*grads, factor], [g.shape for g in grads], "scale_gradients", [g.dtype for g in grads]
         )
@@ -65,36 +82,96 @@ def check_clip_norm(clip_norm: Any) -> None:
         raise ValueError(f"clip_norm must be a scalar, got {clip_norm!r}.")
 
 
-def _clip(
+class _Groups(Part):
+    """A graph's record of gradients that were clipped by one norm, and of their losses."""
+
+    def __init__(self) -> None:
+        self._made: tuple[tuple[frozenset, frozenset], ...] = ()
+
+    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+        """See `Part.begin`."""
+        del lowering
+        return PartLowering()
+
+    def add(self, grads: Sequence[mtf.Tensor]) -> None:
+        """Adds gradients; warns if others of the same loss were clipped by another norm."""
+        calls = {y: call for call in gradients_calls(grads[0].graph) for y in call.outputs}
+        found = [t for t in walk(grads, functools.partial(_sources, ends=calls)) if t in calls]
+        losses = frozenset(_unscaled(x) for t in found for x in calls[t].losses)
+        for others, of_losses in self._made:
+            if losses & of_losses and others.isdisjoint(found):
+                name = gradient_name(found[0])
+                warn_once(
+                    "clipped in groups",
+                    "Gradients of one loss are clipped in several groups, each by a norm of its "
+                    "own, which is not the norm of all: %s was clipped apart from %s. Give all "
+                    "gradients to one call, or all variables to one wrapper, unless this is meant.",
+                    name,
+                    gradient_name(next(iter(others))),
+                )
+        self._made += ((frozenset(found), losses),)
+
+
+def _sources(tensor: mtf.Tensor, ends: Container[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+    """Returns what a gradient is made of, back to `ends`; of a list the one at its position."""
+    if tensor in ends:
+        return ()
+    operation = tensor.operation
+    number = operation.outputs.index(tensor) if tensor in operation.outputs else 0
+    if isinstance(operation, mtf.WhileLoopOperation):
+        return [loop_body(operation).outputs[number]] if operation.outputs else ()
+    inputs = operation.inputs
+    is_list = isinstance(operation, StageOperation) and len(inputs) >= len(operation.outputs) > 1
+    return [inputs[number]] if is_list else inputs
+
+
+def _unscaled(loss: mtf.Tensor) -> mtf.Tensor:
+    while isinstance(loss.operation, mtf.ScalarMultiplyOperation):
+        (loss,) = loss.operation.inputs
+    return loss
+
+
+def clip_together(
     grads: MaybeGradients,
     clip_norm: ClipNorm,
     axes: ReplicaAxes | None,
     strategy: Strategy,
+    behind: Sequence[mtf.Tensor] | None = None,
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
+    """Clips gradients, checked and reduced, or per shard if `axes` are given, by one norm.
+
+    `behind` are the gradients that they were made of, if operations do not tell; the result is that
+    of `clip_by_global_norm`.
+    """
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads), None
+    Plan.of(present[0].graph).part(_Groups).add(behind or present)
     norm = global_norm(present, strategy) if axes is None else shard_norms(present, axes, strategy)
     if isinstance(clip_norm, mtf.Tensor) and clip_norm.dtype != norm.dtype:
         clip_norm = mtf.cast(clip_norm, norm.dtype)
     elif isinstance(clip_norm, tf.Tensor):
         clip_norm = mtf.import_tf_tensor(norm.mesh, tf.cast(clip_norm, norm.dtype), [])
+    if isinstance(clip_norm, mtf.Tensor):
+        clip_norm = on_mesh(clip_norm, norm.mesh)
     factor = mtf.divide(clip_norm, mtf.maximum(norm, clip_norm), output_shape=norm.shape)
     # As in TensorFlow, a norm that is not finite makes all entries NaN.
     factor = mtf.cwise(
         lambda f, n: tf.where_v2(tf.math.is_finite(n), f, tf.cast(np.nan, f.dtype)), [factor, norm]
     )
-    scaled = on_present(grads, lambda some: ScaleGradients(some, factor, norm).outputs)
-    return scaled, norm
+    clipping = Clipping(norm, factor, len(present))
+
+    def scaled(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+        return ScaleGradients(some, on_mesh(factor, mesh), clipping).outputs
+
+    return on_present(grads, lambda some: each_mesh(some, scaled)), norm
 
 
-def clipping_of(grads: Sequence[mtf.Tensor]) -> ScaleGradients | None:
+def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
     """Finds the one clipping whose outputs the gradients are; None if there is none."""
-    operations = {g.operation for g in grads}
-    (operation,) = operations if len(operations) == 1 else (None,)
-    if not isinstance(operation, ScaleGradients) or len(operation.outputs) != len(grads):
-        return None
-    return operation
+    found = {id(c): c for c in (getattr(g.operation, "clipping", None) for g in grads)}
+    (clipping,) = found.values() if len(found) == 1 else (None,)
+    return clipping if clipping is not None and clipping.size == len(grads) else None
 
 
 def clip_by_shard_norm(
@@ -133,18 +210,19 @@ def clip_by_shard_norm(
       as the documentation of `tf.compat.v1.tpu.CrossShardOptimizer` advises.
     """
     grads = check_gradients(grads)
+    check_one_mesh(grads, "clip_by_shard_norm")
     check_axes(axes)
     check_clip_norm(clip_norm)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     common_shard_dims([g for g in grads if g is not None], axes)
     shards = per_shard(grads, axes, strategy, accept_summed)
-    return _clip(shards, clip_norm, axes, strategy)
+    return clip_together(shards, clip_norm, axes, strategy)
 
 
 def clip_by_global_norm(
     grads: MaybeGradients, clip_norm: ClipNorm, reducer: Strategy | None = None
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
-    """Clips reduced gradients by the norm over all of them.
+    """Clips reduced gradients by the norm over all of them, which may be of several meshes.
 
     Args:
       grads: gradients of shape `var dims`; pending ones are reduced first. None passes through.
@@ -165,4 +243,4 @@ def clip_by_global_norm(
     grads = check_gradients(grads)
     check_clip_norm(clip_norm)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    return _clip(sum_shards(grads, None, strategy), clip_norm, None, strategy)
+    return clip_together(sum_shards(grads, None, strategy), clip_norm, None, strategy)

@@ -8,10 +8,10 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.partial_sums import by_key
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
-from mtf_gradsync.reduce import ProcessorGroups, Strategy
+from mtf_gradsync.gradients.stage import StageOperation, by_key, reduced_values
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.reduce import Strategy
 
 GroupAssignment = Sequence[Sequence[int]]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple, Sequence, Union
 
-from mtf_gradsync._private.gradients_calls import Seed, gradients_calls
+from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import loop_body
-from mtf_gradsync._walk import walk
+from mtf_gradsync._private.mesh_tensorflow import Seed, gradients_calls, loop_body
 from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.pending.linear import linear_positions
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.step import Part, PartLowering, Plan
-from mtf_gradsync.step.hook import flat
+from mtf_gradsync.step.lowering import flat
 
 Scale = Union[float, mtf.Tensor]
 _SHARED = (
@@ -127,7 +127,8 @@ def unscaled_gradients(
     if not isinstance(scale, mtf.Tensor):
         scale = mtf.constant(raw[0].mesh, scale, mtf.Shape([]), tf.float32)
     inverse = mtf.cwise(lambda x: tf.math.reciprocal(_rounded_to(part.scales)(x)), [scale])
-    outputs = {grad: _unscaled(grad, inverse) for grad in raw}
+    inverses = {mesh: on_mesh(inverse, mesh) for mesh in dict.fromkeys(g.mesh for g in raw)}
+    outputs = {grad: _unscaled(grad, inverses[grad.mesh]) for grad in raw}
     part.unscaled = {**part.unscaled, **dict.fromkeys(outputs.values(), owner)}
     return on_present(grads, lambda some: [outputs.get(g, g) for g in some])
 

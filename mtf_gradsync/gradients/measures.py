@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.partial_sums import PartialSum, partial_sum, reduce_partial_sums
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
-from mtf_gradsync.gradients.stages import shard_dims_in
+from mtf_gradsync.gradients.stage import (
+    PartialSum,
+    StageOperation,
+    on_mesh,
+    partial_sum,
+    reduce_partial_sums,
+    reduced_values,
+)
+from mtf_gradsync.gradients.stages import each_mesh, shard_dims_in
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.sums import ordered_add_n
@@ -49,7 +56,7 @@ def _flat(x: tf.Tensor) -> tf.Tensor:
 
 
 class SumOverGradients(StageOperation):
-    """Sums a measure over all gradients, for each shard or for all shards together."""
+    """Sums a measure over all gradients of a mesh, for each shard or for all shards together."""
 
     def __init__(
         self,
@@ -116,9 +123,10 @@ class NotFinite(StageOperation):
         axes: ReplicaAxes | None,
         strategy: Strategy,
         only_apart: bool = False,
+        shared: float = 0.0,
     ):
-        """Adds the operation; with `only_apart` it skips gradients that all shards share."""
-        self._strategy, self._only_apart = strategy, only_apart
+        """Adds the operation; with `only_apart`, gradients that all shards share have `shared`."""
+        self._strategy, self._only_apart, self._shared = strategy, only_apart, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else None
         PendingSums.want(grads, False, names, strategy)
@@ -132,7 +140,7 @@ class NotFinite(StageOperation):
         parts = [partial_sum(lowering, grad) for grad in self.inputs]
         own = set(mesh_impl.tensor_layout(output.shape)) - {None}
         counts = [
-            not self._only_apart
+            not (self._only_apart and own)
             or bool(own.intersection([*part.mesh_axes, *mesh_impl.tensor_layout(grad.shape)]))
             for grad, part in zip(self.inputs, parts)
         ]
@@ -140,7 +148,8 @@ class NotFinite(StageOperation):
         def look(*slices: tf.Tensor) -> tf.Tensor:
             finite = [tf.reduce_all(tf.math.is_finite(x)) for x in slices]
             found = 1.0 - tf.cast(tf.stack(finite), tf.float32)
-            return tf.reshape(found * tf.constant(counts, tf.float32), slice_shape)
+            found = tf.where_v2(tf.constant(counts), found, tf.constant(self._shared))
+            return tf.reshape(found, slice_shape)
 
         found = mesh_impl.slicewise(look, *[part.value for part in parts])
         others = tuple(axis for axis in range(mesh_impl.shape.ndims) if axis not in own)
@@ -156,14 +165,21 @@ def _measured(
     axes: ReplicaAxes | None = None,
 ) -> mtf.Tensor:
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    return SumOverGradients(list(grads), shard_dims, axes, strategy, measure).outputs[0]
+    dtype = _norm_dtype(grads)
+
+    def of_mesh(mesh: mtf.Mesh) -> mtf.Tensor:
+        some = [g for g in grads if g.mesh is mesh]
+        total = SumOverGradients(some, shard_dims, axes, strategy, measure).outputs[0]
+        return on_mesh(total if total.dtype == dtype else mtf.cast(total, dtype), grads[0].mesh)
+
+    return functools.reduce(mtf.add, map(of_mesh, dict.fromkeys(g.mesh for g in grads)))
 
 
 def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """Returns the square root of the sum of squares over all gradients.
+    """Returns the square root of the sum of squares over all gradients, also of several meshes.
 
     Pending gradients are reduced first; shard dims are dimensions like any other. The norm is an
-    mtf scalar, float32, or float64 if a gradient is.
+    mtf scalar on the first gradient's mesh, float32, or float64 if a gradient is.
     """
     return mtf.sqrt(_measured(grads, reducer))
 
@@ -181,8 +197,36 @@ def shard_norms(
 
 
 def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """Returns a float mtf scalar: 0 if all entries of gradients are finite, else more."""
+    """Returns a float mtf scalar: 0 if all entries of gradients are finite, else more.
+
+    It is on the mesh of the first gradient.
+    """
     return _measured(grads, reducer, _any_not_finite)
+
+
+def which_not_finite(
+    grads: Sequence[mtf.Tensor],
+    axes: ReplicaAxes | None = None,
+    reducer: Strategy | None = None,
+    only_apart: bool = False,
+    shared: float = 0.0,
+) -> mtf.Tensor:
+    """Returns which gradients are not finite, `[shards..., gradients]`; see `NotFinite`.
+
+    Every processor has all of it. Gradients of several meshes have no common shards, so that axes
+    is None for them; the result is on the mesh of the first one.
+    """
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    home = grads[0].mesh
+    if all(g.mesh is home for g in grads):
+        return mtf.anonymize(NotFinite(grads, axes, strategy, only_apart, shared).outputs[0])
+
+    def of_mesh(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> list[mtf.Tensor]:
+        del mesh
+        found = mtf.anonymize(NotFinite(some, None, strategy, only_apart, shared).outputs[0])
+        return mtf.unstack(on_mesh(found, home), found.shape.dims[0])
+
+    return mtf.anonymize(mtf.stack(each_mesh(grads, of_mesh), "gradients"))
 
 
 def shards_not_finite(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from mtf_gradsync._names import some_lines
+from mtf_gradsync._common import some_lines
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.pending import (
@@ -18,10 +18,108 @@ from mtf_gradsync.gradients.pending import (
     names_of_batch,
     own_slices,
 )
-from mtf_gradsync.gradients.remade import MadeOfSums, made_of_sums
-from mtf_gradsync.gradients.stage import StageOperation
+from mtf_gradsync.gradients.pending.linear import linear_positions, passes_on
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
+
+
+class MadeOfSums:
+    """A gradient that is linear in sums over the shards.
+
+    Attributes:
+      sums: pending tensors, from which each shard's part is recoverable.
+      shared: tensors without data of any shard that the gradient is linear in, too, as those of a
+        penalty on weights.
+    """
+
+    def __init__(
+        self,
+        grad: mtf.Tensor,
+        sums: Sequence[mtf.Tensor],
+        shared: Sequence[mtf.Tensor],
+        operations: Sequence[mtf.Operation],
+    ):
+        """Describes `grad`, which the operations compute, in order, from the other tensors."""
+        self._grad, self._operations = grad, list(operations)
+        self.sums, self.shared = list(sums), list(shared)
+
+    def remade(self, sums: Sequence[mtf.Tensor], shared: Sequence[mtf.Tensor]) -> mtf.Tensor:
+        """Returns the gradient for other values of `sums` and `shared`, which are reduced."""
+        given = [*self.sums, *self.shared]
+        return _MakeAgain(self._grad, given, [*sums, *shared], self._operations).outputs[0]
+
+
+class _MakeAgain(StageOperation):
+    """Lowers operations once more, with other values in place of some tensors."""
+
+    def __init__(
+        self,
+        result: mtf.Tensor,
+        given: Sequence[mtf.Tensor],
+        values: Sequence[mtf.Tensor],
+        operations: Sequence[mtf.Operation],
+    ):
+        self._result, self._operations = result, list(operations)
+        made = {*given, *(t for op in operations for t in op.outputs)}
+        factors = dict.fromkeys(t for op in operations for t in op.inputs if t not in made)
+        self._replaced = [*given, *factors]
+        super().__init__([*values, *factors], [result.shape], "make_again", [result.dtype])
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        values = dict(zip(self._replaced, reduced_values(lowering, self.inputs)))
+        changed = [*values, *(t for op in self._operations for t in op.outputs)]
+        before = {t: lowering.tensors[t] for t in changed}
+        lowering.tensors.update(values)
+        try:
+            for operation in self._operations:
+                operation.lower_itself(lowering)
+            result = lowering.tensors[self._result].to_laid_out_tensor()
+        finally:
+            lowering.tensors.update(before)
+        self.set_outputs(lowering, [result])
+
+
+def made_of_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> MadeOfSums | None:
+    """Finds the sums that a gradient is linear in; None if there are none, or it is not linear."""
+    replica_axes = layout.replica_axes(grad.mesh)
+    outside = set(grad.graph.operations)
+
+    def is_pending(tensor: mtf.Tensor) -> bool:
+        return bool(flow.axes.get(tensor, frozenset()) & replica_axes)
+
+    sums: dict[mtf.Tensor, None] = {}
+    shared: dict[mtf.Tensor, None] = {}
+    operations: set[mtf.Operation] = set()
+    todo, seen = [grad], set()
+    while todo:
+        tensor = todo.pop()
+        if tensor in seen:
+            continue
+        seen.add(tensor)
+        operation = tensor.operation
+        if tensor is not grad and flow.mixes_shards(tensor) is None:
+            if layout.split(tensor) & replica_axes and is_pending(tensor):
+                return None
+            (sums if is_pending(tensor) else shared)[tensor] = None
+            continue
+        inputs = operation.inputs
+        mixed = [i for i, x in enumerate(inputs) if is_pending(x) or flow.mixes_shards(x)]
+        positions = mixed if passes_on(operation) else linear_positions(operation, mixed)
+        if (
+            not mixed
+            or positions is None
+            or operation not in outside
+            or isinstance(operation, (mtf.ScalarAddOperation, mtf.CustomGradientOperation))
+            or any(layout.split_over_shards(inputs[i]) for i in positions)
+        ):
+            return None
+        operations.add(operation)
+        todo += [inputs[i] for i in positions]
+    in_order = [op for op in grad.graph.operations if op in operations]
+    return MadeOfSums(grad, list(sums), list(shared), in_order) if sums else None
+
 
 _ACCEPT = "give accept_summed=True to take an equal share of the gradient for each shard"
 # For each cause what the operation does, and how to avoid it.
@@ -66,20 +164,20 @@ class Apart:
         penalty on weights, with their operations. Each shard has an equal share of all slices.
     """
 
-    def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, whole: ReplicaAxes | None = None):
+    def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
         """Looks at gradients without shard dims.
 
         The axes are of the mesh that the program will be lowered on; a batch that is split over
-        others is a ValueError. `whole` are all replica axes, where `axes` are some of them.
+        others is a ValueError. `within` has all of the batch's, if `axes` are some of them.
         """
         self.mixed: dict[int, Mixing] = {}
         self.made_of_sums: dict[int, MadeOfSums] = {}
         self.shared: dict[int, Mixing] = {}
         self._grads = grads
-        present = _checked(grads, axes, whole)
+        present = _checked(grads, axes, within)
         if not present:
             return
-        graph, layout = present[0].graph, Layout.of(axes)
+        graph, layout = present[0].graph, Layout.of(axes, present[0].mesh)
         own = own_slices(graph, layout, names_of_batch(present, axes))
         layout = layout._replace(own=own)
         flow = Flow(graph, present, layout)
@@ -118,12 +216,12 @@ def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
 
 
 def _checked(
-    grads: MaybeGradients, axes: ReplicaAxes, whole: ReplicaAxes | None = None
+    grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None
 ) -> list[mtf.Tensor]:
     """Returns the gradients that are not None; none if there is only one shard."""
     present = [g for g in grads if g is not None]
     if present:
-        check_batch_dims(present, whole or axes)
+        check_batch_dims(present, within or axes)
     return present if axes.num_shards > 1 else []
 
 
@@ -165,7 +263,7 @@ def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[
 
 
 def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
-    return Flow(grads[0].graph, grads, Layout.of(axes))
+    return Flow(grads[0].graph, grads, Layout.of(axes, grads[0].mesh))
 
 
 def check_recoverable(
@@ -173,10 +271,10 @@ def check_recoverable(
     axes: ReplicaAxes,
     names: Sequence[str] | None = None,
     remakes: bool = False,
-    whole: ReplicaAxes | None = None,
+    within: ReplicaAxes | None = None,
 ) -> None:
-    """Raises ValueError unless per-shard gradients are recoverable; see `Apart`."""
-    Apart(grads, axes, whole).check(names, remakes)
+    """Raises ValueError unless per-shard gradients are recoverable; see `Apart` and its `check`."""
+    Apart(grads, axes, within).check(names, remakes)
 
 
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:

@@ -1,11 +1,15 @@
-"""The base of operations on lists of gradients."""
+"""Operations on sets of gradients, and the partial sums that they reduce."""
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Callable, Collection, Hashable, NamedTuple, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_outputs
+from mtf_gradsync._private.mesh_tensorflow import give_outputs, lowered_on
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.parts import Cuts, take_parts
+from mtf_gradsync.reduce.strategy import reduce_scatter_by
 
 
 class StageOperation(mtf.Operation):
@@ -27,9 +31,14 @@ class StageOperation(mtf.Operation):
         shapes: Sequence[mtf.Shape],
         name: str,
         dtypes: Any = None,
+        mesh: mtf.Mesh | None = None,
     ):
-        """Adds the operation, with the dtypes of the inputs, in order, unless others are given."""
-        super().__init__(list(inputs), name=name)
+        """Adds the operation.
+
+        Its outputs have the dtypes of the inputs, in order, and lie on their mesh, unless others
+        are given.
+        """
+        super().__init__(list(inputs), mesh=mesh, name=name)
         dtypes = dtypes or [x.dtype for x in inputs]
         tensors = [
             mtf.Tensor(self, shape, dtype, index=index)
@@ -41,6 +50,25 @@ class StageOperation(mtf.Operation):
         """Records the lowered outputs, in order."""
         for output, value in zip(self.outputs, values):
             lowering.set_tensor_lowering(output, value)
+
+
+class _OnMesh(StageOperation):
+    """Gives a tensor that no mesh splits to the processors of another mesh."""
+
+    def __init__(self, x: mtf.Tensor, mesh: mtf.Mesh):
+        super().__init__([x], [x.shape], "on_mesh", mesh=mesh)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        self.set_outputs(lowering, [lowered_on(lowering, self.inputs[0], self.mesh)])
+
+
+def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
+    """Returns a tensor on another mesh of the same graph, if it is not on it already.
+
+    The tensor is a scalar, or has dimensions that neither mesh splits. Nothing is reduced.
+    """
+    return x if x.mesh is mesh else _OnMesh(x, mesh).outputs[0]
 
 
 def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
@@ -58,3 +86,136 @@ def dims_to_sum(
 ) -> list[list[mtf.Dimension]]:
     """Returns for each gradient the dims that its variable lacks: its shard dims."""
     return [[d for d in g.shape.dims if d not in v.shape.dims] for g, v in zip(grads, variables)]
+
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+class PartialSum(NamedTuple):
+    """A lowered tensor and the mesh axes that it has not been summed over yet.
+
+    Attributes:
+      value: a `LaidOutTensor`; each processor's slice is its part of the sum.
+      mesh_axes: sorted indices of mesh axes; empty once the sum is reduced.
+    """
+
+    value: Any
+    mesh_axes: tuple[int, ...]
+
+
+def partial_sum(
+    lowering: mtf.Lowering,
+    tensor: mtf.Tensor,
+    dims: Sequence[mtf.Dimension] = (),
+    reduced: bool = False,
+) -> PartialSum:
+    """Returns the partial sums behind a tensor, even if it was reduced for another reader.
+
+    Each processor also sums its own slice over `dims`, which the value then lacks; mesh axes that
+    split them are still to be summed over. With `reduced`, the sum behind the tensor itself is
+    reduced first, so that only sums over `dims` are left.
+    """
+    lowered = lowering.tensors[tensor]
+    # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name
+    # is exported by mesh_tensorflow.
+    if isinstance(lowered, mtf.LazyAllreduceSum) and not reduced:
+        value, mesh_axes = lowered.laid_out_input.to_laid_out_tensor(), set(lowered.mesh_axes)
+    else:
+        value, mesh_axes = lowered.to_laid_out_tensor(), set()
+    if dims:
+        mesh_impl = lowering.mesh_impl(tensor)
+        layout = mesh_impl.tensor_layout(tensor.shape)
+        slice_shape = mesh_impl.slice_shape(tensor.shape)
+        positions = [i for i, d in enumerate(tensor.shape.dims) if d in dims]
+        mesh_axes |= {layout[i] for i in positions} - {None}
+        if all(slice_shape[i] == 1 for i in positions):
+            rest = [size for i, size in enumerate(slice_shape) if i not in positions]
+            value = mesh_impl.slicewise(lambda x: tf.reshape(x, rest), value)
+        else:
+            value = mesh_impl.slicewise(lambda x: tf.reduce_sum(x, positions), value)
+    return PartialSum(value, tuple(sorted(mesh_axes)))
+
+
+def reduce_partial_sums(
+    mesh_impl: Any,
+    sums: Sequence[PartialSum],
+    strategy: Strategy,
+    cuts: Sequence[Cuts] | None = None,
+) -> list[Any]:
+    """Reduces partial sums over their mesh axes, those with the same axes together.
+
+    Returns a `LaidOutTensor` for each, in order. With `cuts`, which say how each sum is cut, each
+    processor gets its part of the sum, and the whole sum without.
+    """
+    cuts = [()] * len(sums) if cuts is None else cuts
+    # Along the other mesh axes processors hold the same sum already.
+    sent = [tuple(c for c in cut if c.mesh_axis in s.mesh_axes) for s, cut in zip(sums, cuts)]
+
+    def reduce(key: tuple[tuple[int, ...], bool], indices: list[int]) -> list[Any]:
+        mesh_axes, is_cut = key
+        values = [sums[i].value for i in indices]
+        if not mesh_axes:
+            return values
+        groups = ProcessorGroups.along(mesh_impl, mesh_axes)
+        if not is_cut:
+            return strategy.all_reduce(mesh_impl, values, groups)
+        return reduce_scatter_by(strategy, mesh_impl, values, groups, [sent[i] for i in indices])
+
+    keys = [(s.mesh_axes, bool(some)) for s, some in zip(sums, sent)]
+    return [
+        take_parts(mesh_impl, result, [c for c in cut if c not in some])
+        for result, cut, some in zip(by_key(keys, reduce), cuts, sent)
+    ]
+
+
+def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
+    """Calls `make` once for each different key, and returns a result for each position in `keys`.
+
+    `make` gets a key and all positions that have it, and returns a result for each of them.
+    """
+    positions: dict[_K, list[int]] = {}
+    for position, key in enumerate(keys):
+        positions.setdefault(key, []).append(position)
+    results: dict[int, Any] = {}
+    for key, some in positions.items():
+        results.update(zip(some, make(key, some)))
+    return [results[position] for position in range(len(keys))]
+
+
+def terms_of_processors(
+    lowering: mtf.Lowering,
+    grads: Sequence[mtf.Tensor],
+    sum_dims: Sequence[Sequence[mtf.Dimension]],
+    replica_axes: Sequence[Collection[int]],
+    strategy: Strategy,
+) -> list[Any]:
+    """Returns each processor's terms of gradients, whose sums over replica axes are the gradients.
+
+    Gradients are pending, reduced or per shard. For each, `sum_dims` has the dims to sum over, and
+    `replica_axes` the mesh axes along which processors keep terms of their own; the strategy
+    reduces over all others.
+    """
+    mesh_impl = lowering.mesh_impl(grads[0])
+    sums = [partial_sum(lowering, grad, dims) for grad, dims in zip(grads, sum_dims)]
+    others = [
+        PartialSum(s.value, tuple(axis for axis in s.mesh_axes if axis not in axes))
+        for s, axes in zip(sums, replica_axes)
+    ]
+    values = reduce_partial_sums(mesh_impl, others, strategy)
+    # Along an axis where a gradient is reduced already every processor takes an equal share, so
+    # that the sum over the axis is the gradient.
+    return [
+        share(mesh_impl, value, set(axes).difference(s.mesh_axes))
+        for value, s, axes in zip(values, sums, replica_axes)
+    ]
+
+
+def share(mesh_impl: Any, value: Any, mesh_axes: Collection[int]) -> Any:
+    """Divides a tensor by the number of processors that hold it along mesh axes.
+
+    The sum of these equal shares over the axes is the tensor.
+    """
+    count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in mesh_axes]).size
+    if count == 1:
+        return value
+    return mesh_impl.slicewise(lambda x: x / tf.cast(count, x.dtype), value)

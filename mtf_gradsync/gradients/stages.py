@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Callable, Sequence
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._warn import warn_once
-from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients
-from mtf_gradsync.gradients.partial_sums import (
-    partial_sum,
-    reduce_partial_sums,
-    terms_of_processors,
-)
+from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients, check_one_mesh
 from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
 from mtf_gradsync.gradients.recoverable import check_recoverable
-from mtf_gradsync.gradients.stage import StageOperation, reshaped
+from mtf_gradsync.gradients.stage import (
+    StageOperation,
+    by_key,
+    partial_sum,
+    reduce_partial_sums,
+    reshaped,
+    terms_of_processors,
+)
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
@@ -30,6 +32,18 @@ def on_present(
         return list(grads)
     results = iter(make(present))
     return [None if g is None else next(results) for g in grads]
+
+
+def each_mesh(
+    grads: Sequence[mtf.Tensor],
+    make: Callable[[mtf.Mesh, list[mtf.Tensor]], Sequence[mtf.Tensor]],
+) -> list[mtf.Tensor]:
+    """Calls `make` for the gradients of each mesh, and returns a result for each, in order."""
+
+    def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
+        return make(mesh, [grads[i] for i in some])
+
+    return by_key([g.mesh for g in grads], of_mesh)
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
@@ -88,7 +102,7 @@ class PerShard(StageOperation):
 
 
 class SumGradients(StageOperation):
-    """Reduces pending and per-shard gradients, all of them together."""
+    """Reduces pending and per-shard gradients of one mesh, all of them together."""
 
     is_linear = True
 
@@ -153,6 +167,7 @@ def per_shard(
         operations that mixed shards), or the batch is split along a dimension that axes lacks.
     """
     grads = check_gradients(grads)
+    check_one_mesh(grads, "per_shard")
     check_axes(axes)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     if not accept_summed:
@@ -181,7 +196,7 @@ def sum_shards(
 ) -> list[mtf.Tensor | None]:
     """Reduces gradients over the shards and over every other mesh axis that they are pending over.
 
-    All of them are reduced together. The program's own assignments (`mtf.assign`, an optimizer
+    All of a mesh are reduced together. The program's own assignments (`mtf.assign`, an optimizer
     without a wrapper) wait for the sums that were made before them and for the reads of all
     variables, so that no write overtakes a read.
 
@@ -214,8 +229,25 @@ def sum_shards(
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         sum_dims = [[] if axes is None else shard_dims_in(g.shape, axes) for g in present]
-        sums = SumGradients(present, sum_dims, strategy, batch_dims).outputs
-        OwnWrites.wait_for(sums)
+        sums = sum_gradients(present, sum_dims, strategy, batch_dims)
+        for mesh in dict.fromkeys(x.mesh for x in sums):
+            OwnWrites.wait_for([x for x in sums if x.mesh is mesh])
         return sums
 
     return on_present(grads, make)
+
+
+def sum_gradients(
+    grads: Sequence[mtf.Tensor],
+    sum_dims: Sequence[Sequence[mtf.Dimension]],
+    strategy: Strategy,
+    batch_dims: Sequence[str] | None = None,
+) -> list[mtf.Tensor]:
+    """Reduces gradients, those of each mesh together; `sum_dims` are as for `SumGradients`."""
+
+    def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
+        del mesh
+        dims = [sum_dims[i] for i in some]
+        return SumGradients([grads[i] for i in some], dims, strategy, batch_dims).outputs
+
+    return by_key([g.mesh for g in grads], of_mesh)

@@ -238,10 +238,10 @@ def axes_of_pipeline(
     optimizer, so that a wrapper can find it without arguments. If there is no mesh or several, a
     ValueError says that `wrapper` has to know `what`, such as "the islands".
     """
-    axes = axes_of_program(batch_dims)
-    if axes is not None:
-        return axes
-    found = "; ".join(f"{shape.to_string} with {layout}" for shape, layout in meshes_made())
+    meshes = meshes_made()
+    if len(meshes) == 1:
+        return ReplicaAxes(*meshes[0], batch_dims)
+    found = "; ".join(f"{shape.to_string} with {layout}" for shape, layout in meshes)
     raise ValueError(
         f"{wrapper} has to know {what} when the graph is built, and "
         + (f"the program has made several meshes ({found})" if found else "there is no mesh yet")
@@ -249,7 +249,11 @@ def axes_of_pipeline(
     )
 
 
-def axes_of_program(batch_dims: str | Sequence[str] = ("batch",)) -> ReplicaAxes | None:
-    """Returns replica axes of this graph's mesh; None unless the program has made just one."""
-    meshes = meshes_made()
-    return ReplicaAxes(*meshes[0], batch_dims) if len(meshes) == 1 else None
+def is_simd(mesh_impl: Any) -> bool:
+    """Returns whether one program runs on all processors, so that tensors have a single slice."""
+    return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
+
+
+def mesh_text(shape: mtf.Shape) -> str:
+    """Returns a mesh's shape as users write it, such as "batch:4;model:2"."""
+    return ";".join(f"{dim.name}:{dim.size}" for dim in shape.dims)

@@ -1,7 +1,6 @@
 """Optimizers that wrap Mesh-TF optimizers."""
 
-from mtf_gradsync.optimizers.accumulation.optimizer import GradientAccumulationOptimizer
-from mtf_gradsync.optimizers.accumulation.skipping import skip_large_updates, skip_not_finite
+from mtf_gradsync.optimizers.accumulation import GradientAccumulationOptimizer
 from mtf_gradsync.optimizers.average import AverageOptimizer, moving_average
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
@@ -15,9 +14,9 @@ from mtf_gradsync.optimizers.report import (
     split_by_shard,
 )
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
-from mtf_gradsync.optimizers.skips import NoUpdateError
+from mtf_gradsync.optimizers.skips import NoUpdateError, skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.state.schedules import get_update_step
-from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
+from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
 __all__ = [

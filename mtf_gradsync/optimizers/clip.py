@@ -7,7 +7,7 @@ from typing import Any, Sequence
 import gin
 
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.clipping import check_clip_norm, clip_by_global_norm
+from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.wrapper import Wrapper
@@ -21,8 +21,8 @@ class _Clip(Stage):
         self._clip_norm, self._reducer = clip_norm, reducer
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        del step
-        clipped, _ = clip_by_global_norm(gradients.grads, self._clip_norm, self._reducer)
+        norm, behind = self._clip_norm, step.received[0].present
+        clipped, _ = clip_together(gradients.grads, norm, None, self._reducer, behind)
         return gradients.with_grads(clipped)
 
 

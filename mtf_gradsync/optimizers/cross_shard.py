@@ -10,7 +10,7 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients.copies import SumCopies, check_group_assignment, check_groups_cover
-from mtf_gradsync.gradients.stages import on_present
+from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder
 from mtf_gradsync.optimizers.wrapper import Wrapper
@@ -39,11 +39,12 @@ class _ReduceOverShards(Stage):
         pairs = list(zip(gradients.grads, gradients.variables))
         copies = [g if g is not None and is_to_sum(v) else None for g, v in pairs]
 
-        def sum_copies(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+        def sum_copies(mesh: mtf.Mesh, present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+            del mesh
             dims = [wrapper._shard_dims(g.shape) for g in present]
             return SumCopies(present, dims, wrapper._groups, wrapper.reducer).outputs
 
-        sums = on_present(copies, sum_copies)
+        sums = on_present(copies, lambda present: each_mesh(present, sum_copies))
         return gradients.with_grads([g if s is None else s for s, (g, _) in zip(sums, pairs)])
 
 

@@ -1,15 +1,20 @@
-"""Wrappers' methods of the interface of tf.compat.v1.train.Optimizer, and deprecated names."""
+"""What all wrappers share: TensorFlow 1's interface of optimizers, and shard dims in shapes."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any, Callable, Sequence
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._common import warn_once
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import meshes_made
+from mtf_gradsync.compat_v1 import Reduction
 from mtf_gradsync.gradients import checks
-from mtf_gradsync.optimizers.own_arguments import OwnArguments
-from mtf_gradsync.optimizers.pairs import OfStep
-from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits
+from mtf_gradsync.gradients.copies import check_groups_cover
+from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
+from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits, shard_names
 from mtf_gradsync.step import Plan, advance_step
 
 
@@ -90,6 +95,9 @@ class TrainOptimizerInterface:
         if global_step is not None:
             mesh = variables[0].mesh
             updated = self.step.updated if operations and self.step else None
+            counter = getattr(global_step, "mesh", None)
+            if updated is not None and isinstance(counter, mtf.Mesh):
+                updated = on_mesh(updated, counter)
             operations.append(
                 advance_step(mesh, global_step, operations, name or self.name, updated)
             )
@@ -132,3 +140,124 @@ class DeprecatedNames:
     leaves_out_not_finite = _deprecated(
         "leaves_out_not_finite", "skips_not_finite", "watches_not_finite"
     )
+
+
+class ShardShapes:
+    """A mixin for wrappers: their replica axes, and shard dims in shapes."""
+
+    loss_reduction: Reduction | None = None
+    # Shards that sum the gradients of their own copies of variables; None for all of them.
+    _groups: list[list[int]] | None = None
+    _wrappers: Callable[[], list[Any]]
+
+    _given_axes: ReplicaAxes | None = None
+    _given_names: tuple[str, ...] = ()
+    # The wrapper around this one that makes islands (`OuterOptimizer`), while a step is built.
+    _in_islands_of: Any = None
+
+    @property
+    def axes(self) -> ReplicaAxes | None:
+        """`ReplicaAxes`, or None if no mesh was given.
+
+        While a step is built inside of islands, these are the replica axes inside an island.
+        """
+        given, around = self._given_axes, self._in_islands_of
+        if given is None or around is None:
+            return given
+        return around.inside if set(given.mesh_axes) & set(around.islands.mesh_axes) else given
+
+    @property
+    def _shard_names(self) -> tuple[str, ...]:
+        return self.axes.batch_dims if self.axes else self._given_names
+
+    def _stack_shard_names(self) -> tuple[str, ...]:
+        return shard_names(wrapper._gradient_reduction() for wrapper in self._wrappers())
+
+    def _share_of_shard(self, loss: mtf.Tensor) -> float:
+        """Returns the share of each shard's loss in the loss of an update of the stack."""
+        wrappers, names = self._wrappers(), self._stack_shard_names()
+        dims = mtf.Shape([d for d in loss.shape.dims if d.name in names])
+        _warn_of_other_dims(type(self).__name__, loss.shape, names, wrappers)
+        groups = next((w._groups for w in wrappers if w._groups), None)
+        num_shards = check_groups_cover(groups, dims.size) if groups and dims.dims else dims.size
+        if num_shards == 1:
+            return 1.0
+        said = {w.loss_reduction: w for w in wrappers if w.loss_reduction is not None}
+        if len(said) > 1:
+            found = " and ".join(f"{w.name} has {reduction!r}" for reduction, w in said.items())
+            raise ValueError(
+                f"The loss of shape {loss.shape.to_string} is one for each shard, and a stack "
+                f"joins these by one reduction, but {found}: give both the same."
+            )
+        return 1.0 if tf.losses.Reduction.SUM in said else 1.0 / num_shards
+
+    def _shard_dims(self, shape: mtf.Shape) -> list[mtf.Dimension]:
+        """The shard dims that a shape has, in the order that numbers the shards."""
+        by_name = {d.name: d for d in shape.dims}
+        return [by_name[name] for name in self._shard_names if name in by_name]
+
+    def _has_own_copy(self, variable: mtf.Variable) -> bool:
+        """Whether every shard has its own copy of a variable, which then has all shard dims."""
+        dims = self._shard_dims(variable.shape)
+        needed = [d.name for d in self.axes.shard_dims] if self.axes else []
+        missing = [name for name in needed if name not in [d.name for d in dims]]
+        if dims and missing:
+            raise ValueError(
+                f"Variable {variable.name!r} of shape {variable.shape.to_string} has the shard "
+                f"dims {[d.name for d in dims]} but not {missing}: a variable has either all of "
+                "them (every shard its own copy) or none."
+            )
+        return bool(dims)
+
+    def _check_shapes(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> None:
+        names = self._stack_shard_names()
+        for grad, variable in zip(grads, variables):
+            if grad is None:
+                continue
+            self._has_own_copy(variable)
+            is_copy = any(d.name in names for d in variable.shape.dims)
+            rest = [d for d in grad.shape.dims if is_copy or d.name not in names]
+            if rest != variable.shape.dims:
+                raise ValueError(
+                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
+                    f"the variable has {variable.shape.to_string}: a gradient has the "
+                    f"variable's shape, or the shard dims {list(names)} in front."
+                )
+
+
+def _warn_of_other_dims(
+    kind: str, shape: mtf.Shape, names: Sequence[str], wrappers: Sequence[Any]
+) -> None:
+    """Warns once of a loss that may be one for each shard along dimensions of other names."""
+    shards = [d.name for d in shape.dims if d.name in names]
+    # No warning for a scalar if CrossShardOptimizer was given no mesh, as in most programs.
+    is_given = any(w.loss_reduction and (w.axes is not None or w._groups) for w in wrappers)
+    if not shards and (shape.dims or is_given):
+        warn_once(
+            "loss without shard dims",
+            "%s: the loss of shape %s has none of the shard dims %s, so it counts as the loss of "
+            "all shards: num_shards is 1 and it is not scaled.%s",
+            kind,
+            shape.to_string,
+            list(names),
+            " If one of its dimensions is the batch's, name it in batch_dims."
+            if shape.dims
+            else "",
+        )
+    for mesh_shape, layout in meshes_made() if shards else ():
+        axes = zip(shape.dims, layout.tensor_layout(shape, mesh_shape))
+        wide = [d.name for d, axis in axes if axis is not None and mesh_shape[axis].size > 1]
+        split = [name for name in wide if name not in shards]
+        if split:
+            warn_once(
+                "loss with other dims",
+                "%s: the loss of shape %s is one for each shard along %s, and is summed along %s, "
+                "which a layout splits, too. If the batch is split along these, name them in "
+                "batch_dims.",
+                kind,
+                shape.to_string,
+                shards,
+                split,
+            )

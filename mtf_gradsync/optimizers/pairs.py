@@ -1,13 +1,62 @@
-"""`apply_grad`: gradients that a program applies one variable at a time, in one step."""
+"""Arguments of an optimizer's `apply_grads` after gradients and variables."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Generic, TypeVar
+import inspect
+from typing import Any, Callable, Generic, Iterator, NamedTuple, TypeVar
 
+from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._warn import warn_once
-from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.step import Later, Plan, StandIn
+
+
+class OwnArguments(NamedTuple):
+    """Arguments of `apply_grads` after gradients and variables, for the innermost optimizer."""
+
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}  # noqa: RUF012  # never changed
+
+    def check(self, opt: Any) -> None:
+        """Raises TypeError if the signature of an optimizer's `apply_grads` does not take these."""
+        try:
+            # The signature of a decorator counts, not that of the function inside.
+            signature = inspect.signature(opt.apply_grads, follow_wrapped=False)
+        except (TypeError, ValueError):
+            return
+        try:
+            signature.bind(None, None, *self.positional, **self.named)
+        except TypeError as error:
+            given = [*map(repr, self.positional), *(f"{k}={v!r}" for k, v in self.named.items())]
+            raise TypeError(
+                f"The optimizer {opt!r} cannot be called with "
+                f"apply_grads({', '.join(['grads', 'variables', *given])}): {error}. It takes "
+                f"apply_grads{signature}; wrappers pass on all arguments after grads and "
+                "variables."
+            ) from None
+
+    def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
+        """Gives the mesh tensors in arguments, and in lists and dictionaries, with names."""
+        for number, value in enumerate(self.positional):
+            yield from _tensors_in(f"positional argument {number + 3}", value)
+        for name, value in self.named.items():
+            yield from _tensors_in(name, value)
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, mtf.Tensor]]:
+    if isinstance(value, mtf.Variable):
+        value = value.value
+    if isinstance(value, mtf.Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(name, inner)
+
+
+def variables_behind(tensor: mtf.Tensor) -> set[mtf.Variable]:
+    """Finds the variables that a tensor is computed from."""
+    before = walk([tensor.operation], lambda operation: [x.operation for x in operation.inputs])
+    return {operation for operation in before if isinstance(operation, mtf.Variable)}
+
 
 _T = TypeVar("_T")
 
@@ -41,7 +90,7 @@ class AppliesPairs:
     apply_grads: Callable[..., list[mtf.Operation]]
     _checked: Callable[..., Any]
     _wrappers: Callable[[], list[Any]]
-    # Whether this wrapper has built a step for the mesh of a variable.
+    # Whether this wrapper has built a step for the graph of a variable.
     _applied_before: Callable[[mtf.Variable], bool]
     # Pairs gathered for it, or for a wrapper around it, whose steps are still to be built.
     _to_build: tuple[_Pairs, ...] = ()
@@ -67,7 +116,7 @@ class AppliesPairs:
         """
         own = OwnArguments(args, kwargs)
         (grad,), (var,) = self._checked([grad], [var], own)
-        waiting = self._waiting_pairs(var.mesh)
+        waiting = self._waiting_pairs(var.graph)
         pairs = next((p for p in waiting if p.takes(var, own)), None)
         if pairs is None:
             if waiting or self._applied_before(var):
@@ -81,24 +130,25 @@ class AppliesPairs:
                     name,
                     var.name,
                 )
-            self._build_pairs(var.mesh)
-            pairs = _Pairs(self, var.mesh, own)
+            self._build_pairs(var.graph)
+            pairs = _Pairs(self, var.graph, own)
         return pairs.add(grad, var)
 
-    def _waiting_pairs(self, mesh: mtf.Mesh) -> list[_Pairs]:
-        return [p for p in self._to_build if p.is_waiting and p.wrapper is self and p.mesh is mesh]
+    def _waiting_pairs(self, graph: mtf.Graph) -> list[_Pairs]:
+        own = (p for p in self._to_build if p.is_waiting and p.wrapper is self)
+        return [p for p in own if p.plan.graph is graph]
 
-    def _build_pairs(self, mesh: mtf.Mesh) -> None:
-        for pairs in self._waiting_pairs(mesh):
+    def _build_pairs(self, graph: mtf.Graph) -> None:
+        for pairs in self._waiting_pairs(graph):
             pairs.build_if_here()
 
 
 class _Pairs(Later):
-    """The pairs of one wrapper and mesh, whose step is built later."""
+    """The pairs of one wrapper and graph, whose step is built later."""
 
-    def __init__(self, wrapper: AppliesPairs, mesh: mtf.Mesh, own: OwnArguments):
-        super().__init__(Plan.of(mesh.graph))
-        self.wrapper, self.mesh = wrapper, mesh
+    def __init__(self, wrapper: AppliesPairs, graph: mtf.Graph, own: OwnArguments):
+        super().__init__(Plan.of(graph))
+        self.wrapper = wrapper
         self._own, self._scope, self._where = own, tf.get_variable_scope(), self._here()
         self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}
         for one in wrapper._wrappers():
@@ -123,7 +173,7 @@ class _Pairs(Later):
         self._pairs[variable] = grad
         if grad is None:
             return []
-        self.stand_ins.append(StandIn(self, self.mesh, "apply_grad"))
+        self.stand_ins.append(StandIn(self, variable.mesh, "apply_grad"))
         return [self.stand_ins[-1]]
 
     def build_if_here(self) -> None:

@@ -9,23 +9,29 @@ SIMD program cannot, so that the session that runs it logs and raises (`mtf_grad
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import Any, Iterable, NamedTuple, Sequence, Union
+from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
 
+import gin
 import numpy as np
 
-from mtf_gradsync._numbers import check_whole_number
+from mtf_gradsync._common import check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.gradients.measures import NotFinite
-from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
-from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.gradients import global_norm, not_finite
+from mtf_gradsync.gradients.measures import which_not_finite
+from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Watched, WatchHook, values_after
+
+# What rows are called that are no shard's: of sums of finite gradients, and of reduced gradients.
+_OF_SUM, _OF_ONE = "(sum over shards)", "(shard unknown)"
 
 # The full list may be as long as the number of variables times the number of shards.
 _MOST_NAMED = 8
@@ -72,7 +78,7 @@ def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable 
 
 def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
     """Returns the value of `waiting_state` after a step; `updated` is 0 or 1 (int32)."""
-    return (waiting.value + 1) * (1 - updated)
+    return (waiting.value + 1) * (1 - on_mesh(updated, waiting.mesh))
 
 
 class Words(NamedTuple):
@@ -97,8 +103,9 @@ class Words(NamedTuple):
 
 def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
     """Returns the rows of `not_finite_flags`, for `Words`."""
-    shards = range(axes.num_shards) if axes else ()
-    return [*(f"(shard {number})" for number in shards), "(sum over shards)"]
+    if axes is None:
+        return [_OF_ONE]
+    return [*(f"(shard {number})" for number in range(axes.num_shards)), _OF_SUM, _OF_ONE]
 
 
 def not_finite_flags(
@@ -108,11 +115,12 @@ def not_finite_flags(
 
     `given` are gradients in any form, and `sums` the same ones as they are checked.
     """
-    found = []
+    given, of_shards = given.unreduced or given, []
     if axes:
-        found.append(NotFinite(given.present, axes, strategy, only_apart=True))
-    found.append(NotFinite(sums.present, None, strategy))
-    return [mtf.anonymize(x.outputs[0]) for x in found]
+        of_shards.append(
+            which_not_finite(given.present, axes, strategy, only_apart=True, shared=-1.0)
+        )
+    return [*of_shards, which_not_finite(sums.present, None, strategy)]
 
 
 class Skips:
@@ -163,10 +171,12 @@ class Skips:
 
         Args:
           found: flags, greater than 0 where something is not finite, the same on all processors:
-            `[rows..., names]`; if there are several, the last ones count where the others have none
-            of a name.
+            `[rows..., names]`. If there are two, those of shards, less than 0 where they are not
+            known, and those of the sums: these make a row for names of which no shard has a flag,
+            and a row for those of which shards are not known.
           now: the values of `counts` after the step, and of the floor's variable.
         """
+        found, now = ([on_mesh(x, self.mesh) for x in some] for some in (found, now))
         return [_Report(self, found, now)]
 
     def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
@@ -214,12 +224,13 @@ class Skips:
     def error(self, found: np.ndarray, missed: np.ndarray | None) -> NoUpdateError:
         """Returns the error for too many steps without an update."""
         assert self.limit is not None  # or there would be no error
-        replicas, named = _rows(found), self.named(found)
+        rows, named = self.words.rows, self.named(found)
+        replicas = [row for row in _rows(found) if rows[row] not in (_OF_SUM, _OF_ONE)]
         text = _no_update(self.owner, self.limit)
         if named:
             text += f" {self.words.last} {named}."
         if missed is not None:
-            replicas = np.flatnonzero(np.reshape(missed, -1) > 0)
+            replicas = list(np.flatnonzero(np.reshape(missed, -1) > 0))
             text += f" {_MISSING} [{', '.join(map(str, replicas))}]."
         return NoUpdateError(self.limit, replicas, text)
 
@@ -306,11 +317,15 @@ class _Report(mtf.Operation):
         count = len(skips.words.names)
 
         def together(*found: tf.Tensor) -> tf.Tensor:
-            *shards, total = (tf.reshape(x, [-1, count]) for x in found)
-            for rows in shards:
+            rows, *of_sums = (tf.reshape(x, [-1, count]) for x in found)
+            for total in of_sums:
                 # Sums only if no shard's gradient explains them.
-                total = tf.where_v2(tf.reduce_max(rows, 0, keepdims=True) > 0, 0.0, total)
-            return tf.concat([*shards, total], 0)
+                known = tf.reduce_min(rows, 0, keepdims=True) >= 0
+                explained = tf.reduce_max(rows, 0, keepdims=True) > 0
+                total = tf.where_v2(explained, 0.0, total)
+                each = tf.where_v2(known, total, 0.0), tf.where_v2(known, 0.0, total)
+                rows = tf.concat([rows, *each], 0)
+            return rows
 
         flags = lowering.mesh_impl(self).slicewise(together, *found).to_laid_out_tensor()
         record = lowering.variables[skips.record]
@@ -413,10 +428,6 @@ class ReportsSkips(Wrapper):
 
     _skips = OfStep[Union[Skips, None]](None)
 
-    def _axes_now(self) -> ReplicaAxes | None:
-        """The given replica axes, or those of the mesh that the program has made."""
-        return self.axes or axes_of_program(self._shard_names)
-
     def _note_skips(self, skips: Skips | None) -> None:
         self._skips = skips
 
@@ -446,3 +457,82 @@ class ReportsSkips(Wrapper):
             return self.skip_report
 
         return WatchHook(skip_report)
+
+
+# Called with the gradients of a microbatch step, and with `reducer=` if it has such an argument.
+SkipFn = Callable[..., mtf.Tensor]
+
+
+@gin.configurable(module="mtf_gradsync")
+def skip_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+    """Skips a microbatch step if a gradient of any shard has a NaN or an infinity.
+
+    Args:
+      grads: the gradients of the microbatch step, per shard or reduced.
+      reducer: the wrapper's reduction strategy; None takes `FusedAllReduce()`.
+
+    Returns:
+      A boolean mtf scalar, the same on all processors.
+
+    References:
+      optax.skip_not_finite
+    """
+    return mtf.greater(not_finite(grads, reducer), 0.0)
+
+
+skip_not_finite.leaves_out_not_finite = True
+
+
+@gin.configurable(module="mtf_gradsync")
+class skip_large_updates:
+    """Skips a microbatch step whose gradients are larger than a norm, or not finite.
+
+    With gradients per shard (local accumulation) the norm is the square root of the sum of squares
+    over all shards' gradients, so that only a scalar is reduced. The norm of the reduced gradient
+    is at most sqrt(num_shards) times as large, and smaller where shards cancel: choose max_norm
+    for the place where gradients accumulate.
+
+    References:
+      optax.skip_large_updates
+    """
+
+    leaves_out_not_finite = True
+
+    def __init__(self, max_norm: float):
+        """Sets the norm.
+
+        Args:
+          max_norm: the largest norm of a step that is not skipped, greater than 0.
+
+        Raises:
+          ValueError: max_norm is not greater than 0.
+        """
+        if not is_number(max_norm) or not max_norm > 0:
+            raise ValueError(f"max_norm must be greater than 0, got {max_norm!r}.")
+        self.max_norm = max_norm
+
+    def __call__(self, grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+        """See `skip_not_finite`."""
+        # Not "greater", as a NaN is to be skipped too.
+        return mtf.logical_not(mtf.less_equal(global_norm(grads, reducer), self.max_norm))
+
+
+def check_skip_fn(fn: Any) -> None:
+    """Raises TypeError if fn is neither None nor a function."""
+    if fn is not None and (not callable(fn) or isinstance(fn, type)):
+        raise TypeError(
+            "should_skip_update_fn must be None or a function from a list of gradients to a "
+            "boolean mtf scalar, such as mtf_gradsync.skip_not_finite or "
+            f"mtf_gradsync.skip_large_updates(100.0), got {fn!r}."
+        )
+
+
+def says_skip(fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
+    """Returns whether a checked function skips a microbatch step, a boolean mtf scalar."""
+    takes_reducer = "reducer" in inspect.signature(fn).parameters
+    skip = fn(grads, reducer=strategy) if takes_reducer else fn(grads)
+    if not isinstance(skip, mtf.Tensor) or skip.dtype != tf.bool or skip.shape.ndims:
+        raise ValueError(
+            f"should_skip_update_fn {fn!r} must return a boolean mtf scalar, got {skip!r}."
+        )
+    return skip

@@ -9,15 +9,16 @@ import re
 from inspect import getattr_static
 from typing import Any, Iterable, Iterator, Sequence, Union
 
+from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import checks
 from mtf_gradsync.gradients.losses import take_without_scale
+from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
-from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
-from mtf_gradsync.optimizers.own_arguments import OwnArguments
-from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep
+from mtf_gradsync.optimizers.interface import DeprecatedNames, ShardShapes, TrainOptimizerInterface
+from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     Partition,
@@ -26,10 +27,10 @@ from mtf_gradsync.optimizers.pipeline import (
     Stage,
     StepBuilder,
     Traits,
+    check_meshes,
     check_order,
 )
-from mtf_gradsync.optimizers.shard_shapes import ShardShapes
-from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.variables import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
@@ -175,6 +176,14 @@ class Wrapper(
         """The stages of a step that this wrapper adds, from the outside in."""
         return []
 
+    def settle(self, grads: Sequence[mtf.Tensor | None], around: Sequence[Wrapper]) -> None:
+        """Decides what depends on the program's mesh, before the stages of a step are made.
+
+        Args:
+          grads: gradients as given to the outermost wrapper, or None.
+          around: the wrappers around this one, from the outside in.
+        """
+
     def partition(self) -> Partition | None:
         """How this wrapper shards the updates of the inner optimizer; None if it does not."""
         return None
@@ -248,17 +257,21 @@ class Wrapper(
         own = OwnArguments(args, kwargs)
         grads, variables = self._checked(grads, variables, own)
         if variables:
-            self._build_pairs(variables[0].mesh)
+            self._build_pairs(variables[0].graph)
         wrappers = self._segment_wrappers()
         owners = [v for g, v in zip(grads, variables) if g is not None]
         # Builds the steps of other pairs, which an error in this one does not undo.
         books = [wrapper._slots for wrapper in self._wrappers()]
         with contextlib.ExitStack() as undone:
             undone.enter_context(self._placed())
+            for number, wrapper in enumerate(wrappers):
+                wrapper.settle(grads, wrappers[:number])
+            check_meshes(wrappers, grads, variables)
             for wrapper in wrappers:
                 wrapper.check(grads, variables)
                 wrapper.check_arguments(own, owners)
             if not owners:
+                self._warn_of_no_gradients(variables)
                 return []
             undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
             for book in books:
@@ -288,6 +301,18 @@ class Wrapper(
         self._check_shapes(grads, variables)
         return grads, variables
 
+    def _warn_of_no_gradients(self, variables: Sequence[mtf.Variable]) -> None:
+        if variables:
+            names = counted([v.name for v in variables], "variable")
+            warn_once(
+                f"no gradients {self.name} {names}",
+                "%s trains nothing: every gradient is None, of %s. mtf.gradients has none for a "
+                "variable that the loss does not depend on, or only through integers, complex "
+                "numbers or mtf.stop_gradient.",
+                self.name,
+                names,
+            )
+
     def _check_arguments(self, own: OwnArguments) -> None:
         own.check(self._segment_wrappers()[-1].opt)
 
@@ -313,7 +338,7 @@ class Wrapper(
 
     def _applied_before(self, variable: mtf.Variable) -> bool:
         step = self.step
-        return step is not None and any(x.mesh is variable.mesh for x in step.received[:1])
+        return step is not None and any(x.graph is variable.graph for x in step.received[:1])
 
     def _without_scales(
         self, grads: Iterable[mtf.Tensor | None], variables: Sequence[mtf.Variable]
@@ -325,6 +350,16 @@ class Wrapper(
         return grads
 
     # The stack.
+
+    def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
+        """The replica axes of the stack: given ones, or those of the program.
+
+        They are None if they are not known, or the gradients that it applies are on several meshes.
+        """
+        if len({g.mesh for g in grads}) > 1:
+            return None
+        given = next((w.axes for w in self._wrappers() if w.axes), None)
+        return given or find_axes(grads, self._shard_names)
 
     def inner_stack(self) -> list[Any]:
         """The optimizers inside this one, from the outside in.

@@ -8,7 +8,7 @@ from typing import Any, Callable, Sequence
 
 from tqdm import tqdm
 
-from mtf_gradsync._numbers import is_whole_number
+from mtf_gradsync._common import is_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._signals import Interruption
 from mtf_gradsync.planning.machines import Machine, TpuMachine, factorizations

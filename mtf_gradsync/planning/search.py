@@ -16,7 +16,7 @@ from mtf_gradsync.planning.links import Exchange, exchanges_of
 from mtf_gradsync.planning.machines import Compiled, Machine
 from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused, sorted_rows
 from mtf_gradsync.simd.collectives import groups_by_axes, list_collectives
-from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.traffic import CommunicationReport
 from mtf_gradsync.xla.topology.compiling import Lowered

@@ -9,7 +9,7 @@ from mtf_gradsync._private.jax import compiled_hlo, memory_bytes, stablehlo_flop
 from mtf_gradsync.planning.calibration import Calibration, measure, meetings, work_of
 from mtf_gradsync.planning.machines import Begun, Compiled
 from mtf_gradsync.planning.sample_steps import samples_like
-from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.devices import devices_for
 from mtf_gradsync.xla.executable import Cache, loaded, lowered

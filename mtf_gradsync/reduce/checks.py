@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import canonical_device, process_of
-from mtf_gradsync.mesh.kind import is_simd
 
 
 def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:

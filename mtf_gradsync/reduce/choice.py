@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Sequence
 
 import gin
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.devices import KNOWN_KINDS, Topology, topology_of
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.topology import KNOWN_KINDS, Topology, topology_of
 from mtf_gradsync.reduce.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.hierarchical import HierarchicalAllReduce
 from mtf_gradsync.reduce.one_level import PLACEMENT_PACKED_BYTES, FusedAllReduce

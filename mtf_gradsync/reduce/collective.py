@@ -9,13 +9,12 @@ from typing import Any, Iterator, Sequence
 
 import gin
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import collective_sum, control_flow_context
-from mtf_gradsync._warn import warn_once
-from mtf_gradsync.mesh.devices import full_name, place_of
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.devices import full_name, kind_of, place_of
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.mesh.topology import kind_of
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.packs import Packs, packed_all_reduce, packs_of_groups
 from mtf_gradsync.reduce.strategy import Strategy

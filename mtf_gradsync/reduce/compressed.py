@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol, Sequence, Union, get_args
 
 import gin
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._warn import warn_once
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.checks import check_values
 from mtf_gradsync.reduce.one_level import FusedAllReduce

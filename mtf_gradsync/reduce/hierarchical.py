@@ -9,8 +9,8 @@ from typing import Any, List, Literal, NamedTuple, Sequence, Tuple, Union
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.levels import (
     Axis,

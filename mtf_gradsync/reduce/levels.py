@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Sequence, Union
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._warn import warn_once
 from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.mesh.groups import ProcessorGroups, axis_number
 from mtf_gradsync.reduce.sums import GroupSum, SumFn, in_groups, positions, simd_all_reduce

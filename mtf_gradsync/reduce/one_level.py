@@ -6,11 +6,11 @@ from typing import Any, Callable, Sequence
 
 import gin
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import canonical_device, place_of
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.packs import (
     Packer,

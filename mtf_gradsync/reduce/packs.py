@@ -7,9 +7,8 @@ import itertools
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.mesh.shared_copies import slicewise
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.groups import ProcessorGroups, slicewise
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.sums import SumFn
 

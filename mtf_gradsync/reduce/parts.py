@@ -6,9 +6,9 @@ import collections
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.devices import memories
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.mesh.topology import memories
 from mtf_gradsync.reduce.packs import plan_buckets
 
 

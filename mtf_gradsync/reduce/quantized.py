@@ -10,9 +10,9 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import cross_replica_gather, cross_replica_rows
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.devices import memories
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.mesh.topology import memories
 from mtf_gradsync.reduce.by_gradient import GradientStrategy, in_dtype_of, no_errors, plus_errors
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker

@@ -13,9 +13,9 @@ from mtf_gradsync._private.tensorflow import (
     set_attr,
     summed_together,
 )
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.devices import memories
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.mesh.topology import memories
 from mtf_gradsync.reduce.packs import pack, unpack
 from mtf_gradsync.reduce.parts import (
     Cuts,

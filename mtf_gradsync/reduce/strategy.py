@@ -7,8 +7,8 @@ import warnings
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.groups import ProcessorGroups, check_groups, check_mesh
-from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.checks import (
     check_aggregation,
     check_destinations,

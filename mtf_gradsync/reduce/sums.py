@@ -9,9 +9,8 @@ from typing import Any, Callable, Literal, Sequence, cast
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
 from mtf_gradsync._private.tensorflow import control_flow_v1, summed_together, write_to_own_memory
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.mesh.shared_copies import first_alike
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.groups import ProcessorGroups, first_alike
 
 # These are added up in float32.
 NARROW_FLOATS = (tf.bfloat16, tf.float16)

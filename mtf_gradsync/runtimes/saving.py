@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._names import some_of
+from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION
-from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, changes
+from mtf_gradsync.optimizers.state.restoring import STATE_COLLECTION, ReshardingSaver, changes
 from mtf_gradsync.runtimes.errors import ACCEPT_FLAG, ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes.manifest import (
     UNREADABLE,

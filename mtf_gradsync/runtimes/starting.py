@@ -12,9 +12,9 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._names import some_of
+from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.state.averaged import averaged_checkpoint
+from mtf_gradsync.optimizers.average import averaged_checkpoint
 from mtf_gradsync.optimizers.state.restoring import write_changed
 from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, first_line
 from mtf_gradsync.runtimes.manifest import checkpoint_files, damage_of, forget_checkpoint, free_name

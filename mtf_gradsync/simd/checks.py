@@ -13,8 +13,7 @@ from mtf_gradsync.simd.effects import (
     connected,
     find_collectives,
 )
-from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.facts import CONTROL, Context, GraphFacts, Loop
+from mtf_gradsync.simd.facts import CONTROL, Context, GraphFacts, Loop, UnsupportedProgramError
 
 # The emulator rewrites these, so they need no CPU kernel.
 _REWRITTEN = frozenset(COLLECTIVE_TYPES) | {"TPUReplicateMetadata"}

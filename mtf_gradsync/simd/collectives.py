@@ -7,11 +7,10 @@ import math
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.text import mesh_text
+from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.simd.checks import check_functions_are_silent
 from mtf_gradsync.simd.effects import Collective, find_collectives, variables_written
-from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.facts import Branch, GraphFacts, Loop, turns_in
+from mtf_gradsync.simd.facts import Branch, GraphFacts, Loop, UnsupportedProgramError, turns_in
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import lowerings_in
 from mtf_gradsync.simd.traffic import CommunicationReport, CommunicationRow

@@ -7,8 +7,7 @@ from typing import Any, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd.checks import check_can_be_emulated, values_name
 from mtf_gradsync.simd.emulator import EmulatedGraph, emulate
-from mtf_gradsync.simd.errors import BranchDivergenceError
-from mtf_gradsync.simd.facts import GraphFacts
+from mtf_gradsync.simd.facts import BranchDivergenceError, GraphFacts
 from mtf_gradsync.simd.session import MasterOps, ReplicaSession, lowerings_in
 
 

@@ -7,8 +7,15 @@ import re
 from typing import Iterable, NamedTuple, Sequence
 
 from mtf_gradsync._private.tensorflow import TOGETHER_ATTR
-from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.facts import CONTROL, Branch, Context, GraphFacts, Loop, common_context
+from mtf_gradsync.simd.facts import (
+    CONTROL,
+    Branch,
+    Context,
+    GraphFacts,
+    Loop,
+    UnsupportedProgramError,
+    common_context,
+)
 
 COLLECTIVE_TYPES = ("CrossReplicaSum", "AllToAll", "CollectivePermute", "XlaReduceScatter")
 

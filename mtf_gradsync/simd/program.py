@@ -12,10 +12,10 @@ from mesh_tensorflow import tpu_variables
 from mtf_gradsync._private import tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import forget_mesh
-from mtf_gradsync._refs import ref_variables_explained
+from mtf_gradsync._variables import ref_variables_explained
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession, PreparedGraph
-from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.session import lowerings_in
 
 

@@ -11,7 +11,7 @@ from typing import Any, Iterable, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync._names import counted
+from mtf_gradsync._common import counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, restored_lowering
 from mtf_gradsync.optimizers.state.restoring import adapt_checkpoint

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Sequence
 
 from tabulate import tabulate
 
-from mtf_gradsync._names import some_of
+from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.mesh.devices import process_of
-from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.simd.facts import Branch, Context, GraphFacts, Loop, turns_in
 
 

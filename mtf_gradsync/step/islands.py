@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.reshaped import Reshaped
-from mtf_gradsync._refs import CURE
-from mtf_gradsync.mesh.shared_copies import writers_of
-from mtf_gradsync.step.part import Part, PartLowering
+from mtf_gradsync._private.patches import Reshaped
+from mtf_gradsync._variables import CURE
+from mtf_gradsync.mesh.groups import writers_of
+from mtf_gradsync.step.lowering import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
 
 

@@ -26,9 +26,15 @@ import weakref
 from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step.hook import PLAN, adopt, flat
-from mtf_gradsync.step.lowered import Lowered, pending_sums_outside, scope_around
-from mtf_gradsync.step.part import Part
+from mtf_gradsync.step.lowering import (
+    PLAN,
+    Lowered,
+    Part,
+    adopt,
+    flat,
+    pending_sums_outside,
+    scope_around,
+)
 
 ControlInputs = Callable[[mtf.Lowering], Sequence[tf.Operation]]
 _Part = TypeVar("_Part", bound=Part)

@@ -13,7 +13,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.step.plan import Plan
 
 _logger = logging.getLogger("mtf_gradsync")

@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, Mapping, Sequence
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
-from mtf_gradsync._warn import warn_once
-from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.mesh.shared_copies import check_writers, writers_of, writing
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.groups import check_writers, writers_of, writing
 from mtf_gradsync.step.gate import Gate
 from mtf_gradsync.step.later import build_later
-from mtf_gradsync.step.part import Part, PartLowering
+from mtf_gradsync.step.lowering import Part, PartLowering
 from mtf_gradsync.step.plan import ControlInputs, Plan
 
 
@@ -275,13 +275,16 @@ class OwnWrites(Part):
         gates: dict[mtf.Mesh, list[Gate]] = {}
         waits: dict[mtf.Operation, ControlInputs] = {}
         for operation in lowering.graph.operations:
-            mesh = operation.mesh
             if operation in made_by:
-                gates.setdefault(mesh, []).append(Gate(plan, made_by[operation]))
-            elif isinstance(operation, mtf.Assign) and mesh in meshes and plan.is_free(operation):
-                # Without a sum before it, a write still waits for the reads.
-                before = gates.get(mesh) or [Gate(plan, operation.inputs)]
-                waits[operation] = functools.partial(_barriers, tuple(before))
+                gates.setdefault(operation.mesh, []).append(Gate(plan, made_by[operation]))
+            elif isinstance(operation, mtf.Assign) and plan.is_free(operation):
+                written = meshes.intersection(v.mesh for v in operation.variables)
+                before = [gate for mesh, some in gates.items() if mesh in written for gate in some]
+                if not written.issubset(gates):
+                    # Without a sum before it, a write still waits for the reads.
+                    before.append(Gate(plan, operation.inputs))
+                if before:
+                    waits[operation] = functools.partial(_barriers, tuple(before))
         part_lowering = PartLowering()
         part_lowering.waits = waits
         return part_lowering

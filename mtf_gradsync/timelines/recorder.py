@@ -9,6 +9,7 @@ import time
 from typing import AbstractSet, Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers.state.variables import STAND_INS
 from mtf_gradsync.simd.traffic import CommunicationRow
 from mtf_gradsync.timelines.events import Call, Collective, Event, Recording, Step, model_name
 from mtf_gradsync.xla.hlo import read_module
@@ -80,12 +81,10 @@ def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> s
 
     A wrapper's own values are not that: it may sum some in the steps that make no update.
     """
-    collections = ("GLOBAL_VARIABLES", "LOCAL_VARIABLES", "TRAINABLE_VARIABLES")
-    everywhere, here, trained = (
-        {v.op.name for v in graph.get_collection(getattr(tf.GraphKeys, name))}
-        for name in collections
-    )
-    others = (everywhere | here) - trained
+    keys = tf.GraphKeys
+    collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)
+    *all_names, trained = ({v.op.name for v in graph.get_collection(key)} for key in collections)
+    others = set().union(*all_names) - trained
     return {
         name
         for name, one in collectives.items()

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Sequence
 
-from mtf_gradsync._names import some_of
+from mtf_gradsync._common import some_of
 from mtf_gradsync.timelines.events import (
     Event,
     Interval,

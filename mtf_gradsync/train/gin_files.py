@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import logging
 import re
+import tokenize
 from typing import Any, Callable, Iterator, Sequence
 
 import gin
@@ -14,12 +17,11 @@ import gin
 # All of `train` that gin files bind: nothing can be registered once a configuration is read.
 import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
-import mtf_gradsync.train.evaluation.sample  # noqa: F401
+import mtf_gradsync.train.evaluation  # noqa: F401
 from mtf_gradsync._configs import configs_dir
-from mtf_gradsync._private.gin import bindings
-from mtf_gradsync.train.config.bindings import RunConfig
-from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.transformer import transformer_utils
+from mtf_gradsync._private.gin import bindings, registered
+from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync.train.config import RunConfig, transformer_utils
 
 _RUN = "mtf_gradsync.train.run"
 _UTILS_RUN = "mesh_tensorflow.transformer.utils.run"
@@ -99,10 +101,40 @@ def explain(error: BaseException) -> str:
 def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
     try:
         parse(text)
-    except OSError as error:
-        raise ConfigError(_one_line(error)) from error
-    except (ValueError, TypeError, SyntaxError, ImportError, AttributeError, KeyError) as error:
-        raise ConfigError(f"{where}: {_one_line(error)}") from error
+    except tokenize.TokenError as error:
+        raise ConfigError(f"{where}: it ends in the middle of a value") from error
+    except (
+        OSError, ValueError, TypeError, SyntaxError, ImportError, AttributeError, KeyError,
+    ) as error:  # fmt: skip
+        # `where` has the text of a binding, and the message the token of a value.
+        said = re.sub(" In bindings string .*|malformed node or string.*> ", "", _one_line(error))
+        raise ConfigError(f"{where}: {_with_hint(said)}") from error
+
+
+def _with_hint(said: str) -> str:
+    """Returns gin's message, with what may have been meant where a name or value is unknown."""
+    missing = re.match(r"Unable to open file: (.*)\. Searched config paths: (\[.*\])", said)
+    if missing:
+        folders = dict.fromkeys(folder or "." for folder in ast.literal_eval(missing[2]))
+        return f"There is no gin file {missing[1]!r}; looked for it in {', '.join(folders)}"
+    if said.startswith("Failed to parse token"):
+        return (
+            f"{said}: it is no value. Text wants quotes; a number, True, None, a list, a reference "
+            "(@name) and a macro (%name) have none."
+        )
+    known = registered()
+    parameter = re.search(r"Configurable '(.*?)' doesn't have a parameter named '(.*?)'", said)
+    unknown = re.search(r"No configurable matching (?:reference )?'@?([\w./]*)", said)
+    if parameter:
+        selector, given = parameter.groups()
+        names = {p for name in known if f".{name}".endswith(f".{selector}") for p in known[name]}
+    elif unknown:
+        given = unknown[1].split(".")[-1]
+        names = {name.split(".")[-1] for name in known}
+    else:
+        return said
+    close = difflib.get_close_matches(given, sorted(names), n=2)
+    return f"{said.rstrip('.')}; did you mean {' or '.join(close)}?" if close else said
 
 
 @contextlib.contextmanager

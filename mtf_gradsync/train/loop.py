@@ -10,11 +10,11 @@ from typing import Any, Callable, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.optimizers import NoUpdateError
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.timelines import Timeline, TimelineError
-from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
-from mtf_gradsync.train.metrics.recorder import Recorder
-from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.runners.runner import Runner, most_bad_losses
+from mtf_gradsync.train.data.batches import DataError
+from mtf_gradsync.train.metrics import Progress, Recorder
+from mtf_gradsync.train.runner import Runner, most_bad_losses
 
 # Errors that a step may raise: TensorFlow's, jax's, and a hook's.
 _OF_A_STEP = (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import tempfile
 import time
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import gin
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.mesh.text import mesh_text
-from mtf_gradsync.optimizers.state.averaged import NoAveragesError, check_averages_kept
+from mtf_gradsync._signals import Interruption
+from mtf_gradsync.mesh.axes import mesh_text
+from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
+from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.runtimes.saving import check_configuration, describe
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
@@ -25,33 +29,36 @@ from mtf_gradsync.runtimes.starting import (
     remove_leftovers,
 )
 from mtf_gradsync.session import session_config
-from mtf_gradsync.timelines import Timeline
-from mtf_gradsync.train.config.bindings import RunConfig
-from mtf_gradsync.train.config.checks import check_callable, check_count
+from mtf_gradsync.timelines import Timeline, TimelineError
+from mtf_gradsync.train.config import RunConfig, check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
-from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
-from mtf_gradsync.train.evaluation.scores import Score
-from mtf_gradsync.train.files import check_drawing, writing_to
-from mtf_gradsync.train.job import TrainingJob, resolve_job
+from mtf_gradsync.train.evaluation import Score
+from mtf_gradsync.train.figures import check_drawing, writing_to
+from mtf_gradsync.train.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
-from mtf_gradsync.train.metrics.file import read_metrics
-from mtf_gradsync.train.metrics.recorder import Recorder
-from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.report.facts import Facts, read_facts, versions, write_facts
-from mtf_gradsync.train.report.page import Ended, check_pages_installed, write_page
-from mtf_gradsync.train.report.recorded_steps import (
+from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
+from mtf_gradsync.train.model import TrainingJob, resolve_job
+from mtf_gradsync.train.report import (
+    Ended,
+    Facts,
     RecordedSteps,
+    check_pages_installed,
     forget_recorded,
+    read_facts,
     read_recorded,
+    versions,
+    write_facts,
+    write_page,
     write_recorded,
 )
-from mtf_gradsync.train.report.traffic import list_traffic
-from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
-from mtf_gradsync.train.runners.runner import Runner
-from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
-from mtf_gradsync.train.runtime import Runtime, choose_runtime
-from mtf_gradsync.train.train_graph import TrainGraph, build_on
+from mtf_gradsync.train.runner import (
+    PlacementMeshRunner,
+    Runner,
+    Runtime,
+    SimdProgramRunner,
+    choose_runtime,
+)
+from mtf_gradsync.train.train_graph import TrainGraph, build_on, list_traffic
 
 CONFIG_FILE = "operative_config.gin"
 TRACE_FILE = "timeline.trace.json.gz"
@@ -216,6 +223,15 @@ def _check_averages_kept() -> None:
         raise ConfigError(str(error)) from error
 
 
+def _adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
+    """Returns a start from a checkpoint whose differences from the default graph are accepted."""
+    assert start.path is not None  # the callers have asked
+    found = check_configuration(start.path, tf.global_variables(), accept)
+    if any(found):
+        say(f"{words} of another configuration:\n{describe(found)}")
+    return start._replace(new=tuple(name for name in found.new if name not in found.adapted))
+
+
 def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:
     """Makes the steps that follow those of a checkpoint, if there is one."""
     config, job, directory, say = checked.config, checked.job, checked.directory, checked.say
@@ -230,11 +246,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
         if config.evaluate_with_averages:
             _check_averages_kept()
         if start.path:
-            found = check_configuration(start.path, tf.global_variables(), accept_differences)
-            if any(found):
-                say(f"going on from {start.path}, of another configuration:\n{describe(found)}")
-            new = (name for name in found.new if name not in found.adapted)
-            start = start._replace(new=tuple(new))
+            start = _adapted(start, accept_differences, say, f"going on from {start.path},")
         elif config.init_checkpoint:
             count = initialize_from(config.init_checkpoint)
             say(f"{count} variables begin as in {config.init_checkpoint}")
@@ -315,3 +327,79 @@ def training_graph(
         return PlacementMeshRunner(*given, OnDevices(session, runtime.target), hooks)
 
     return graph, None if cores is None else cores.program, runner
+
+
+# It moves files of the run, which a timeline may not.
+_SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
+
+
+class TimedRun:
+    """Records some steps of a run, called as `run` is.
+
+    It makes `warm_up` steps before, at least one: the first step compiles.
+    """
+
+    def __init__(self, steps: int, warm_up: int):
+        self._steps, self._warm_up = steps, warm_up
+
+    def __call__(
+        self,
+        config: RunConfig,
+        model_dir: str | None = None,
+        say: Callable[[str], None] = print,
+        accepted: Accepted = NOTHING,
+        part: Part = ALONE,
+    ) -> Timeline:
+        """Records steps after the newest checkpoint of model_dir; None begins with new values.
+
+        Raises:
+          ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
+          TrainingError: if a step fails, or nothing can be recorded.
+        """
+        runtime = choose_runtime(config, part.target)
+        job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
+        session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
+        checkpoints = part.checkpoint_dir or model_dir
+        start = Start()
+        if checkpoints is not None:
+            start = part.chosen(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
+        say(f"steps run on {runtime}")
+        with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:
+            _, _, make_runner = training_graph(job, batches, runtime)
+            if start.path:
+                say(f"from {start.path}")
+                start = _adapted(start, accepted.differences, say, "which is")
+            with tempfile.TemporaryDirectory() as own:
+                with make_runner(own, start, config, session) as runner:
+                    try:
+                        return self._recorded(runner, stop)
+                    except (TimelineError, tf.errors.OpError) as error:
+                        raise TrainingError(str(error)) from error
+
+    def _recorded(self, runner: Runner, stop: Interruption) -> Timeline:
+        before = _make(runner, self._warm_up, stop)
+        timeline = runner.timeline()
+        with timeline:
+            made = _make(runner, self._steps, stop)
+        timeline.mark_updates([*before[-1:], *made])
+        return timeline
+
+
+def _make(runner: Runner, count: int, stop: Interruption) -> Sequence[int]:
+    """Makes steps as training does; returns the updates made by each, where they are counted."""
+    updates: list[int] = []
+    pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
+
+    def look() -> None:
+        values = pending.popleft()()
+        if "update_step" in values:
+            updates.append(int(values["update_step"]))
+
+    for _ in range(count):
+        stop.check()
+        pending.append(runner.dispatch())
+        while len(pending) > runner.steps_ahead:
+            look()
+    while pending:
+        look()
+    return updates

@@ -4,10 +4,9 @@ See ``docs/xla.md`` and ``docs/tpu.md``.
 """
 
 from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
-from mtf_gradsync.xla.devices import devices_for
+from mtf_gradsync.xla.devices import XlaMissingError, devices_for, why_no_tpu_compiler, why_no_xla
 from mtf_gradsync.xla.executable import default_cache_dir
 from mtf_gradsync.xla.export import export, to_checkpoint
-from mtf_gradsync.xla.installed import XlaMissingError, why_no_tpu_compiler, why_no_xla
 from mtf_gradsync.xla.processes import Processes, start_processes
 from mtf_gradsync.xla.runner.errors import DevicesError, StepError
 from mtf_gradsync.xla.session import Dispatched, XlaSession, session

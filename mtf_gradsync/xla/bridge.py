@@ -18,7 +18,7 @@ from mtf_gradsync._private.tensorflow import (
     xla_custom_call,
 )
 from mtf_gradsync.simd.effects import COLLECTIVE_TYPES
-from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.functional import StandIn, rebuild
 from mtf_gradsync.xla.hlo import aliases_of, read_module
 from mtf_gradsync.xla.replica_program import ReplicaProgram

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.jax import writes_over_arguments_well
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.xla.bridge import to_hlo
 from mtf_gradsync.xla.replica_program import ReplicaProgram
 from mtf_gradsync.xla.runner.packs import packed_for_cpus

@@ -10,15 +10,15 @@ from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Seque
 
 import numpy as np
 
-from mtf_gradsync._names import counted
+from mtf_gradsync._common import counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.xla import manifest as entries
 from mtf_gradsync.xla.bridge import initial_state
+from mtf_gradsync.xla.devices import check_installed
 from mtf_gradsync.xla.executable import Cache, default_cache_dir, lowered
-from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.manifest import to_artifact
 from mtf_gradsync.xla.prepared import parts_of
 from mtf_gradsync.xla.replica_program import ReplicaInput, replica_program

@@ -23,8 +23,12 @@ from mtf_gradsync.processes.members import Member, ProcessesError
 from mtf_gradsync.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.xla import cores
 from mtf_gradsync.xla.cores import may_be_from_another_process
-from mtf_gradsync.xla.devices import ask_for_cpu_devices, check_keeps_order, leave_absent_tpus_alone
-from mtf_gradsync.xla.installed import check_installed
+from mtf_gradsync.xla.devices import (
+    ask_for_cpu_devices,
+    check_installed,
+    check_keeps_order,
+    leave_absent_tpus_alone,
+)
 
 _FRAMES = 5
 # The signals that faulthandler handles, by what it writes first.

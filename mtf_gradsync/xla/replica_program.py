@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.effects import find_collectives, find_effects
-from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.facts import (
     CONTROL,
     GraphFacts,
+    UnsupportedProgramError,
     check_alive_outside,
     join_input,
     split_input,

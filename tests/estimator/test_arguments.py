@@ -88,7 +88,7 @@ def test_input_fns_get_what_they_name():
         assert not others
         return tf.data.Dataset.range(params)
 
-    from mtf_gradsync.estimator.inputs import features_and_labels
+    from mtf_gradsync.estimator.specs import features_and_labels
 
     features, labels, hooks = features_and_labels(input_fn, "train", 3, None)
     assert (labels, len(hooks)) == (None, 1)

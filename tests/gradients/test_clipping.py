@@ -202,3 +202,90 @@ def test_gradients_without_a_norm_become_nan_not_zero(value):
     out = run("placement", lambda grads: gs.clip_by_global_norm(grads, 2.0), feed)
     assert np.isnan(out["x"]).all()
     assert np.isnan(out["h"]).all()
+
+
+def two_losses(mesh):
+    """Of one weight each, and of both."""
+    x = mtf.import_tf_tensor(mesh, tf.ones([B, D]), mtf.Shape([batch, features]))
+    weights = [
+        mtf.get_variable(mesh, name, mtf.Shape([features]), initializer=tf.ones_initializer())
+        for name in ("v", "w")
+    ]
+    losses = [mtf.reduce_sum(x * weight) for weight in weights]
+    return losses, weights
+
+
+def by_calls(clip):
+    def clipped(losses, weights):
+        return [clip([g]) for g in mtf.gradients([mtf.add(*losses)], weights)]
+
+    return clipped
+
+
+def by_wrappers(wrap):
+    def clipped(losses, weights):
+        loss = mtf.add(*losses)
+        return [
+            wrap(mtf.optimize.SgdOptimizer(1.0), weight.operation.name).minimize(
+                loss, var_list=[weight]
+            )
+            for weight in weights
+        ]
+
+    return clipped
+
+
+def clip_wrapper(opt, name):
+    return gs.ClipByGlobalNormOptimizer(opt, 1.0, name=f"clip_{name}")
+
+
+IN_GROUPS = {
+    "global norm": by_calls(lambda g: gs.clip_by_global_norm(g, 1.0)),
+    "shard norm": by_calls(lambda g: gs.clip_by_shard_norm(g, 1.0, AXES)),
+    "summed together": lambda losses, weights: [
+        gs.clip_by_global_norm([g], 1.0)
+        for g in gs.sum_shards(mtf.gradients([mtf.add(*losses)], weights))
+    ],
+    "wrappers": by_wrappers(clip_wrapper),
+    "once an update": by_wrappers(
+        lambda opt, name: gs.GradientAccumulationOptimizer(
+            clip_wrapper(opt, name), 2, axes=AXES, name=name
+        )
+    ),
+    "per-shard losses": by_wrappers(
+        lambda opt, name: gs.CrossShardOptimizer(clip_wrapper(opt, name), axes=AXES)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", list(IN_GROUPS))
+def test_a_norm_for_each_of_two_groups_is_a_warning(how, caplog):
+    losses, weights = two_losses(mtf.Mesh(mtf.Graph(), "mesh"))
+    if how == "per-shard losses":
+        shards = mtf.Shape([mtf.Dimension("batch", SHARDS)])
+        losses = [mtf.broadcast(x, shards) for x in losses]
+    IN_GROUPS[how](losses, weights)
+    (record,) = [r for r in caplog.records if "a norm of its own" in r.getMessage()]
+    assert "variable 'w' was clipped apart from the gradient of variable 'v'" in record.getMessage()
+
+
+def one_each(losses, weights):
+    for loss, weight in zip(losses, weights):
+        gs.clip_by_global_norm(mtf.gradients([loss], [weight]), 1.0)
+
+
+def again(losses, weights):
+    grads, _ = gs.clip_by_global_norm(mtf.gradients([mtf.add(*losses)], weights), 1.0)
+    gs.clip_by_global_norm(grads[:1], 0.5)
+
+
+def nested(losses, weights):
+    inner = clip_wrapper(mtf.optimize.SgdOptimizer(1.0), "inner")
+    opt = gs.GradientAccumulationOptimizer(clip_wrapper(inner, "outer"), 2, axes=AXES)
+    opt.minimize(mtf.add(*losses))
+
+
+@pytest.mark.parametrize("clip", [one_each, again, nested])
+def test_norms_that_are_meant_are_no_warning(clip, caplog):
+    clip(*two_losses(mtf.Mesh(mtf.Graph(), "mesh")))
+    assert "a norm of its own" not in caplog.text

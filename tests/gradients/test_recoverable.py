@@ -11,10 +11,6 @@ from tests.programs import mixture
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;experts:rows;copies:rows;part:rows;hidden:cols"
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
-# Both axes are replica axes; experts are split over one of them.
-BOTH = gs.ReplicaAxes(
-    MESH, "outer:rows;batch:cols;experts:cols;part:cols", batch_dims=("outer", "batch")
-)
 BATCH, D, EXPERTS = mtf.Dimension("batch", 4), mtf.Dimension("d", 2), mtf.Dimension("experts", 2)
 COPIES, EACH = mtf.Dimension("copies", 2), mtf.Dimension("each", 2)
 LENGTH, PART, ALL = mtf.Dimension("length", 2), mtf.Dimension("part", 2), mtf.Dimension("all", 4)
@@ -69,7 +65,7 @@ def copied(mesh, x):
 
 def copied_and_penalized(mesh, x):
     loss = copied(mesh, x)
-    return loss + mtf.reduce_sum(mtf.square(mesh.graph.trainable_variables[0]))
+    return loss + mtf.reduce_sum(mtf.square(mesh.graph.trainable_variables[0].value))
 
 
 def mean_of_weights(mesh, x):
@@ -91,10 +87,6 @@ def squared(mesh, x):
     return mtf.square(mtf.reduce_mean(x)) * mtf.reduce_sum(mtf.square(w))
 
 
-def in_loop(mesh, x):
-    return summed(mesh, x)
-
-
 # For each program what is said of each variable: an operation's cause; "made" again, or "shared",
 # where stages that skip shards can do without them; or "own".
 PROGRAMS = {
@@ -107,7 +99,7 @@ PROGRAMS = {
     "copied and penalized": (copied_and_penalized, {"w": Cause.SPLIT}),
     "mean of weights": (mean_of_weights, {"w": "own", "q": "own"}),
     "normalized": (normalized, {"before": "own", "q": "own"}),
-    "squared": (squared, {"w": "made"}),
+    "squared": (squared, {"w": Cause.NEEDS_SUM}),
 }
 
 

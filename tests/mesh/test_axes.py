@@ -129,4 +129,6 @@ def test_what_works_without_a_mesh_takes_none():
     make_mesh("all:8", "batch:all")
     opt = mtf.optimize.SgdOptimizer(0.1)
     assert gs.CrossShardOptimizer(opt).axes is None
-    assert gs.GradientAccumulationOptimizer(opt, 4).accumulate == "synced"
+    accumulation = gs.GradientAccumulationOptimizer(opt, 4)
+    assert accumulation.axes is None
+    assert accumulation.accumulate is None, "decided when gradients are applied"

@@ -7,6 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import Branch, Conditional, Plan
 from tests import harness, models, reference
 
 STEPS = 5
@@ -89,6 +90,70 @@ def test_each_process_keeps_its_own():
     assert len({id(x) for x in slices}) == 2
     tasks = [tf.DeviceSpec.from_string(x.device).task for x in slices]
     assert tasks == [0] * 4 + [1] * 4
+
+
+class AddsOn(mtf.Operation):
+    """Adds to each processor's slice of a variable, by the door or past it."""
+
+    def __init__(self, variable, past):
+        super().__init__([variable.value], name="adds_on")
+        self._variable, self._past = variable, past
+
+    def lower(self, lowering):
+        laid_out, mesh_impl = lowering.variables[self._variable], lowering.mesh_impl(self)
+        slices = laid_out.laid_out_tensor.all_slices
+        if self._past:
+            done = mtf.parallel(mesh_impl.devices, lambda x: tf.assign_add(x, x * 0 + 1), [*slices])
+        else:
+            done = laid_out.assign_to_slices(
+                lambda _, x, value: tf.assign_add(x, value), [tf.ones_like(x) for x in slices]
+            )
+        lowering.operations[self] = tf.group(done)
+
+
+@pytest.mark.parametrize(
+    ("dims", "past", "conditional", "shares", "refused"),
+    [
+        ("xy", True, False, True, True),
+        ("xy", True, True, True, True),  # in a branch's function
+        ("xy", False, True, True, False),
+        ("xy", True, False, False, False),  # each processor has its own
+    ],
+)
+def test_a_shared_slice_is_written_by_the_door_or_not_at_all(
+    dims, past, conditional, shares, refused
+):
+    with tf.Graph().as_default():
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        shape = mtf.Shape([mtf.Dimension(name, 8) for name in dims])
+        zeros = tf.zeros_initializer()
+        variable = mtf.get_variable(mesh, "v", shape, initializer=zeros).operation
+        if conditional:
+            plan = Plan.of(graph)
+            branch = Branch(plan)
+            with branch.opened():
+                branch.updates.append(AddsOn(variable, past))
+            due = mtf.constant(mesh, True, mtf.Shape([]), tf.bool)
+            (operation,) = Conditional(due, None, branch, (), True).updates
+        else:
+            operation = AddsOn(variable, past)
+        meshes = {mesh: ours(*MESHES["4x2"], share_copies=shares)}
+        if refused:
+            with pytest.raises(ValueError, match="'v', which several processors share") as error:
+                mtf.Lowering(graph, meshes, autostack=False)
+            assert "assign_to_slices" in str(error.value)
+            return
+        lowering = mtf.Lowering(graph, meshes, autostack=False)
+        add = lowering.lowered_operation(operation)
+        with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+            session.run([tf.global_variables_initializer()])
+            session.run(lowering.copy_masters_to_slices())
+            for _ in range(3):
+                session.run(add)
+            session.run(lowering.copy_slices_to_masters())
+            (value,) = session.run(tf.global_variables())
+    np.testing.assert_array_equal(value, np.full([8] * len(dims), 3.0))
 
 
 def test_gpus_keep_their_own():

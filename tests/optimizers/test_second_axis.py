@@ -21,6 +21,7 @@ MESHES = {
     "batch on a": ("a:2;b:2", "batch:a", ("batch",), 2),
     "on both": ("a:2;b:2", "outer:a;batch:b", ("outer", "batch"), 4),
     "w split": ("a:2;b:2", "batch:b;in:a", ("batch",), 2),
+    "four on b": ("a:2;b:4", "batch:b", ("batch",), 4),
 }
 KINDS = ["shared", "placement", "simd"]
 
@@ -37,6 +38,10 @@ def local(opt, **given):
 
 def synced(opt, **given):
     return local(opt, accumulate="synced", **given)
+
+
+def loss_scale(opt, **given):
+    return gs.LossScaleOptimizer(opt, initial_scale=1024.0, growth_steps=2, **given)
 
 
 def replicas(to_aggregate):
@@ -76,12 +81,11 @@ STACKS = {
     ],
     "average(loss_scale)": lambda n: [
         (AVERAGE, lambda opt, **given: gs.AverageOptimizer(opt, 0.5, **given)),
-        (
-            LOSS_SCALE,
-            lambda opt, **given: gs.LossScaleOptimizer(
-                opt, initial_scale=1024.0, growth_steps=2, **given
-            ),
-        ),
+        (LOSS_SCALE, loss_scale),
+    ],
+    "loss_scale(replicas)": lambda n: [
+        (LOSS_SCALE, loss_scale),
+        (sync_replicas(n), replicas(n)),
     ],
     "local(sharded)": lambda n: [
         (accumulation("local"), local),
@@ -162,7 +166,8 @@ def trains_as_numpy(kind, mesh, stack, sessions=SESSIONS):
 # With shared copies each wrapper on each kind of mesh axis in turn; elsewhere each once.
 PAIRS = [
     *(("shared", *pair) for pair in harness.pairs(MESHES, STACKS)),
-    *(("shared", mesh, "replicas") for mesh in list(MESHES)[:2]),
+    *(("shared", mesh, "replicas") for mesh in ("batch on b", "batch on a", "four on b")),
+    ("shared", "four on b", "more than replicas"),
     *(("placement", "w split", name) for name in ("replicas", "local")),
     *(("simd", "w split", name) for name in STACKS),
 ]
@@ -171,3 +176,32 @@ PAIRS = [
 @pytest.mark.parametrize(("kind", "mesh", "stack"), dict.fromkeys(PAIRS))
 def test_a_stack_trains_as_numpy_does(kind, mesh, stack):
     trains_as_numpy(kind, mesh, stack)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", ["batch:2;model:2", "batch:2;model:4"])
+def test_a_contribution_that_waits_counts_once(kind, mesh):
+    """By hand: one of two contributions in the first step, and three in the second."""
+    layout = "batch:batch"
+
+    def build(of, inputs):
+        x = mtf.import_tf_tensor(of, inputs["x"], mtf.Shape([mtf.Dimension("batch", 2)]))
+        w = mtf.get_variable(of, "w", mtf.Shape([]), initializer=tf.zeros_initializer())
+        opt = gs.SyncReplicasOptimizer(
+            mtf.optimize.SgdOptimizer(1.0),
+            2,
+            contributes=inputs["ok"],
+            mesh_shape=mesh,
+            layout=layout,
+        )
+        return opt.minimize(mtf.reduce_mean(x * w), tf.train.get_or_create_global_step()), {}
+
+    made = None
+    for first in ([1.0, 5.0], [True, False]), ([1.0, np.nan], [True, True]):
+        feeds = [
+            {"x": np.array(x, "f"), "ok": np.array(ok)}
+            for x, ok in (first, ([1.0, 1.0], [True, True]))
+        ]
+        made = made or harness.built(kind, mesh, layout, build, feeds[0], autostack=False)
+        for _ in range(4 * SESSIONS if kind == "shared" else 1):
+            assert [float(values["w"]) for values in made.after_each(feeds)] == [0.0, -1.0]

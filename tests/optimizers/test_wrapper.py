@@ -16,6 +16,7 @@ WRAPPERS = {
     "clip": functools.partial(gs.ClipByGlobalNormOptimizer, clip_norm=1e6),
 }
 features = mtf.Dimension("d", 3)
+AXES = gs.ReplicaAxes("all:3", "batch:all")
 
 
 class Recorder(mtf.optimize.Optimizer):
@@ -317,12 +318,41 @@ def test_an_optimizer_that_returns_nothing_is_named(wrapper):
         wrapper(Nothing()).apply_grads(grads, variables)
 
 
-def test_variables_of_two_meshes_are_refused(wrapper):
-    graph = mtf.Graph()
-    _, variables = model(graph)
-    other = mtf.Mesh(graph, "other")
-    shape = mtf.Shape([features])
-    foreign = mtf.get_variable(other, "x", shape, initializer=tf.ones_initializer()).operation
-    grads = [mtf.ones(variables[0].mesh, shape), mtf.ones(other, shape)]
-    with pytest.raises(ValueError, match="one wrapper to the variables of each"):
-        wrapper(Recorder()).apply_grads(grads, [variables[0], foreign])
+def test_variables_of_two_graphs_are_refused(wrapper):
+    mesh, (w, *_) = model()
+    with tf.variable_scope("other"):
+        other, (x, *_) = model()
+    grads = [mtf.ones(mesh, w.shape), mtf.ones(other, x.shape)]
+    with pytest.raises(ValueError, match="several mtf graphs"):
+        wrapper(Recorder()).apply_grads(grads, [w, x])
+
+
+ALL = dict(
+    WRAPPERS,
+    replicas=functools.partial(gs.SyncReplicasOptimizer, replicas_to_aggregate=1, axes=AXES),
+    sharded=functools.partial(gs.ShardedUpdateOptimizer, min_size=1, axes=AXES),
+)
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_gradients_that_are_all_none_are_a_warning_that_names_the_variables(name, caplog):
+    """As of a loss that depends on its variables through complex numbers alone."""
+    _, variables = model()
+    loss = mtf.reduce_sum(mtf.cast(mtf.cast(variables[0].value, tf.complex64), tf.float32))
+    optimizer = ALL[name](Recorder())
+    step = tf.train.get_or_create_global_step()
+    for _ in range(2):
+        optimizer.minimize(loss, step, variables)
+    optimizer.apply_grads([], [])
+    assert optimizer.opt.calls == []
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(optimizer.name)
+    assert "3 variables: w, w_1, v" in record.getMessage()
+    assert "complex numbers" in record.getMessage()
+
+
+def test_one_gradient_that_is_none_is_no_warning(wrapper, caplog):
+    mesh, variables = model()
+    wrapper(Recorder()).apply_grads([mtf.ones(mesh, variables[0].shape), None], variables[:2])
+    assert "trains nothing" not in caplog.text

@@ -10,6 +10,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.variables import STAND_INS
 from tests import harness, models
 from tests.cluster.processes import Processes
 from tests.pipelines import restart_program
@@ -148,7 +149,7 @@ def test_without_checkpointed_sums_a_restart_begins_a_fresh_accumulation(tmp_pat
 def test_local_sums_without_checkpoint_have_no_master_on_the_host():
     """Slices are in no collection of TensorFlow's, so what is in one stays on the host."""
     with Program("local").graph.as_default():
-        hosted = [*tf.global_variables(), *tf.local_variables()]
+        hosted = [*tf.global_variables(), *tf.local_variables(), *tf.get_collection(STAND_INS)]
     sizes = [v.shape.num_elements() for v in hosted if "accumulator" in v.op.name]
     # One scalar stands in for each.
     assert sizes == [1] * len(models.mlp_values())

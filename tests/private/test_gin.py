@@ -55,3 +55,8 @@ def test_what_is_bound_later_does_not_change_what_was_read():
     gin.bind_parameter("called.number", 2)
     assert list(before.values()) == [1]
     assert list(private.bindings().values()) == [2]
+
+
+def test_what_is_registered_is_known_with_its_parameters():
+    assert private.registered()["tests.private.called"] == ["number", "other"]
+    assert private.registered()["gin.macro"] == ["value"]

@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from mtf_gradsync._private import gradients_calls
+from mtf_gradsync._private import mesh_tensorflow
 from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import Later, Plan
@@ -288,7 +288,7 @@ def test_optimizers_know_dimensions_by_name():
 
 
 def test_calls_of_gradients_are_known_with_their_losses():
-    gradients_calls.note_gradients()  # a second time changes nothing
+    mesh_tensorflow.note_gradients()  # a second time changes nothing
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     d = mtf.Dimension("d", 2)
@@ -298,7 +298,7 @@ def test_calls_of_gradients_are_known_with_their_losses():
     loss = mtf.reduce_sum(mtf.square(w))
     (grad, none) = mtf.gradients([loss], [w, unused])
     mtf.gradients([w], [w], [grad])  # begins with a gradient, not with ones
-    (call,) = gradients_calls.gradients_calls(graph)
+    (call,) = mesh_tensorflow.gradients_calls(graph)
     assert none is None
     assert call.outputs == [grad]
     (seed,) = call.seeds
@@ -325,7 +325,7 @@ def test_microbatches_differentiate_through_the_same_function():
     x = mtf.import_tf_tensor(mesh, tf.ones([4, 2]), [batch, d])
     loss = lambda features: {"loss": mtf.reduce_sum(features["x"] * w)}  # noqa: E731
     mtf.serialize_training_step({"x": x}, loss, batch, 2)
-    assert gradients_calls.gradients_calls(graph)
+    assert mesh_tensorflow.gradients_calls(graph)
 
 
 @pytest.mark.parametrize(

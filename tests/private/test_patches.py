@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from mtf_gradsync._private import gradients_calls, mesh_tensorflow, patches, recomputing
+from mtf_gradsync._private import mesh_tensorflow, patches
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 
@@ -22,9 +22,9 @@ CHANGES = {
     (mtf.MeshImpl, "__init__"): mesh_tensorflow.note_meshes,
     (mtf.ScalarMultiplyOperation, "__init__"): mesh_tensorflow.keep_masks_finite,
     (mtf.ImportOperation, "__init__"): mesh_tensorflow.check_imported_shapes,
-    (mtf, "gradients"): gradients_calls.note_gradients,
-    (mtf.ops, "gradients"): gradients_calls.note_gradients,
-    (mtf.ops, "_recompute_grad_grad"): recomputing.recompute_each_shard_by_itself,
+    (mtf, "gradients"): mesh_tensorflow.note_gradients,
+    (mtf.ops, "gradients"): mesh_tensorflow.note_gradients,
+    (mtf.ops, "_recompute_grad_grad"): patches.recompute_each_shard_by_itself,
 }
 
 

@@ -51,7 +51,7 @@ REFUSED = {
         "islands": _MIXED,
         "loss_scale": "changed the gradient of 'table' in a way that is not linear",
     },
-    "mixture": {"islands": _NO_ISLAND},
+    "mixture": {"islands": _NO_ISLAND, "replicas": _MIXED},
 }
 
 

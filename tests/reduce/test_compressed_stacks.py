@@ -64,7 +64,10 @@ def fed(stack):
 
 @pytest.mark.parametrize(
     ("kind", "stack"),
-    harness.on_both([(name,) for name in STACKS], [("accumulation",), ("sharded updates",)]),
+    [
+        *harness.on_both([(name,) for name in STACKS], [("accumulation",), ("sharded updates",)]),
+        *(("shared", name) for name in STACKS),
+    ],
 )
 def test_whole_numbers_in_stacks_are_numpy_s(kind, stack):
     feeds, reduced = fed(stack)

@@ -10,7 +10,7 @@ from mtf_gradsync.reduce.low_rank import LowRankState
 from tests.optimizers.pipeline.rounded_programs import Program
 from tests.reduce import compressed, on_mesh
 
-KINDS = ["placement", "simd"] + ([] if xla.why_no_xla() else ["xla"])
+KINDS = ["placement", "shared", "simd"] + ([] if xla.why_no_xla() else ["xla"])
 # Rows of replicas, and slices of "hidden".
 SHARDS = {"4": (4, 1), "2x2": (2, 2)}
 STEPS = 50

@@ -12,7 +12,7 @@ from mtf_gradsync.reduce.quantized import QuantizationErrors
 from tests.optimizers.pipeline.rounded_programs import Program
 from tests.reduce import compressed, on_mesh
 
-KINDS = ["placement", "simd"] + ([] if xla.why_no_xla() else ["xla"])
+KINDS = ["placement", "shared", "simd"] + ([] if xla.why_no_xla() else ["xla"])
 # Rows of replicas of "2x2", and slices of "hidden".
 SHARDS = {"4": (4, 1), "2x2": (2, 2), "one": (1, 1)}
 STEPS = 50
@@ -133,7 +133,7 @@ def test_it_moves_between_meshes_and_runtimes_with_the_sum_of_what_was_not_sent(
         reference.check(programs(kind, mesh).run(feeds, restore=before, save=path))
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", KINDS[2:])
 def test_four_bits_and_no_feedback(kind):
     four, rounded = Reference("2x2", bits=4), Reference("2x2", feedback=False)
     for feed in FEEDS[:5]:

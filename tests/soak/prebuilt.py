@@ -19,23 +19,18 @@ from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
-from mtf_gradsync.train.cli.spelling import known_configurables
-from mtf_gradsync.train.job import resolve_job
-from mtf_gradsync.train.runtime import choose_runtime
-from mtf_gradsync.train.transformer import transformer_utils
+from mtf_gradsync.train.config import transformer_utils
+from mtf_gradsync.train.model import resolve_job
+from mtf_gradsync.train.runner import choose_runtime
 from tests.soak import settings
 
 
 def import_all() -> None:
     """Imports, and reads, what a program needs before it is forked."""
     transformer_utils()
-    known_configurables()
     import jinja2  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import tensorflow_datasets  # noqa: F401
-
-    import mtf_gradsync.train.on_cluster
-    import mtf_gradsync.train.on_processes  # noqa: F401
 
 
 def prebuilt(runtime: str, config: str) -> Callable[[], None]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Callable, Sequence
 
+from mtf_gradsync.train import held_out, plots
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.report import plots
 from tests.soak.injected import install
 
 

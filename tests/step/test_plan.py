@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import Plan
-from mtf_gradsync.step.hook import Planned
+from mtf_gradsync.step.lowering import Planned
 from tests import harness, models
 
 MESH, LAYOUT, _ = harness.MESHES["2"]

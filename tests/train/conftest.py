@@ -7,10 +7,8 @@ import gin
 import pytest
 
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.train import gin_files
+from mtf_gradsync.train import gin_files, held_out, plots
 from mtf_gradsync.train import run as run_module
-from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.run import run
 
 TINY = str(Path(__file__).with_name("tiny.gin"))

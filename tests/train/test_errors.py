@@ -6,12 +6,11 @@ import gin
 import pytest
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.data.batches import TrainingBatches
-from mtf_gradsync.train.errors import DataError, TrainingError
-from mtf_gradsync.train.runners.runner import Runner
-from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
+from mtf_gradsync.train.data.batches import DataError, TrainingBatches
+from mtf_gradsync.train.runner import Runner, SimdProgramRunner
 from tests.train.conftest import NO_EVAL, QUICK, TINY
 
 

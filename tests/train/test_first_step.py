@@ -2,11 +2,10 @@
 
 import pytest
 
-from mtf_gradsync.train import loop
-from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.files import check_installed
-from mtf_gradsync.train.runners.runner import Runner
+from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync.train import held_out, loop
+from mtf_gradsync.train.figures import check_installed
+from mtf_gradsync.train.runner import Runner
 
 
 class Ahead(Runner):

@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli.main import main
-from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.on_processes import run_on_processes
+from mtf_gradsync.train.processes import run_on_processes
 from mtf_gradsync.xla import cores
 from tests.train.conftest import TINY
 

@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 
-from mtf_gradsync.train.progress import Progress
+from mtf_gradsync.train.metrics import Progress
 
 
 class Terminal(io.StringIO):

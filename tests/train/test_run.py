@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.train import gin_files
+from mtf_gradsync.train import gin_files, held_out
 from mtf_gradsync.train import run as run_module
-from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.metrics.file import read_metrics
-from mtf_gradsync.train.report.page import REPORT_FILE
+from mtf_gradsync.train.metrics import read_metrics
+from mtf_gradsync.train.report import REPORT_FILE
 from tests import grappler
 from tests.train.conftest import ATTENTION, FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
 from tests.train.metrics.test_metrics import events_shown

@@ -7,12 +7,12 @@ import re
 
 import pytest
 
+from mtf_gradsync.runtimes.errors import TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
+from mtf_gradsync.train import metrics as metrics_file
 from mtf_gradsync.train import train_graph
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.errors import TrainingError
-from mtf_gradsync.train.metrics import file as metrics_file
-from mtf_gradsync.train.metrics.events import EventFile
+from mtf_gradsync.train.metrics import EventFile
 from tests.soak.injected import install
 from tests.train.conftest import NO_EVAL, QUICK, TINY
 

@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train.transformer import transformer_models
+from mtf_gradsync.train.config import transformer_models
 from tests import harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.xla]

@@ -212,9 +212,9 @@ def test_a_step_without_memory_says_what_to_do(text):
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch):
-    from mtf_gradsync.xla import installed
+    from mtf_gradsync.xla import devices
 
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     with simd.tpu_program("all:2", "") as program:
         tf.ones([])
     with pytest.raises(xla.XlaMissingError, match=r'pip install "mtf-gradsync\[xla\]"'):
@@ -234,42 +234,42 @@ def as_if_jax_were_new(monkeypatch):
     """Fakes a version that no test has seen; a small program tells whether it can be used."""
     from importlib import metadata
 
-    from mtf_gradsync.xla import installed
+    from mtf_gradsync.xla import devices
 
     monkeypatch.setattr(metadata, "version", lambda name: "7.1.0rc2")
-    installed._why_unfit.cache_clear()
+    devices._why_unfit.cache_clear()
     yield monkeypatch
-    installed._why_unfit.cache_clear()
+    devices._why_unfit.cache_clear()
 
 
 def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_new):
-    from mtf_gradsync.xla import installed
+    from mtf_gradsync.xla import devices
 
     assert xla.why_no_xla() == ""
-    as_if_jax_were_new.setattr(installed.subprocess, "run", None)
+    as_if_jax_were_new.setattr(devices.subprocess, "run", None)
     assert xla.why_no_xla() == ""  # and remembered
 
 
 def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
-    from mtf_gradsync.train.errors import ConfigError
-    from mtf_gradsync.train.runtime import choose_runtime
-    from mtf_gradsync.xla import installed
+    from mtf_gradsync.runtimes.errors import ConfigError
+    from mtf_gradsync.train.runner import choose_runtime
+    from mtf_gradsync.xla import devices
 
     # The trial finds the runner beside itself.
-    trial = shutil.copy(installed._TRIAL, tmp_path)
+    trial = shutil.copy(devices._TRIAL, tmp_path)
     (tmp_path / "runner").mkdir()
     (tmp_path / "runner" / "devices.py").write_text("")
     (tmp_path / "runner" / "program.py").write_text(
         "def compiled(*args):\n    raise TypeError('(): incompatible')"
     )
-    as_if_jax_were_new.setattr(installed, "_TRIAL", trial)
+    as_if_jax_were_new.setattr(devices, "_TRIAL", trial)
     reason = xla.why_no_xla()
     assert reason == (
         "jax 7.1.0rc2 with jaxlib 7.1.0rc2 does not run a small program as it should: TypeError: "
         '(): incompatible. Install a version that is known: pip install "jax<=0.12.0.1".'
     )
     with pytest.raises(xla.XlaMissingError, match="incompatible"):
-        installed.check_installed("jax", "jaxlib")
+        devices.check_installed("jax", "jaxlib")
     config = {"mesh_devices": None, "mesh_impl": None, "hooks": ()}
     chosen = choose_runtime(SimpleNamespace(runtime="fastest", **config))
     assert (chosen.name, reason in str(chosen)) == ("cpu_replicas", True)

@@ -7,34 +7,32 @@ version means something else.
 from mtf_gradsync._private.tensorflow.graphs import (
     TracedFunction,
     calls_function,
+    collective_sum,
     control_flow_context,
     control_flow_v1,
+    local_devices,
     replace_capture,
     set_attr,
     trace_function,
     variable_key,
     variables_written,
+    write_to_own_memory,
 )
-from mtf_gradsync._private.tensorflow.optimizers import (
+from mtf_gradsync._private.tensorflow.sessions import (
+    TOGETHER_ATTR,
+    TPU_PROGRAM_ATTR,
     MovingAverageSettings,
+    add_saving_listeners,
     create_slots,
     each_inside,
     hyperparameters,
+    kernel_devices,
     moving_average_settings,
     number_of_tpu_shards,
     optimizers_inside,
-)
-from mtf_gradsync._private.tensorflow.sessions import (
-    add_saving_listeners,
     session_interface,
     singular_monitored_session,
     summary_writers,
-)
-from mtf_gradsync._private.tensorflow.sums import collective_sum, local_devices, write_to_own_memory
-from mtf_gradsync._private.tensorflow.tpu_programs import (
-    TOGETHER_ATTR,
-    TPU_PROGRAM_ATTR,
-    kernel_devices,
     summed_together,
     tpu_replicate_context,
     tpu_replicate_metadata,

@@ -1,8 +1,10 @@
-"""Sessions, summaries and savers of TensorFlow."""
+"""Sessions, optimizers and TPU programs of TensorFlow."""
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+import contextlib
+import functools
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
 
@@ -36,3 +38,179 @@ def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
 def add_saving_listeners(hook: tf.train.CheckpointSaverHook, listeners: Sequence[Any]) -> None:
     """Adds listeners to a hook that saves checkpoints, as Estimator does."""
     hook._listeners.extend(listeners)
+
+
+class MovingAverageSettings(NamedTuple):
+    """The arguments of a `tf.train.ExponentialMovingAverage`, numbers or tensors."""
+
+    decay: Any
+    num_updates: Any
+    zero_debias: bool
+
+
+def moving_average_settings(
+    average: tf.train.ExponentialMovingAverage,
+) -> MovingAverageSettings:
+    """Returns the arguments of a moving average."""
+    return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
+
+
+# The constructor's arguments of each, by the attributes that hold them.
+_HYPERPARAMETERS = {
+    "GradientDescentOptimizer": {"learning_rate": "_learning_rate"},
+    "MomentumOptimizer": {
+        "learning_rate": "_learning_rate",
+        "momentum": "_momentum",
+        "use_nesterov": "_use_nesterov",
+    },
+    "AdagradOptimizer": {
+        "learning_rate": "_learning_rate",
+        "initial_accumulator_value": "_initial_accumulator_value",
+    },
+    "AdamOptimizer": {
+        "learning_rate": "_lr",
+        "beta1": "_beta1",
+        "beta2": "_beta2",
+        "epsilon": "_epsilon",
+    },
+    "RMSPropOptimizer": {
+        "learning_rate": "_learning_rate",
+        "decay": "_decay",
+        "momentum": "_momentum",
+        "epsilon": "_epsilon",
+        "centered": "_centered",
+    },
+    "AdadeltaOptimizer": {"learning_rate": "_lr", "rho": "_rho", "epsilon": "_epsilon"},
+    "FtrlOptimizer": {
+        "learning_rate": "_learning_rate",
+        "learning_rate_power": "_learning_rate_power",
+        "initial_accumulator_value": "_initial_accumulator_value",
+        "l1": "_l1_regularization_strength",
+        "l2": "_l2_regularization_strength",
+        "l2_shrinkage": "_l2_shrinkage_regularization_strength",
+        "beta": "_beta",
+        "accum_name": "_accum_name",
+        "linear_name": "_linear_name",
+    },
+}
+
+
+def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
+    """Returns the constructor's arguments, by name, of an optimizer of `tf.compat.v1.train`.
+
+    It is of one of the seven classes, not of a user's subclass. With `call`, arguments that are
+    functions are called.
+    """
+    attributes = _HYPERPARAMETERS[type(optimizer).__name__]
+    found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}
+    return {name: value() if call and callable(value) else value for name, value in found.items()}
+
+
+# No stack of optimizers has as many; an object that makes up its attributes has no end.
+_MOST_INSIDE = 100
+
+
+def each_inside(optimizer: Any, inside: Callable[[Any], Any]) -> list[Any]:
+    """Returns an optimizer and those inside it, outermost first.
+
+    `inside` gives the optimizer directly inside one, or None. Raises a ValueError if that has no
+    end, because an optimizer contains itself.
+    """
+    found: list[Any] = []
+    while optimizer is not None:
+        again = next((i for i, one in enumerate(found) if one is optimizer), None)
+        found.append(optimizer)
+        if again is not None or len(found) > _MOST_INSIDE:
+            shown = found[-3:] if again is None else found[again:]
+            stack = " > ".join(type(one).__name__ for one in shown)
+            raise ValueError(
+                f"An optimizer contains itself: {stack} (each is around the next one). A stack has "
+                "to end with an optimizer that has no other one inside."
+            )
+        optimizer = inside(optimizer)
+    return found
+
+
+def optimizers_inside(optimizer: Any) -> list[Any]:
+    """Returns an optimizer of ``tf.compat.v1`` and all those inside it, outermost first."""
+    return each_inside(
+        optimizer, lambda o: getattr(o, "_opt", None) or getattr(o, "_optimizer", None)
+    )
+
+
+def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
+    """Makes the slots of an optimizer, which otherwise come with its first update."""
+    for inside in optimizers_inside(optimizer):
+        with tf.init_scope():
+            inside._create_slots(variables)
+
+
+def number_of_tpu_shards() -> int | None:
+    """Returns how many shards the TPU program has that is being built; None outside of any."""
+    from tensorflow.python.tpu import tpu_function
+
+    return tpu_function.get_tpu_context().number_of_shards
+
+
+#: The attribute that says which TPU program an operation belongs to. TensorFlow 2.12 to 2.21.
+TPU_PROGRAM_ATTR = "_tpu_replicate"
+#: The attribute that names the group of sums that an operation is one of.
+TOGETHER_ATTR = "_mtf_gradsync_together"
+
+
+@contextlib.contextmanager
+def summed_together() -> Iterator[None]:
+    """Marks the sums over cores that are made inside as one group, under a name of its own."""
+    graph = tf.get_default_graph()
+    name = graph.unique_name("summed_together").encode()
+    with graph._attr_scope({TOGETHER_ATTR: tf.AttrValue(s=name)}):
+        yield
+
+
+@contextlib.contextmanager
+def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
+    """Marks the operations made inside as part of a TPU program, which begins at `pivot`."""
+    from tensorflow.python.tpu import tpu as home
+
+    if not hasattr(home, "TPUReplicateContext"):  # from 2.13 on
+        from tensorflow.python.tpu import tpu_replication as home
+
+    context = home.TPUReplicateContext(name=name, num_replicas=num_replicas, pivot=pivot)
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
+    """Returns the operation that says how many cores run the TPU program around it."""
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.tpu_replicate_metadata(num_replicas=num_replicas)
+
+
+def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
+    """Tells functions called inside, such as ``tf.tpu.cross_replica_sum``, the number of cores."""
+    from tensorflow.python.tpu import tpu_function
+
+    return tpu_function.tpu_shard_context(num_replicas)
+
+
+def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
+    """Returns one tensor of a TPU program from each core's own, which have one dtype and shape."""
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.tpu_replicated_input(list(tensors), name=name)
+
+
+# TensorFlow looks through thousands of kernels for each answer.
+@functools.lru_cache(maxsize=None)
+def kernel_devices(op_type: str) -> frozenset[str]:
+    """Returns kinds of devices, such as "CPU", that TensorFlow can run a type of operation on.
+
+    "DEFAULT" stands for all devices.
+    """
+    from tensorflow.python.framework import kernels
+
+    return frozenset(k.device_type for k in kernels.get_registered_kernels_for_op(op_type).kernel)

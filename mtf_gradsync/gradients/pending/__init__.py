@@ -1,11 +1,10 @@
 """Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
 
-from mtf_gradsync.gradients.pending.batch import check_batch_dims, names_of_batch
+from mtf_gradsync.gradients.pending.batch import check_batch_dims, find_axes, names_of_batch
 from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
 from mtf_gradsync.gradients.pending.layout import Axes, Layout, own_slices
-from mtf_gradsync.gradients.pending.part import PendingSums
-from mtf_gradsync.gradients.pending.sums import PendingSum
-from mtf_gradsync.gradients.pending.unsummed import gradient_name
+from mtf_gradsync.gradients.pending.lowering import PendingSums
+from mtf_gradsync.gradients.pending.sums import PendingSum, gradient_name
 
 __all__ = [
     "Axes",
@@ -16,6 +15,7 @@ __all__ = [
     "PendingSum",
     "PendingSums",
     "check_batch_dims",
+    "find_axes",
     "gradient_name",
     "names_of_batch",
     "own_slices",

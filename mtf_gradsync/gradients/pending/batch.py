@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Callable, Iterable, NamedTuple, Sequence
 
-from mtf_gradsync._private.gradients_calls import gradients_calls
+from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import loop_body
-from mtf_gradsync._walk import walk
-from mtf_gradsync._warn import warn_once
+from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body, meshes_made
 from mtf_gradsync.gradients.pending.layout import Axes, Layout
 from mtf_gradsync.gradients.pending.linear import passes_on
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.step.hook import flat
+from mtf_gradsync.step.lowering import flat
 
 AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
 # Operations without inputs that bring no data.
@@ -69,16 +67,55 @@ def used_axes(
     if not found.dims:
         return Axes(set(by_name.values()) - {None})
     others = {axis: dim for axis, dim in found.dims.items() if axis not in resolved}
-    if missing and others and not found.is_of_weights:
+    if not found.is_of_weights:
+        _warn_of_missing(graph, given, missing, others)
+    return resolved | Axes(found.dims)
+
+
+def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
+    """Returns replica axes for gradients where none were given: those of the program's one mesh.
+
+    They are of the dimensions `names`, and where the graph lacks one of these, of those that its
+    inputs are split along, with a warning. None if the program has made no mesh yet or several, the
+    targets are on several meshes, or the mesh splits none of the dimensions.
+    """
+    made = meshes_made()
+    if len(made) != 1 or len({t.mesh for t in targets}) != 1:
+        return None
+    (mesh_shape, layout), graph, mesh = made[0], targets[0].graph, targets[0].mesh
+
+    def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
+        del mesh
+        return layout.tensor_dimension_to_mesh_axis(dim, mesh_shape)
+
+    missing = missing_names(graph, mesh, names)
+    split = {axis_of(mesh, mtf.Dimension(name, 1)) for name in names if name not in missing}
+    if missing or (names and split <= {None}):
+        found = split_of_inputs(graph, mesh, axis_of, targets)
+        others = {axis: dim for axis, dim in found.dims.items() if axis not in split}
+        # The axes may be those of model parallelism if variables have the dimensions, too.
+        if others and not found.is_of_weights:
+            _warn_of_missing(graph, names, missing, others)
+            names = _better(names, missing, others)
+    if not any(axis_of(mesh, mtf.Dimension(name, 1)) is not None for name in names):
+        return None
+    return ReplicaAxes(mesh_shape, layout, names)
+
+
+def _warn_of_missing(
+    graph: mtf.Graph, given: Sequence[str], missing: Sequence[str], others: dict[int, str]
+) -> None:
+    # Names for another mesh are no mistake.
+    nowhere = missing_names(graph, None, missing)
+    if nowhere and others:
         warn_once(
-            f"batch dims {missing}",
+            f"batch dims {nowhere}",
             "No tensor of the graph has the dimensions %s of batch_dims, and its inputs are split "
             "along %s: the mesh axes of these are taken as replica axes. Give batch_dims=%s.",
-            missing,
+            nowhere,
             sorted(others.values()),
-            _better(given, missing, others),
+            _better(given, nowhere, others),
         )
-    return resolved | Axes(found.dims)
 
 
 def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
@@ -90,7 +127,7 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
     missing = missing_names(graph, mesh, axes.batch_dims)
     if not missing:
         return
-    found = split_of_inputs(graph, mesh, Layout.of(axes).axis_of, targets)
+    found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
     others = {axis: dim for axis, dim in found.dims.items() if axis not in axes.mesh_axes}
     if others and not found.is_of_weights:
         raise ValueError(
@@ -106,7 +143,7 @@ def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]
     graph, mesh = targets[0].graph, targets[0].mesh
     if not missing_names(graph, mesh, axes.batch_dims):
         return set(axes.batch_dims)
-    found = split_of_inputs(graph, mesh, Layout.of(axes).axis_of, targets)
+    found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
     return {*axes.batch_dims, *(() if found.is_of_weights else found.dims.values())}
 
 
@@ -116,12 +153,12 @@ def _better(
     return (*(name for name in names if name not in missing), *sorted(others.values()))
 
 
-def missing_names(graph: mtf.Graph, mesh: mtf.Mesh, names: Sequence[str]) -> list[str]:
-    """Returns those of some names that no dimension of a mesh's tensors has."""
+def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
+    """Returns those of some names that no dimension of a mesh's tensors has, or of all meshes'."""
     known = {
         dim.name
         for operation in flat(graph.operations)
-        if operation.mesh is mesh and not isinstance(operation, StageOperation)
+        if mesh in (None, operation.mesh) and not isinstance(operation, StageOperation)
         for tensor in operation.outputs
         for dim in tensor.shape.dims
     }

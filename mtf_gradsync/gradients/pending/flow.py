@@ -11,9 +11,9 @@ import enum
 from collections import Counter
 from typing import Collection, Iterable, NamedTuple
 
+from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import custom_gradient_results, loop_body
-from mtf_gradsync._walk import walk
 from mtf_gradsync.gradients.pending.layout import Axes, Layout
 from mtf_gradsync.gradients.pending.linear import (
     is_product_or_sum,
@@ -22,7 +22,7 @@ from mtf_gradsync.gradients.pending.linear import (
     runs_on_slices,
     sums_before_broadcast,
 )
-from mtf_gradsync.step.hook import flat
+from mtf_gradsync.step.lowering import flat
 
 
 class Use(NamedTuple):
@@ -281,12 +281,13 @@ class Flow:
         self, target: mtf.Tensor, causes: Collection[Cause] = frozenset(Cause)
     ) -> Mixing | None:
         """Finds an operation that mixes shards other than by a sum on the way to a tensor."""
-        replica_axes = self._layout.replica_axes(target.mesh)
+        replica_axes = self._layout.replica_axes
         for tensor in self._tensors_before(target):
             operation = tensor.operation
-            forced = [self.axes[t] for t in self.forced.get(operation, ())]
+            forced = [self.axes[t] & replica_axes(t.mesh) for t in self.forced.get(operation, ())]
+            own = self.reduced.get(operation, Axes()) & replica_axes(operation.mesh)
             cause = None
-            if replica_axes & Axes().union(*forced, self.reduced.get(operation, Axes())):
+            if Axes().union(own, *forced):
                 cause = Cause.NEEDS_SUM
             elif self._gathers(tensor):
                 cause = Cause.DROPS_SUM if runs_on_slices(operation) else Cause.GATHERS
@@ -307,8 +308,15 @@ class Flow:
         is_loop = isinstance(operation, mtf.WhileLoopOperation)
         if is_loop or passes_on(operation) or is_product_or_sum(operation):
             return False
+        if is_between_meshes(operation):
+            return True  # the shards of one mesh are not those of the other
         split = Axes().union(*[self._layout.split_over_shards(t) for t in operation.inputs])
         return bool(split - self._layout.split_over_shards(tensor))
+
+
+def is_between_meshes(operation: mtf.Operation) -> bool:
+    """Whether an operation takes tensors of another mesh than it makes."""
+    return any(t.mesh is not operation.mesh for t in operation.inputs)
 
 
 def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:

@@ -9,7 +9,7 @@ from mtf_gradsync._private.mesh_tensorflow import loop_body
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
-from mtf_gradsync.step.hook import flat
+from mtf_gradsync.step.lowering import flat
 
 Axes = frozenset
 # Operations without inputs that bring no data of the batch.
@@ -39,14 +39,18 @@ class Layout(NamedTuple):
     own: Callable[[mtf.Tensor], Axes] | None = None
 
     @classmethod
-    def of(cls, axes: ReplicaAxes) -> Layout:
-        """Makes the layout of a graph that is to be lowered on the mesh of replica axes."""
+    def of(cls, axes: ReplicaAxes, of_mesh: mtf.Mesh) -> Layout:
+        """Makes the layout of a graph of which a mesh is to be lowered on that of replica axes.
+
+        How tensors of other meshes are split is not known: it is as if nothing split them.
+        """
 
         def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
-            del mesh
+            if mesh is not of_mesh:
+                return None
             return axes.layout.tensor_dimension_to_mesh_axis(dim, axes.mesh_shape)
 
-        return cls(axis_of, lambda mesh: Axes(axes.mesh_axes))
+        return cls(axis_of, lambda mesh: Axes(axes.mesh_axes if mesh is of_mesh else ()))
 
     def split(self, tensor: mtf.Tensor) -> Axes:
         """The mesh axes that a tensor is split over."""

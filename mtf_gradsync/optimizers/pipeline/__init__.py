@@ -1,12 +1,27 @@
 """Builds one training step from a stack of wrappers."""
 
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.order import Traits, check_order, traits_of, why_not
-from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction, shard_names
-from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
+from mtf_gradsync.optimizers.pipeline.order import (
+    ONE_FOR_EACH_MESH,
+    Traits,
+    check_meshes,
+    check_order,
+    traits_of,
+    why_not,
+)
+from mtf_gradsync.optimizers.pipeline.stage import (
+    Form,
+    GradientSet,
+    Partition,
+    Reduced,
+    Reduction,
+    Segment,
+    Stage,
+    shard_names,
+)
 
 __all__ = [
+    "ONE_FOR_EACH_MESH",
     "Form",
     "GradientSet",
     "Partition",
@@ -16,6 +31,7 @@ __all__ = [
     "Stage",
     "StepBuilder",
     "Traits",
+    "check_meshes",
     "check_order",
     "shard_names",
     "traits_of",

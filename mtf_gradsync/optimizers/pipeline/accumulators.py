@@ -6,13 +6,12 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
-from mtf_gradsync.gradients.stages import on_present
+from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
+from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.state.resharding import ACCUMULATOR
-from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.pipeline.stage import Form, GradientSet
+from mtf_gradsync.optimizers.state.restoring import ACCUMULATOR
+from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, named_state
 from mtf_gradsync.step import Gate, Plan, WriteInPlace, write_slices
 
 
@@ -119,7 +118,9 @@ class Accumulators:
         step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
         self._taken = unless.outputs if unless else step.value_after(self._variables, ())
         dtypes = tuple(None if g is None else g.dtype for g in self._given.grads)
-        return self._given.with_present(self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes)
+        return self._given.with_present(
+            self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes, unreduced=None
+        )
 
     def _clear(self) -> list[mtf.Operation]:
         """Makes the accumulators zero after the sums were read, even if no update follows."""
@@ -159,7 +160,11 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     """
     reduced = gradients.already_reduced if skip.shape.dims else ()
     own = [None if i in reduced else g for i, g in enumerate(gradients.grads)]
-    kept = on_present(own, lambda present: ZerosWhere(present, skip).outputs)
+
+    def of_mesh(mesh: mtf.Mesh, grads: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+        return ZerosWhere(grads, on_mesh(skip, mesh)).outputs
+
+    kept = on_present(own, lambda present: each_mesh(present, of_mesh))
     return gradients.with_grads([k or g for k, g in zip(kept, gradients.grads)])
 
 

@@ -2,26 +2,155 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from mtf_gradsync._names import counted, some_of
+from mtf_gradsync._common import counted, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.pending import Cause
 from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
-from mtf_gradsync.gradients.scatter import scatter_gradients
+from mtf_gradsync.gradients.reduce_gradients import scatter_gradients
 from mtf_gradsync.gradients.stage import dims_to_sum
-from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
-from mtf_gradsync.optimizers.own_arguments import OwnArguments
-from mtf_gradsync.optimizers.pipeline.conditions import StepConditions
-from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
-from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
+from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards, sum_gradients
+from mtf_gradsync.optimizers.pairs import OwnArguments
+from mtf_gradsync.optimizers.pipeline.stage import (
+    Form,
+    GradientSet,
+    Partition,
+    Reduced,
+    Reduction,
+    Segment,
+    Stage,
+    finished,
+    in_dtypes_of,
+)
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
 from mtf_gradsync.optimizers.state.schedules import UpdateCounters
-from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.step import Plan, WriteOrder, built, gated_update, in_order, values_after
+from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners
+from mtf_gradsync.step import (
+    Branch,
+    Conditional,
+    Gate,
+    Plan,
+    WriteOrder,
+    built,
+    gated_update,
+    in_order,
+    values_after,
+)
+
+
+class StepConditions:
+    """The operations of a step that is being built, and their conditions.
+
+    Attributes:
+      plan: the plan of the mtf graph.
+      updated: int32 scalar, 1 if the step has an update, else 0; None if every step counts as one.
+      agree: combines booleans of the islands, if there are any: true on all of them, or on any.
+    """
+
+    plan: Plan
+
+    def __init__(self) -> None:
+        self._lists: list[list[mtf.Operation]] = [[]]
+        self._branches = contextlib.ExitStack()
+        self.updated: mtf.Tensor | None = None
+        self.agree: Callable[[mtf.Tensor, bool], mtf.Tensor] | None = None
+        self._if_finite: list[Callable[[mtf.Tensor], object]] = []
+
+    def add(self, operations: Sequence[mtf.Operation]) -> None:
+        """Adds operations to the step, or to its open branch."""
+        self._lists[-1].extend(operations)
+
+    def only_when(
+        self,
+        due: mtf.Tensor,
+        gate: Gate | None,
+        behind: Sequence[mtf.Operation] = (),
+        as_call: bool = True,
+        counts_every_step: bool = False,
+        at_end: Callable[[], Sequence[mtf.Operation]] = list,
+    ) -> None:
+        """Opens a branch: all later operations of the pipeline run on some steps only.
+
+        Inside another branch, they run on steps where both conditions hold. With
+        `counts_every_step`, steps without an update advance the global step, too. The other
+        arguments are those of `branch_when`.
+        """
+        if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
+            self.updated = mtf.cast(due, tf.int32)
+        self._branches.enter_context(self.branch_when(due, gate, behind, as_call, at_end))
+
+    def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
+        """Returns whether a boolean scalar is true on all islands, or with `by_any` on one of them.
+
+        Stages use it if a decision depends on gradients, as inside `OuterOptimizer` each island has
+        its own. Without islands it is the scalar itself.
+        """
+        return holds if self.agree is None else self.agree(holds, by_any)
+
+    def when_finite_is_known(self, then: Callable[[mtf.Tensor], object]) -> None:
+        """Registers a function to call with what a stage inside gives `tell_finite`.
+
+        That stage (`Stage.tells_finite`) knows which shards it skips.
+        """
+        self._if_finite.append(then)
+
+    def tell_finite(self, make: Callable[[], mtf.Tensor]) -> None:
+        """Says whether the step is one with finite gradients, a boolean scalar that `make` makes.
+
+        What a skipped shard has does not count, unless no shard is left for it. Call it before the
+        branch of the update is opened.
+        """
+        if self._if_finite:
+            finite = make()
+            for then in self._if_finite:
+                then(finite)
+
+    @contextlib.contextmanager
+    def branch_when(
+        self,
+        due: mtf.Tensor,
+        gate: Gate | None,
+        behind: Sequence[mtf.Operation] = (),
+        as_call: bool = False,
+        at_end: Callable[[], Sequence[mtf.Operation]] = list,
+    ) -> Iterator[None]:
+        """Adds operations that are made inside the block to a branch that some steps skip.
+
+        Args:
+          due: a boolean scalar, the same on all processors.
+          gate: the point of the step that the branch waits for; None inside another branch.
+          behind: operations of the step that the branch waits for, too.
+          as_call: as for `Conditional`.
+          at_end: makes the last operations of the branch, which run even if the condition of a
+            branch inside does not hold.
+        """
+        branch = Branch(self.plan)
+        self._lists.append(branch.updates)
+        with branch.opened():
+            yield
+            branch.updates.extend(at_end())
+        self._lists.pop()
+        self.add(Conditional(due, gate, branch, behind, as_call).updates)
+
+    def run_when(
+        self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
+    ) -> None:
+        """Adds operations that run on some steps only, without a branch for later ones."""
+        with self.branch_when(due, gate):
+            self.add(make())
+
+    def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
+        """Makes a gate for tensors and all reads; None inside a branch, which waits itself."""
+        return None if self.plan.is_in_branch else Gate(self.plan, tensors)
+
+    def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:
+        """Adds assignments that wait for a gate."""
+        if gate is not None:
+            gate.hold(writes)
+        self.add(writes)
 
 
 class StepBuilder(StepConditions):
@@ -161,7 +290,7 @@ class StepBuilder(StepConditions):
         partition = None if self._wants_reduced else self._partition
         if gradients.form is (Form.PART if partition else Form.REDUCED):
             return gradients
-        given = gradients.present
+        given, unreduced = gradients.present, gradients
         if partition is None:
             strategy = reduction.strategy
             gradients = self.reduce_now(gradients, reduction)
@@ -179,6 +308,8 @@ class StepBuilder(StepConditions):
             gradients = gradients.with_present(parts, Form.PART)
         if self.reduced is None:
             self.reduced = Reduced(given, gradients.present, self.plan.open_branch, strategy)
+        if not unreduced.form.is_reduced:
+            gradients = dataclasses.replace(gradients, unreduced=unreduced)
         return finished(gradients, self._opt)
 
     def reduce_now(
@@ -191,8 +322,8 @@ class StepBuilder(StepConditions):
         """
         gradients = self._by_strategy.reduce(gradients, reduction, extra)
         dims = dims_to_sum(gradients.present, gradients.owners)
-        operation = SumGradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
-        return gradients.with_present(operation.outputs, Form.REDUCED)
+        sums = sum_gradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
+        return gradients.with_present(sums, Form.REDUCED)
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]

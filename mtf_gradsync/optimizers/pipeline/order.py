@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Callable, NamedTuple, Sequence
 
+from mtf_gradsync._common import some_of
+from mtf_gradsync._private.libraries import mtf
+
 
 class Traits(NamedTuple):
     """What a wrapper needs of its stack, and does to gradients.
@@ -22,6 +25,8 @@ class Traits(NamedTuple):
       squares: it squares reduced gradients, which overflow before they do.
       makes_islands: it gives each island its own values of variables and slots.
       counts_shards: it counts which shards contribute, to decide when there is an update.
+      one_mesh: it needs gradients of one mesh: what to do about those of several, for the error.
+        "" if it takes them.
     """
 
     reduces: bool = True
@@ -37,6 +42,11 @@ class Traits(NamedTuple):
     squares: bool = False
     makes_islands: bool = False
     counts_shards: bool = False
+    one_mesh: str = ""
+
+
+#: A value of `Traits.one_mesh`.
+ONE_FOR_EACH_MESH = "Make one for the variables of each mesh, each with a name= of its own"
 
 
 class Rule(NamedTuple):
@@ -146,3 +156,20 @@ def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
                     or_else=traits.or_else,
                 )
             )
+
+
+def check_meshes(
+    stack: Sequence[Any], grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+) -> None:
+    """Raises ValueError if gradients are on several meshes and a wrapper needs those of one."""
+    first: dict[mtf.Mesh, mtf.Variable] = {}
+    for grad, variable in zip(grads, variables):
+        if grad is not None:
+            first.setdefault(variable.mesh, variable)
+    needs_one = next((x for x in stack if x.traits.one_mesh), None)
+    if len(first) > 1 and needs_one is not None:
+        raise ValueError(
+            f"{type(needs_one).__name__} needs to know the shards, and shards are of one mesh, but "
+            f"the variables {some_of([repr(v.name) for v in first.values()])} are on different "
+            f"ones. {needs_one.traits.one_mesh}."
+        )

@@ -1,16 +1,237 @@
-"""Stages, the parts of wrappers, between the gradients and the new values of variables."""
+"""Stages of an update: the forms of gradients that they take, and what they do."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Literal, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.reduction import Reduction
+from mtf_gradsync._common import warn_once
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.recoverable import MadeOfSums
+from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.gradients.stages import on_present
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
+from mtf_gradsync.step import Branch, Plan
 
 if TYPE_CHECKING:
     from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+
+
+class Form(enum.Enum):
+    """The form of a set of gradients on its way from the loss to the variables."""
+
+    #: Not reduced: of the variable's shape with its all-reduce still to run, or with shard dims.
+    PENDING = "pending"
+    #: One gradient for each shard: ``[shard dims...] + variable dims``.
+    PER_SHARD = "per shard"
+    #: Reduced over the mesh: of the variable's shape, the same on all replicas.
+    REDUCED = "reduced"
+    #: Each replica has its part of the reduced gradient.
+    PART = "part"
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the sum over the replicas has run."""
+        return self in (Form.REDUCED, Form.PART)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSet:
+    """The gradients of one call of `apply_grads`, at one stage of the pipeline.
+
+    Attributes:
+      grads: for each variable its gradient, or None; at least one is not None.
+      variables: the mesh variables; `StepBuilder.reduce_now` with `extra` takes `Piece`s, too.
+      form: the form of all gradients.
+      divisor: a scalar to divide the reduced gradients by; None for one.
+      dtypes: for each gradient the dtype to cast the reduced one to; None for its own.
+      already_reduced: in form `PER_SHARD`, and in sums of such gradients: positions of those that
+        are reduced, because shards are mixed in them.
+      made_of_sums: in form `PER_SHARD`, for some at `already_reduced`, how to make them without the
+        shards that a stage skips.
+      unreduced: in a reduced form, the set as it was before the reduction, which tells more about
+        shards; None if it is not known.
+      branch: the branch of the step that can use them; None if every step can.
+    """
+
+    grads: tuple[mtf.Tensor | None, ...]
+    variables: tuple[mtf.Variable, ...]
+    form: Form = Form.PENDING
+    divisor: mtf.Tensor | None = None
+    dtypes: tuple[tf.DType | None, ...] | None = None
+    already_reduced: frozenset[int] = frozenset()
+    made_of_sums: Mapping[int, MadeOfSums] = dataclasses.field(default_factory=dict)
+    unreduced: GradientSet | None = None
+    branch: Branch | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "branch", Plan.of(self.graph).open_branch)
+
+    @property
+    def graph(self) -> mtf.Graph:
+        """The mtf graph."""
+        return self.variables[0].graph
+
+    @property
+    def mesh(self) -> mtf.Mesh:
+        """The mesh of the first gradient, on which a step has its scalars."""
+        return self.present[0].mesh
+
+    @property
+    def present(self) -> list[mtf.Tensor]:
+        """The gradients that are not None."""
+        return [g for g in self.grads if g is not None]
+
+    @property
+    def owners(self) -> list[mtf.Variable]:
+        """The variables of `present`, in its order."""
+        return [v for g, v in zip(self.grads, self.variables) if g is not None]
+
+    def with_grads(
+        self, grads: Sequence[mtf.Tensor | None], form: Form | None = None, **others: Any
+    ) -> GradientSet:
+        """Returns the set with other gradients and fields; its form is kept unless one is given."""
+        form = form or self.form
+        return dataclasses.replace(self, grads=tuple(grads), form=form, **others)
+
+    def with_present(
+        self, present: Sequence[mtf.Tensor], form: Form | None = None, **others: Any
+    ) -> GradientSet:
+        """Does what `with_grads` does, with one gradient for each of `present`."""
+        return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
+
+    def change_reduced(self, change: Callable[[mtf.Tensor], mtf.Tensor]) -> GradientSet:
+        """The same set with a function applied to the gradients at `already_reduced`."""
+        grads = enumerate(self.grads)
+        return self.with_grads(
+            [change(g) if g is not None and i in self.already_reduced else g for i, g in grads]
+        )
+
+
+def finished(gradients: GradientSet, opt: Any) -> GradientSet:
+    """Returns reduced gradients divided by their divisor, in their dtypes, for an optimizer."""
+    dtypes, divisor = gradients.dtypes, gradients.divisor
+    if dtypes is None and divisor is None:
+        return gradients
+    divisors = {}
+    if divisor is not None:
+        divisors = {
+            m: on_mesh(divisor, m) for m in dict.fromkeys(g.mesh for g in gradients.present)
+        }
+
+    def finish(total: mtf.Tensor, dtype: tf.DType | None) -> mtf.Tensor:
+        if divisors:
+            wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
+            total = mtf.divide(wide, mtf.cast(divisors[total.mesh], wide.dtype))
+        dtype = total.dtype if dtype is None else _inner_dtype(dtype, opt)
+        return total if total.dtype == dtype else mtf.cast(total, dtype)
+
+    results = [
+        None if g is None else finish(g, dtypes[i] if dtypes else None)
+        for i, g in enumerate(gradients.grads)
+    ]
+    return gradients.with_grads(results, divisor=None, dtypes=None)
+
+
+def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
+    """Returns the dtype in which the inner optimizer gets gradients: at least float32."""
+    # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the others
+    # cast to float32 themselves.
+    if dtype.size >= 4 or isinstance(opt, mtf.optimize.MomentumOptimizer):
+        return dtype
+    return tf.float32
+
+
+def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
+    """Casts gradients to the dtypes of the variables' values, for Mesh-TF's Momentum."""
+    if not isinstance(opt, mtf.optimize.MomentumOptimizer):
+        return gradients
+    pairs = list(zip(gradients.grads, gradients.variables))
+    other = [g is not None and g.dtype != v.activation_dtype for g, v in pairs]
+    if not any(other):
+        return gradients
+    warn_once(
+        "narrow momentum",
+        "mtf.optimize.MomentumOptimizer adds up gradients in the dtype of activations, %s: small "
+        "ones are lost. Use MeshOptimizer(tf.train.MomentumOptimizer(...)), which adds up in "
+        "float32.",
+        gradients.variables[other.index(True)].activation_dtype.name,
+    )
+    return gradients.with_grads(
+        [mtf.cast(g, v.activation_dtype) if casts else g for (g, v), casts in zip(pairs, other)]
+    )
+
+
+class Reduction(NamedTuple):
+    """How a wrapper reduces gradients.
+
+    Attributes:
+      strategy: the reduction strategy.
+      batch_dims: names of the dimensions that the batch is split along.
+      axes: the replica axes; None if the wrapper does not know them.
+      name: the wrapper's name.
+      other_axes: for per-shard gradients, the strategy for sums over mesh axes other than the
+        replica axes; None for `strategy`.
+    """
+
+    strategy: Strategy
+    batch_dims: tuple[str, ...]
+    axes: ReplicaAxes | None = None
+    name: str = ""
+    other_axes: Strategy | None = None
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the strategy reduces gradients by `reduce_gradients`."""
+        return has_gradient_reduction(self.strategy)
+
+
+# What wrappers take for batch_dims where they are given nothing.
+_DEFAULT_BATCH_DIMS = ("batch",)
+
+
+def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
+    """Returns the names of a stack's shard dims, from how each of its wrappers reduces gradients.
+
+    They are all names that wrappers know, by their replica axes or as batch_dims, in any order of
+    the wrappers. The default batch_dims count only if no wrapper knows any.
+    """
+    names = [(r.batch_dims if r.axes is None else r.axes.batch_dims, r.axes) for r in reductions]
+    known = [some for some, axes in names if axes is not None or some != _DEFAULT_BATCH_DIMS]
+    return tuple(dict.fromkeys(name for some in known or [_DEFAULT_BATCH_DIMS] for name in some))
+
+
+class Partition(NamedTuple):
+    """How updates are sharded: which part of a variable each replica updates.
+
+    `shapes_of` gives the shapes of the parts of variables that get gradients in one step, without
+    those that are not split. The name is the wrapper's.
+    """
+
+    axes: ReplicaAxes
+    strategy: Strategy
+    shapes_of: Callable[[Sequence[mtf.Variable]], Mapping[mtf.Variable, mtf.Shape]]
+    name: str = ""
+
+
+class Reduced(NamedTuple):
+    """The first reduction of a step.
+
+    Attributes:
+      parts: the gradients before it, not None, pending or per shard.
+      sums: the gradients after it, reduced or in parts.
+      branch: the branch of the step that has them; None if every step has.
+      strategy: the reduction strategy.
+    """
+
+    parts: list[mtf.Tensor]
+    sums: list[mtf.Tensor]
+    branch: Branch | None
+    strategy: Strategy
 
 
 class Stage:
@@ -34,6 +255,7 @@ class Stage:
       remakes: if the stage takes `PER_SHARD`, whether it makes gradients at `made_of_sums` again,
         without the shards that it skips. They, and gradients that hold no shard's data but are
         split over a replica axis, are then no error and are at `already_reduced`.
+      tells_finite: whether `apply` calls `StepBuilder.tell_finite`.
       reads_shown: whether `after_update` reads values for evaluation, which stages inside or around
         this one may replace (`StepBuilder.show`): it is called after theirs.
       mixed_warning: a warning about those that are reduced, with fields for the wrapper's name, the
@@ -47,6 +269,7 @@ class Stage:
     mixed_warning = ""
     adds_up = False
     remakes = False
+    tells_finite = False
     reads_shown = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

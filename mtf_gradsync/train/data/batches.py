@@ -11,8 +11,13 @@ from typing import Any, Callable, Mapping
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.train.data.datasets import MODEL_FEATURES, mapped
-from mtf_gradsync.train.errors import ConfigError, DataError, first_line
+
+
+class DataError(TrainingError):
+    """A training step has no batch, or one that the model cannot train on."""
+
 
 _FUNCTION = "train.run.train_dataset_fn"
 # Length of the shape vector of an example of unknown shape: its rank, then its dimensions.

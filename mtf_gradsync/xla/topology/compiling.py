@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.bridge import to_hlo
-from mtf_gradsync.xla.installed import check_installed
+from mtf_gradsync.xla.devices import check_installed
 from mtf_gradsync.xla.replica_program import replica_program
 from mtf_gradsync.xla.stablehlo import to_stablehlo
 from mtf_gradsync.xla.topology.compiled import (

@@ -6,7 +6,7 @@ import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.accumulation.optimizer import LOCAL
+from mtf_gradsync.optimizers.accumulation import LOCAL
 from tests import harness, models
 
 EPS = np.finfo(np.float32).eps

@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.accumulation.optimizer import LOCAL, SYNCED
+from mtf_gradsync.optimizers.accumulation import LOCAL, SYNCED
 from tests import harness, models, reference
 from tests.optimizers.accumulation.accumulation_runs import (
     EPS,

@@ -1,6 +1,8 @@
 """What the graph of an accumulating program says: what runs only with an update."""
 
+import copy
 import functools
+import logging
 
 import numpy as np
 import pytest
@@ -8,17 +10,17 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, models
+from tests import harness, models, reference
 
 MESH, LAYOUT, _ = harness.MESHES["2x2"]
 K = 4
 
 
-def simd_report(make, mesh_shape=MESH):
+def simd_report(make, mesh_shape=MESH, layout=LAYOUT):
     """The collectives of the model's training step."""
     with tf.Graph().as_default():
         inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-        with simd.tpu_program(mesh_shape, LAYOUT) as program:
+        with simd.tpu_program(mesh_shape, layout) as program:
             graph = mtf.Graph()
             mesh = mtf.Mesh(graph, "mesh")
             _, fetches = models.train(make)(mesh, inputs)
@@ -48,6 +50,73 @@ def test_every_gradient_collective_stands_in_the_branch(optimizer):
     bare = report_without_update()
     assert report.every_step.bytes_per_core == bare.every_step.bytes_per_core
     assert report.every_step.operations == bare.every_step.operations
+
+
+ON_ITS_OWN = "c:2;r:2", "batch:c"
+TOLD = "each shard adds up its own gradients, which are reduced once an update"
+
+
+def on_its_own(around=lambda opt: opt):
+    return around(gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 2))
+
+
+def test_on_the_one_mesh_of_the_program_gradients_are_reduced_with_an_update_alone(caplog):
+    with caplog.at_level(logging.INFO, "mtf_gradsync"):
+        report = simd_report(on_its_own, *ON_ITS_OWN)
+        again = simd_report(on_its_own, *ON_ITS_OWN)
+    bare = simd_report(NoUpdate, *ON_ITS_OWN)
+    for found in (report, again):
+        rows = [r for r in found.rows if "reduce_mean/" not in r.name]
+        assert rows
+        assert all(row.is_conditional for row in rows)
+        assert found.every_step.bytes_per_core == bare.every_step.bytes_per_core
+    assert [r.levelname for r in caplog.records if TOLD in r.getMessage()] == ["INFO"]
+
+
+def test_on_the_one_mesh_of_the_program_training_is_that_of_one_device(mesh_kind):
+    feeds = models.mlp_batches(4)
+    result = harness.run(mesh_kind, *ON_ITS_OWN, models.train(on_its_own), feeds)
+    expected = reference.train(reference.Accumulation(reference.Sgd(), 2), feeds)
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            result.variables[name], value, rtol=2.0**-18, atol=2.0**-18, err_msg=name
+        )
+    sums = result.variables["w1/gradient_accumulator"]
+    assert sums.shape == (2, *expected["w1"].shape), "one for each shard"
+
+
+def test_where_a_copy_accumulates_is_decided_anew():
+    made = []
+    simd_report(lambda: made.append(on_its_own()) or made[0], *ON_ITS_OWN)
+    copied, given = copy.copy(made[0]), copy.deepcopy(local(mtf.optimize.SgdOptimizer(0.1)))
+    assert (made[0].accumulate, made[0].axes.num_shards) == ("local", 2)
+    assert (copied.accumulate, copied.axes) == (None, None)
+    assert copied.traits == on_its_own().traits
+    assert (given.accumulate, given.axes.num_shards) == ("local", 2)
+
+
+WHY_SYNCED = {
+    "around": (lambda: on_its_own(gs.CrossShardOptimizer), 1, "CrossShardOptimizer around it"),
+    "no mesh": (on_its_own, 0, "the program has made no mesh yet: give mesh_shape and layout"),
+    "two": (on_its_own, 2, "the program has made several meshes: give mesh_shape and layout"),
+}
+
+
+@pytest.mark.parametrize("why", list(WHY_SYNCED))
+def test_what_reduces_on_every_step_says_so_once(why, caplog):
+    make, count, text = WHY_SYNCED[why]
+    for _ in range(2):
+        with tf.Graph().as_default():
+            for mesh in (ON_ITS_OWN, (MESH, LAYOUT))[:count]:
+                harness.placement(*mesh)
+            mesh = mtf.Mesh(mtf.Graph(), "mesh")
+            inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+            optimizer = make()
+            models.train(lambda: optimizer)(mesh, inputs)  # noqa: B023
+            assert optimizer._wrappers()[-1].accumulate == "synced"
+    (record,) = [r for r in caplog.records if "reduced on every microbatch step" in r.getMessage()]
+    assert record.levelname == "WARNING"
+    assert text in record.getMessage()
 
 
 class NoUpdate(mtf.optimize.Optimizer):

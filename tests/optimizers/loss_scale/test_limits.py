@@ -1,5 +1,7 @@
 """What overflows on the way: sums, norms, the scale itself, and losses that are narrow."""
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -110,18 +112,40 @@ def test_a_narrow_loss_takes_a_scale_that_it_can_hold(loss_dtype, scale):
     np.testing.assert_allclose(w, np.full(4, -1.0), rtol=2 * np.finfo(np.float32).eps)
 
 
-@pytest.mark.parametrize("wrap", ["accumulated", "summed before"])
-def test_what_shards_share_is_reported_on_their_sum(wrap, capfd):
-    def make():
-        scaled = gs.LossScaleOptimizer(sgd(), axes=AXES)
-        if wrap == "accumulated":
-            return gs.GradientAccumulationOptimizer(scaled, 2, axes=AXES)
-        return gs.CrossShardOptimizer(scaled)
+def scaled(**where):
+    return gs.LossScaleOptimizer(sgd(), loss_scale=1.0, **where)
 
-    run("placement", make, [1.0, np.nan])
-    lines = [line for line in capfd.readouterr().err.splitlines() if "step skipped" in line]
-    assert len(lines) == 1
-    assert lines[0].endswith("not finite: w (sum over shards).")
+
+# What a line names, by the wrapper around the loss scale.
+AROUND = {
+    "accumulated": (lambda: gs.GradientAccumulationOptimizer(scaled(), 2, axes=AXES), "shard 2"),
+    "summed before": (lambda: gs.CrossShardOptimizer(scaled(axes=AXES)), "shard 2"),
+    # Of sums that are added up, nobody knows any more.
+    "sums accumulated": (
+        lambda: gs.GradientAccumulationOptimizer(scaled(axes=AXES), 2, accumulate="synced"),
+        "shard unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", list(AROUND))
+def test_what_is_not_finite_of_one_shard_is_named_behind_a_reduction(
+    wrap, mesh_kind, capfd, caplog
+):
+    make, named = AROUND[wrap]
+    feeds = [{"x": np.ones([4, 4], "f")} for _ in range(4)]
+    feeds[1]["x"][2, 1] = np.nan
+    # The sum alone overflows: four times 2^126 is infinite in float32.
+    feeds[3]["x"][:] = 2.0**126
+
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        harness.run(mesh_kind, SHAPE, LAYOUT, program(make), feeds)
+    lines = [*capfd.readouterr().err.splitlines(), *(r.getMessage() for r in caplog.records)]
+    lines = [line for line in lines if "step skipped" in line]
+    assert [line.partition("not finite: ")[2].partition(".")[0] for line in lines] == [
+        f"w ({named})",
+        "w (sum over shards)" if named == "shard 2" else f"w ({named})",
+    ]
 
 
 def test_a_norm_that_overflows_is_reported(capfd):

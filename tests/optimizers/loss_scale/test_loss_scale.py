@@ -1,5 +1,7 @@
 """LossScaleOptimizer: the steps that it skips, how the scale moves, which bits do not change."""
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -120,6 +122,35 @@ def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradien
         np.testing.assert_array_equal(result.variables[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("layout", "name", "where"),
+    [("examples:all", "examples", "(shard 1)"), ("hidden:all", "batch", "(shard unknown)")],
+)
+def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
+    layout, name, where, mesh_kind, caplog, capfd
+):
+    """As other wrappers do, with a warning where the batch is split along another dimension."""
+
+    def make():
+        return gs.LossScaleOptimizer(models.OPTIMIZERS["sgd"](), **RULE)
+
+    build = train(make, (name,), own_gradients=True)
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        result = harness.run(mesh_kind, "all:4", layout, build, feeds()[:3])
+    for variable, value in reference.train("sgd", good_feeds()[:2]).items():
+        np.testing.assert_allclose(
+            result.variables[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
+        )
+    assert result.variables["LossScaleOptimizer/skipped"] == 1
+    told = [record.getMessage() for record in caplog.records]
+    warned = [line for line in told if "Give batch_dims=" in line]
+    assert len(warned) == (name != "batch")
+    assert all("('examples',)" in line for line in warned)
+    (line,) = [x for x in told + capfd.readouterr().err.splitlines() if "step skipped" in x]
+    assert line.startswith("LossScaleOptimizer")
+    assert where in line
+
+
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
 def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
     shape, layout, batch_dims = harness.MESHES["2"]
@@ -180,7 +211,7 @@ def test_around_sync_replicas_the_other_shards_contribute(kind, shards):
         return gs.LossScaleOptimizer(inner, **RULE)
 
     result = harness.run(kind, shape, layout, train(make, batch_dims), feeds())
-    expected = scales([step in BAD_STEPS for step in range(STEPS)])
+    expected = scales([False] * STEPS)
     found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
     assert found == expected
     values = {k: np.asarray(v, float) for k, v in models.mlp_values().items()}
@@ -197,6 +228,64 @@ def test_around_sync_replicas_the_other_shards_contribute(kind, shards):
             result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
         )
     assert result.variables["count"] == STEPS
+
+
+@pytest.mark.parametrize("kind", ["shared", "placement", "simd"])
+@pytest.mark.parametrize("accept_summed", [False, True])
+def test_what_a_skipped_shard_has_is_no_overflow(kind, accept_summed, capfd, caplog):
+    """float16: a NaN that is masked, a NaN that is skipped, and a scale that is too large."""
+    shape, layout = "a:2;b:2", "batch:b"
+    rule = {"initial_scale": 2.0**15, "growth_steps": 3, "min_scale": 1.0, "max_scale": 2.0**15}
+    nan, yes, no = np.nan, True, False
+    # The inputs, who contributes, whether the scale is too large, and who is applied. A shard's
+    # term is half its input: 4 / 2 times 2^15 is more than float16 holds.
+    steps = [
+        *[([0.5, nan], [yes, no], False, [0])] * 4,
+        *[([0.5, nan], [yes, yes], False, [0])] * 4,
+        ([4.0, 1.0], [no, yes], False, [1]),
+        ([4.0, 1.0], [yes, yes], False, [1]),
+        ([4.0, 1.0], [yes, no], True, []),
+        ([4.0, 1.0], [yes, no], False, [0]),
+        ([4.0, 1.0], [yes, yes], False, [0, 1]),
+        ([nan, nan], [no, no], False, []),
+        ([nan, nan], [yes, yes], True, []),
+    ]
+
+    def build(mesh, inputs):
+        batch = mtf.Dimension("batch", 2)
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch]))
+        narrow = mtf.VariableDType(tf.float32, tf.float32, tf.float16)
+        zeros = tf.zeros_initializer()
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]), narrow, initializer=zeros)
+        loss = mtf.reduce_mean(mtf.cast(x, tf.float16) * w)
+        where = {"mesh_shape": shape, "layout": layout}
+        inner = gs.SyncReplicasOptimizer(
+            mtf.optimize.SgdOptimizer(1.0),
+            1,
+            contributes=inputs["contributes"],
+            accept_summed=accept_summed,
+            **where,
+        )
+        optimizer = gs.LossScaleOptimizer(inner, **rule, **where)
+        updates = optimizer.apply_grads(mtf.gradients([loss], [w]), [w.operation])
+        told = gs.reported(optimizer)
+        names = ("loss_scale/scale", "loss_scale/good_steps", "loss_scale/skipped")
+        return updates, {name: told[name] for name in names}
+
+    feeds = [{"x": np.array(x, "f"), "contributes": np.array(ok)} for x, ok, _, _ in steps]
+    built = harness.built(kind, shape, layout, build, feeds[0])
+    assert not built.races()
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        result = built.run(feeds)
+    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
+    assert found == scales([bad for _, _, bad, _ in steps], **rule)
+    w = 0.0
+    for x, _, _, applied in steps:
+        w -= np.mean(np.array(x)[applied]) if applied else 0
+    assert result.variables["w"] == w
+    lines = [*capfd.readouterr().err.splitlines(), *(r.getMessage() for r in caplog.records)]
+    named = [line.partition("not finite: ")[2] for line in lines if "step skipped" in line]
+    assert [line.partition(".")[0] for line in named] == ["w (shard 0)", "w (shard 0), w (shard 1)"]
 
 
 def test_all_shards_decide_alike():

@@ -8,7 +8,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train.runners.runner import most_bad_losses
+from mtf_gradsync.train.runner import most_bad_losses
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.test_outer_steps import ALL, assert_as_reference, batches
@@ -74,6 +74,21 @@ def test_a_skipped_island_is_named_and_starts_from_the_outer_values(step, mesh_k
         assert all(np.isfinite(v).all() for v in found.variables.values())
         others = found.variables[f"{name}/island"][[0, 1, 3]]
         assert np.abs(others - found.variables[name]).min() > 0 or name != "w1"
+
+
+def test_on_shared_copies_with_a_second_axis_in_many_sessions():
+    """Along `cols` processors have the same slices of all that is not split over it."""
+    feeds = broken(batches(ROUND + 1), 0, 1, size=8)
+    made = program("shared", feeds[0], mesh="2x2")
+    assert not made.races()
+    one = [without(feed, 1, 8) for feed in feeds[:ROUND]]
+    expected = outer_reference.train("momentum", one, 1, ROUND, 0.7, 0.5, True, ALL)
+    for _ in range(6):
+        found = made.run(feeds)
+        for name, value in expected.outer.items():
+            np.testing.assert_allclose(found.variables[name], value, rtol=0, atol=96 * 2**-24)
+        assert [list(f["outer/skipped"]) for f in found.fetched] == [[0, 0], [0, 1], [0, 1]]
+        assert found.variables["OuterOptimizer/inner_step"] == len(feeds)
 
 
 def test_where_no_island_is_finite_the_outer_values_stay(mesh_kind):

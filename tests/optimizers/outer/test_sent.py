@@ -9,8 +9,8 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.outer.fragments import fragments_of
-from mtf_gradsync.optimizers.pipeline.pieces import Piece, variable_of
+from mtf_gradsync.optimizers.outer_values import fragments_of
+from mtf_gradsync.optimizers.pipeline.strategy_state import Piece, variable_of
 from tests import harness, models
 
 SCALARS = 8  # bytes: a loss of each step, and no more than another number

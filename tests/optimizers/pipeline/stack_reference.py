@@ -127,7 +127,12 @@ class LossScaleOptimizer:
         return not self.inner_skips
 
     def __call__(self, values: Values, shards: Shards) -> tuple[Values, bool]:
-        is_finite = all(map(_is_finite, shards))
+        skips_shards = _skips_shards(self.inside)
+        if skips_shards is None:
+            is_finite = all(map(_is_finite, shards))
+        else:  # what a skipped shard has does not count
+            result = self.inside(values, shards)
+            is_finite = skips_shards.is_finite
         if is_finite:
             self.passed += 1
             self.good_steps += 1
@@ -138,6 +143,8 @@ class LossScaleOptimizer:
             self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
             if not self.inner_skips:
                 return values, False
+        if skips_shards is not None:
+            return result
         if self.inner_skips and self.inner_needs_shards:
             return self.inside(values, shards)
         return self.inside(values, [_total(shards)])
@@ -210,12 +217,14 @@ class SyncReplicasOptimizer:
     def __call__(self, values: Values, shards: Shards) -> tuple[Values, bool]:
         if len(shards) == 1:  # reduced before: an equal share for each
             shards = [_scaled(shards[0], 1 / self.num_shards)] * self.num_shards
+        before = sum(self.made)
         for number, grads in enumerate(shards):
             if self.mask[number] and _is_finite(grads):
                 self.made[number] += 1
                 self.sums.append(grads)
             else:
                 self.dropped[number] += 1
+        self.is_finite = sum(self.made) > before or not np.any(self.mask)
         if len(self.sums) < self.wanted:
             return values, False
         # A shard adds 1/num_shards of its own gradient to the gradient of the mean.
@@ -233,6 +242,13 @@ class SyncReplicasOptimizer:
             f"{name}/count": len(self.sums),
             f"{name}/update_step": self.passed,
         }
+
+
+def _skips_shards(layer: Any) -> SyncReplicasOptimizer | None:
+    """Finds the layer that skips shards, if there is one."""
+    while layer is not None and not isinstance(layer, SyncReplicasOptimizer):
+        layer = getattr(layer, "inside", None)
+    return layer
 
 
 LAYERS = {

@@ -1,6 +1,8 @@
 """The table of orders: it says what the wrappers do, and the page shows it."""
 
+import collections
 import contextlib
+import functools
 import importlib.util
 import pathlib
 import re
@@ -8,6 +10,7 @@ import re
 import numpy as np
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
@@ -27,8 +30,13 @@ START = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
 
 
 def build(outer, inner):
-    """One variable, as what stands around what does not hang on how many there are."""
+    """A model, trained by two wrappers around each other."""
     make = order_table.WRAPPERS
+    return build_by(lambda: make[outer](make[inner](order_table.plain())))
+
+
+def build_by(make):
+    """One variable, as what stands around what does not hang on how many there are."""
 
     def model(mesh, inputs):
         features = mtf.Dimension("in", len(START))
@@ -38,8 +46,7 @@ def build(outer, inner):
             mesh, "w", mtf.Shape([features]), initializer=tf.constant_initializer(START)
         )
         loss = mtf.reduce_mean(mtf.square(mtf.einsum([x, w], mtf.Shape(batch)) - 1.0))
-        opt = make[outer](make[inner](order_table.plain()))
-        return opt.minimize(loss, tf.train.get_or_create_global_step()), {"loss": loss}
+        return make().minimize(loss, tf.train.get_or_create_global_step()), {"loss": loss}
 
     return model
 
@@ -82,6 +89,29 @@ ON_PLACEMENT = {*dict(WORKS).items(), *((a, b) for b, a in {b: a for a, b in WOR
 def test_what_the_table_allows_is_built(kind, outer, inner):
     built = harness.built(kind, SHAPE, LAYOUT, build(outer, inner), batches(1)[0])
     assert built.updates
+
+
+@pytest.mark.parametrize("outer", sorted(order_table.WRAPPERS))
+def test_accumulation_of_one_step_is_the_inner_optimizer_inside_and_outside_of_all(outer):
+    def operations(*wraps):
+        with tf.Graph().as_default():
+            opt = order_table.plain()
+            for wrap in wraps:
+                opt = wrap(opt)
+            mesh = mtf.Mesh(mtf.Graph(), "mesh")
+            x = tf.constant(batches(1)[0]["x"])
+            build_by(lambda: opt)(mesh, {"x": x})
+            return collections.Counter(type(op).__name__ for op in mesh.graph.operations)
+
+    make = order_table.WRAPPERS[outer]
+    alone = operations(make)
+    for place in ("local", "synced", None):
+        one = functools.partial(
+            gs.GradientAccumulationOptimizer, backward_passes_per_step=1, accumulate=place
+        )
+        for wraps in ((one, make), (make, one)):
+            more = operations(*wraps) - alone
+            assert set(more) <= {"Assign", "Constant", "AddOperation"}, "a counter at most"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.sharded_updates.shapes import (
+from mtf_gradsync.optimizers.sharded_variables import (
     saves_tiles,
     shape_of_part,
     slot_shapes,

@@ -10,8 +10,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.sync_replicas import NoUpdateError
-from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState
+from mtf_gradsync.optimizers.replicas import ReplicaState
+from mtf_gradsync.optimizers.skips import NoUpdateError
 from tests import harness, models, reference
 from tests.properties import sync_replicas_schedules as schedules
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.runtimes.manifest import MANIFEST_FILE, damage_of, note_checkpoint
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
-from mtf_gradsync.train.errors import ConfigError
 from tests.damage import HOWS, damage
 
 STEPS = (10, 20, 30)

@@ -3,8 +3,8 @@
 import pytest
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.runtimes.starting import only_run_in, remove_leftovers
-from mtf_gradsync.train.errors import ConfigError
 
 LEFT = [
     "model.ckpt-20.data-00000-of-00001.tempstate1234567",

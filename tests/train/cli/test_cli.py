@@ -40,7 +40,7 @@ def test_help(capsys, arguments):
 @pytest.mark.parametrize(
     ("binding", "message"),
     [
-        ("train.run.train_step = 3", "has no parameter 'train_step'; did you mean"),
+        ("train.run.train_step = 3", "parameter named 'train_step'; did you mean train_steps"),
         ("no_such.thing = 3", "No configurable matching 'no_such'"),
         ("train.run.optimizer = @NoSuchOptimizer", "NoSuchOptimizer"),
         ("train.run.train_steps = ", "train.run.train_steps"),

@@ -8,8 +8,8 @@ from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.evaluation.scores import Evaluator
-from mtf_gradsync.train.job import resolve_job
+from mtf_gradsync.train.evaluation import Evaluator
+from mtf_gradsync.train.model import resolve_job
 from tests.train.conftest import ATTENTION, NO_EVAL, TINY
 
 

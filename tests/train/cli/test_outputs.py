@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.cli.outputs import output_paths
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.cli.arguments import output_paths
 
 
 def test_outputs_are_paths_in_the_order_of_the_flags(tmp_path):

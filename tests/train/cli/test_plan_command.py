@@ -9,9 +9,9 @@ import pytest
 
 from mtf_gradsync import planning, xla
 from mtf_gradsync._private.gin import bindings
-from mtf_gradsync.train import gin_files, job
+from mtf_gradsync.train import gin_files, model
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.cli import plan_command
+from mtf_gradsync.train.cli import steps
 from tests.planning.machines import interrupted_and_dropped
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
@@ -67,7 +67,7 @@ def test_the_configs_own_mesh_need_not_be_possible(monkeypatch, flags, axes):
 
 @pytest.mark.parametrize("flag", ["--json", "--png"])
 def test_a_full_disk_is_an_error_of_one_line_below_the_plan(capsys, monkeypatch, flag):
-    monkeypatch.setattr(plan_command, "plan_config", lambda *unused, begins: planning.Plan(()))
+    monkeypatch.setattr(steps, "plan_config", lambda *unused, begins: planning.Plan(()))
     status = cli.main(["plan", f"--gin_file={TINY}", f"{flag}=/dev/full"])
     printed = capsys.readouterr()
     assert status == cli.EXIT_FAILED
@@ -81,7 +81,7 @@ def test_a_signal_that_python_drops_before_the_plan_begins_stops_it(capsys, monk
     def resolved(config):
         interrupted_and_dropped(number)
 
-    monkeypatch.setattr(job, "resolve_job", resolved)
+    monkeypatch.setattr(model, "resolve_job", resolved)
     monkeypatch.setattr(planning, "plan", None)
     assert cli.main(["plan", f"--gin_file={TINY}"]) == 128 + number
     assert "interrupted" in capsys.readouterr().err
@@ -90,7 +90,7 @@ def test_a_signal_that_python_drops_before_the_plan_begins_stops_it(capsys, monk
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_exit_code_of_a_partial_plan_has_the_signal(capsys, monkeypatch, number):
     partial = planning.Plan((), (), True, 4, number)
-    monkeypatch.setattr(plan_command, "plan_config", lambda *unused, begins: partial)
+    monkeypatch.setattr(steps, "plan_config", lambda *unused, begins: partial)
     assert cli.main(["plan", f"--gin_file={TINY}"]) == 128 + number
     assert "stopped: 4 not looked at" in capsys.readouterr().out
 

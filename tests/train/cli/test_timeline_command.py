@@ -10,9 +10,9 @@ import pytest
 
 from mtf_gradsync._signals import Interruption
 from mtf_gradsync.timelines import Table, Timeline
-from mtf_gradsync.train import timed_run
+from mtf_gradsync.train import run
 from mtf_gradsync.train.cli.main import main
-from mtf_gradsync.train.timed_run import TimedRun
+from mtf_gradsync.train.run import TimedRun
 from tests.planning.machines import interrupted_and_dropped
 from tests.timelines.recordings import two_cores
 from tests.train.conftest import NO_EVAL, QUICK, TINY
@@ -176,5 +176,5 @@ def test_a_ctrl_c_that_the_garbage_collector_drops_ends_the_steps():
     runner = mock.Mock(steps_ahead=0)
     runner.dispatch.side_effect = [dict, lambda: interrupted_and_dropped(signal.SIGINT) or {}, dict]
     with pytest.raises(KeyboardInterrupt), Interruption() as stop:
-        timed_run._make(runner, 3, stop)
+        run._make(runner, 3, stop)
     assert runner.dispatch.call_count == 2

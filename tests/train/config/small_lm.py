@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.metrics.file import read_metrics
+from mtf_gradsync.train import gin_files, held_out
+from mtf_gradsync.train.metrics import read_metrics
 from tests.train.conftest import NO_ATTENTION, NO_EVAL, run_quietly
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -10,9 +10,9 @@ import gin
 import pytest
 
 import mtf_gradsync
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.config.bindings import RunConfig
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.config import RunConfig
 from tests.cluster.processes import Processes
 from tests.train.conftest import TINY
 

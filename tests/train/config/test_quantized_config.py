@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.metrics.file import read_metrics
+from mtf_gradsync.train import held_out
+from mtf_gradsync.train.metrics import read_metrics
 from tests.train.config import small_lm
 from tests.train.conftest import REPORTS
 

@@ -2,10 +2,10 @@ import pytest
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
-from mtf_gradsync.train.config import checks, settings
-from mtf_gradsync.train.config.mesh import resolve_mesh
+from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync.train import config
+from mtf_gradsync.train.config import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.train.errors import ConfigError
 
 MESH = "batch:4;model:2"
 LAYOUT = "batch:batch,d_ff:model"
@@ -59,9 +59,9 @@ def test_rules_for_other_meshes_have_no_effect():
 
 def test_batch_size_may_be_given_per_replica():
     mesh = resolve_mesh(MESH, LAYOUT, None)
-    lengths = settings.resolve_sequence_length(64)
-    assert settings.resolve_batch_size(("tokens_per_replica", 128), lengths, mesh, 0) == 8
-    assert settings.resolve_batch_size(24, lengths, mesh, 2) == 24
+    lengths = config.resolve_sequence_length(64)
+    assert config.resolve_batch_size(("tokens_per_replica", 128), lengths, mesh, 0) == 8
+    assert config.resolve_batch_size(24, lengths, mesh, 2) == 24
 
 
 @pytest.mark.parametrize(
@@ -77,38 +77,38 @@ def test_batch_size_may_be_given_per_replica():
 def test_batch_size_errors(batch_size, outer, message):
     mesh = resolve_mesh(MESH, LAYOUT, None)
     with pytest.raises(ConfigError, match=f"train.run.batch_size.*{message}"):
-        settings.resolve_batch_size(batch_size, {"targets": 64}, mesh, outer)
+        config.resolve_batch_size(batch_size, {"targets": 64}, mesh, outer)
 
 
 @pytest.mark.parametrize("length", [0, "64", {"inputs": 64}, {"targets": -1}, True])
 def test_sequence_length_errors(length):
     with pytest.raises(ConfigError, match="sequence_length must be a positive integer or a dict"):
-        settings.resolve_sequence_length(length)
+        config.resolve_sequence_length(length)
 
 
 def test_learning_rate_forms():
     def double(step, total_train_steps):
         return 2.0 * step / total_train_steps
 
-    assert settings.resolve_learning_rate(None, 10) is None
-    assert settings.resolve_learning_rate(0.1, 10) == 0.1
-    assert settings.resolve_learning_rate(double, 10)(step=5) == 1.0
-    assert settings.resolve_learning_rate([3.0, double], 10)(step=5) == 3.0
+    assert config.resolve_learning_rate(None, 10) is None
+    assert config.resolve_learning_rate(0.1, 10) == 0.1
+    assert config.resolve_learning_rate(double, 10)(step=5) == 1.0
+    assert config.resolve_learning_rate([3.0, double], 10)(step=5) == 3.0
     with pytest.raises(ConfigError, match=r"learning_rate_schedule must be a number.*'fast'"):
-        settings.resolve_learning_rate("fast", 10)
+        config.resolve_learning_rate("fast", 10)
     with pytest.raises(ConfigError, match="learning_rate_schedule"):
-        settings.resolve_learning_rate([0.1, "fast"], 10)
+        config.resolve_learning_rate([0.1, "fast"], 10)
 
 
 @pytest.mark.parametrize("vocabulary", [ByteVocabulary, "bytes", (ByteVocabulary(), None)])
 def test_vocabulary_errors(vocabulary):
     with pytest.raises(ConfigError, match=r"train.run.vocabulary.*@ByteVocabulary\(\)"):
-        checks.check_vocabulary(vocabulary)
+        config.check_vocabulary(vocabulary)
 
 
 def test_counts_and_references():
-    checks.check_count("keep_checkpoint_max", None, optional=True)
+    config.check_count("keep_checkpoint_max", None, optional=True)
     with pytest.raises(ConfigError, match=r"train.run.train_steps must be a positive integer; got"):
-        checks.check_count("train_steps", 1.5)
+        config.check_count("train_steps", 1.5)
     with pytest.raises(ConfigError, match="without parentheses like @CrossShardOptimizer"):
-        checks.check_callable("optimizer", object(), "@CrossShardOptimizer")
+        config.check_callable("optimizer", object(), "@CrossShardOptimizer")

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.vocabulary import EOS_ID, ByteVocabulary
-from mtf_gradsync.train.errors import ConfigError
 
 TEXTS = ["".join(chr(97 + i % 26) for i in range(50)), "0123456789" * 4]
 

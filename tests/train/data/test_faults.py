@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.data.batches import TrainingBatches
+from mtf_gradsync.train.data.batches import DataError, TrainingBatches
 from mtf_gradsync.train.data.datasets import read_batches
-from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError
 from tests.train.conftest import NO_EVAL, QUICK, TINY
 
 BATCH, LENGTH, VOCAB = 2, 4, 10

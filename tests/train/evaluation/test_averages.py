@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.data import datasets
-from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.evaluation.graph import build_eval_graph
-from mtf_gradsync.train.evaluation.sample import sample_after
-from mtf_gradsync.train.job import resolve_job
+from mtf_gradsync.train.evaluation import build_eval_graph, sample_after
+from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.run import run
 from tests.train.conftest import NO_EVAL, QUICK, TINY
 

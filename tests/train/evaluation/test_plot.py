@@ -1,6 +1,6 @@
 import pytest
 
-from mtf_gradsync.train.evaluation.plot import plot_losses
+from mtf_gradsync.train.figures import plot_losses
 
 ROWS = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "other": 1}, {"step": 2, "held_out_nats": 2.5}]  # fmt: skip # noqa: E501
 

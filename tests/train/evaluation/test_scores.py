@@ -5,10 +5,10 @@ import pytest
 
 from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults, session_config
-from mtf_gradsync.train.config.mesh import resolve_mesh
+from mtf_gradsync.train import evaluation
+from mtf_gradsync.train.config import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.train.evaluation import scores
-from mtf_gradsync.train.evaluation.sample import sample
+from mtf_gradsync.train.evaluation import sample
 from mtf_gradsync.train.model import ModelSettings
 from tests.train.conftest import ATTENTION, NO_EVAL, train_tiny
 
@@ -44,7 +44,7 @@ def evaluator(tmp_path_factory):
     targets = np.random.RandomState(0).randint(3, 259, [2, 16]).astype(np.int32)
     targets[1, 9:] = 0
     config = session_config(num_cpu_devices=4)
-    with scores.Evaluator(settings, [{"targets": targets}], config) as made:
+    with evaluation.Evaluator(settings, [{"targets": targets}], config) as made:
         made.restore(latest_checkpoint(directory), directory)
         yield made
 
@@ -102,7 +102,7 @@ def test_samples_repeat_with_their_seed_and_follow_the_temperature(evaluator):
 def test_unigram_baseline_by_hand():
     train = [{"targets": np.array([[2, 2, 2, 3], [2, 0, 0, 0]])}]
     held_out = [{"targets": np.array([[2, 3, 0, 0]])}]
-    score = scores.unigram_score(train, held_out, Words())
+    score = evaluation.unigram_score(train, held_out, Words())
     # Counts 0, 0, 4, 1 plus one each, over nine.
     assert score.nats == pytest.approx(-math.log(5 / 9) - math.log(2 / 9))
     assert (score.tokens, score.num_bytes) == (2, 5)
@@ -112,4 +112,4 @@ def test_unigram_baseline_by_hand():
 def test_unigram_baseline_of_a_pair_counts_the_targets():
     batches = [{"targets": np.array([[2, 3]])}]
     pair = (ByteVocabulary(), Words())
-    assert scores.unigram_score(batches, batches, pair).perplexity == pytest.approx(3.0)
+    assert evaluation.unigram_score(batches, batches, pair).perplexity == pytest.approx(3.0)

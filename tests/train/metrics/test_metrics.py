@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.metrics.file import MetricsFile, read_metrics
-from mtf_gradsync.train.metrics.recorder import Recorder
+from mtf_gradsync.train.metrics import MetricsFile, Recorder, read_metrics
 
 FILE = "metrics.jsonl"
 

@@ -8,18 +8,21 @@ import pytest
 
 from mtf_gradsync.timelines import Table
 from mtf_gradsync.timelines.table import tabulate_times
-from mtf_gradsync.train.report.facts import Facts, read_facts, write_facts
-from mtf_gradsync.train.report.page import REPORT_FILE, Ended, write_page
-from mtf_gradsync.train.report.plots import draw_traffic
-from mtf_gradsync.train.report.recorded_steps import (
+from mtf_gradsync.train.plots import Series, draw_traffic, series_of, thinned
+from mtf_gradsync.train.report import (
+    REPORT_FILE,
     TIMELINE_FILE,
+    Ended,
+    Facts,
     RecordedSteps,
     forget_recorded,
+    read_facts,
     read_recorded,
+    write_facts,
+    write_page,
     write_recorded,
 )
-from mtf_gradsync.train.report.series import Series, series_of, thinned
-from mtf_gradsync.train.report.traffic import Traffic, TrafficRow
+from mtf_gradsync.train.train_graph import Traffic, TrafficRow
 from tests.timelines.recordings import two_cores
 
 pytest.importorskip("jinja2")

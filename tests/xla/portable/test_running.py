@@ -65,7 +65,12 @@ def test_sums_are_packed_where_a_step_runs_and_not_in_its_folder(exported):
             [op for op in walk(module.operation) if op.name == "stablehlo.all_reduce"]
             for module in modules
         )
-        assert len(sums) == len(separate) - (size - 1)
+        # One sum stays in each function or branch that holds some of the group.
+        places = []
+        for op, name in zip(separate, together):
+            if name is not None and op.operation.parent not in places:
+                places.append(op.operation.parent)
+        assert len(sums) == len(separate) - (size - len(places))
     # With jaxlib 0.4.34 separate ones stay so; newer versions combine some by themselves.
     as_packed = LoadedProgram(compiled(packed, step.devices), step.devices)
     assert models.collectives(step._program) == models.collectives(as_packed)

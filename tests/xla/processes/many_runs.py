@@ -26,9 +26,9 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.job import resolve_job
+from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.run import training_graph
-from mtf_gradsync.train.runtime import choose_runtime
+from mtf_gradsync.train.runner import choose_runtime
 
 CORES = 8
 BINDINGS = (

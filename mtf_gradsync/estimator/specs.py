@@ -1,0 +1,228 @@
+"""Calls an input_fn and a model_fn as TensorFlow's Estimators do, and uses the spec they give.
+
+A step is built for a runtime; predictions are split into examples; a model is written as a
+SavedModel, which loads without this package and without a mesh's devices.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import time
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.saving import RunSaver
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+
+
+class ModelFn(NamedTuple):
+    """A model_fn, and what its params get besides the caller's items.
+
+    `batch_sizes` has the value of params["batch_size"] for each mode, None for no change. With
+    `is_for_tpu` params always get "use_tpu", as from TPUEstimator, otherwise only in a program.
+    """
+
+    function: Callable[..., Any]
+    is_for_tpu: bool
+    batch_sizes: Mapping[str, int | None]
+
+    def build(
+        self,
+        input_fn: Callable[..., Any],
+        mode: str,
+        place: OnDevices | OnCores,
+        params: Any,
+        config: Any,
+    ) -> tuple[Any, tf.train.Scaffold | None, list[Any]]:
+        """Builds a step in the default graph, for the mode "train", "eval" or "infer".
+
+        Returns the spec, its scaffold, and hooks that the input needs.
+        """
+        is_program = isinstance(place, OnCores)
+        # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
+        scope = tf.get_variable_scope()
+        with tf.variable_scope(scope, use_resource=is_program or scope.use_resource):
+            tf.train.get_or_create_global_step()
+        params = self._params(params, mode, is_program)
+        features, labels, hooks = features_and_labels(input_fn, mode, params, config)
+        with place.building() as program:
+            if program is not None:
+                _set_items(params, context=program.tpu_context)
+            spec, scaffold = self._call(features, labels, mode, params, config)
+        has_saver = scaffold is not None and scaffold.saver is not None
+        is_training = mode == tf.estimator.ModeKeys.TRAIN
+        if is_training and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
+            keep = getattr(config, "keep_checkpoint_max", None) or 0
+            saver = RunSaver(var_list=None, sharded=True, max_to_keep=keep)
+            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+        return spec, scaffold, hooks
+
+    def spec(
+        self, features: Any, labels: Any, mode: str, params: Any, config: Any
+    ) -> tuple[Any, tf.train.Scaffold | None]:
+        """Returns the spec and its scaffold, on devices, for a model that is exported."""
+        return self._call(features, labels, mode, self._params(params, None, False), config)
+
+    def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
+        """Returns a copy of the params with the additions of TPUEstimator."""
+        params = copy.deepcopy(params) if params is not None else {}
+        batch_size = self.batch_sizes.get(mode or "")
+        if batch_size is not None:
+            _set_items(params, batch_size=batch_size)
+        # Estimator alone, without a TPU's config, adds nothing.
+        if is_program or self.is_for_tpu:
+            _set_items(params, use_tpu=is_program)
+        return params
+
+    def _call(
+        self, features: Any, labels: Any, mode: str, params: Any, config: Any
+    ) -> tuple[Any, tf.train.Scaffold | None]:
+        """Calls the model_fn; returns its spec and the spec's scaffold."""
+        tf.train.get_or_create_global_step()
+        given = {"features": features, "labels": labels, "mode": mode}
+        spec = _call_with_named(self.function, **given, params=params, config=config)
+        if not hasattr(spec, "train_op"):
+            raise TypeError(
+                "model_fn must return an EstimatorSpec or a TPUEstimatorSpec, got "
+                f"{type(spec).__name__}."
+            )
+        scaffold_fn = getattr(spec, "scaffold_fn", None)
+        # Outside of the program that is being built.
+        with tf.control_dependencies(None):
+            scaffold = scaffold_fn() if scaffold_fn else getattr(spec, "scaffold", None)
+        return spec, scaffold
+
+
+class _InitializeIterator(tf.train.SessionRunHook):
+    """Initializes an iterator in every new session."""
+
+    def __init__(self, initializer: tf.Operation):
+        self._initializer = initializer
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        del coord
+        session.run(self._initializer)
+
+
+def features_and_labels(
+    input_fn: Callable[..., Any], mode: str, params: Any, config: Any
+) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
+    """Returns a step's features, labels (or None), and hooks that the input needs.
+
+    input_fn takes none, some or all of mode, params and config. It returns a `tf.data.Dataset` of
+    features, or of (features, labels), or such tensors.
+    """
+    result = _call_with_named(input_fn, mode=mode, params=params, config=config)
+    hooks: list[tf.train.SessionRunHook] = []
+    if isinstance(result, (tf.data.Dataset, tf.compat.v2.data.Dataset)):
+        iterator = tf.data.make_initializable_iterator(result)
+        hooks.append(_InitializeIterator(iterator.initializer))
+        result = iterator.get_next()
+    if isinstance(result, (list, tuple)):
+        if len(result) != 2:
+            raise TypeError(
+                "input_fn must give features, or a pair of features and labels, got "
+                f"{len(result)} elements."
+            )
+        return result[0], result[1], hooks
+    if result is None:
+        raise TypeError("input_fn must return a Dataset or tensors, got None.")
+    return result, None, hooks
+
+
+def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
+    """Calls a function with those of the arguments that its signature names, as Estimator does."""
+    # Arguments that a partial function has already are not replaced.
+    held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
+    names = set(inspect.signature(fn).parameters) - held
+    return fn(**{name: value for name, value in known.items() if name in names})
+
+
+def _set_items(params: Any, **items: Any) -> None:
+    """Adds items to params, which are a dict or something with attributes."""
+    for name, value in items.items():
+        try:
+            if hasattr(params, "__setitem__"):
+                params[name] = value
+            else:
+                setattr(params, name, value)
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"params must be a dict, or an object whose attributes can be set, so that it can "
+                f"be given {name!r}; got {params!r}."
+            ) from error
+
+
+def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
+    """Returns a dict of the predictions with the given keys; for None all predictions as they are.
+
+    Raises ValueError for a key that the model, or a single tensor, does not have.
+    """
+    if keys is None:
+        return predictions
+    keys = [keys] if isinstance(keys, str) else list(keys)
+    has = list(predictions) if isinstance(predictions, dict) else []
+    missing = [key for key in keys if key not in has]
+    if missing:
+        raise ValueError(f"predict_keys has {missing}; the model predicts {has}.")
+    return {key: predictions[key] for key in keys}
+
+
+def examples(batch: Any) -> Iterator[Any]:
+    """Yields the rows of a batch: arrays of one array, dicts of a dict of arrays.
+
+    Raises ValueError if arrays in a dict differ in length.
+    """
+    if not isinstance(batch, dict):
+        yield from batch
+        return
+    lengths = {name: len(values) for name, values in batch.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"Predictions of a batch must have one row for each example, got {lengths}; "
+            "yield_single_examples=False yields batches as they are."
+        )
+    for number in range(next(iter(lengths.values()))):
+        yield {name: values[number] for name, values in batch.items()}
+
+
+def write_saved_model(
+    base: str,
+    spec: Any,
+    scaffold: tf.train.Scaffold | None,
+    inputs: Mapping[str, tf.Tensor],
+    checkpoint: str,
+) -> str:
+    """Writes the default graph with a checkpoint's values to a new directory; returns its path.
+
+    The directory is in `base` and named by the time in seconds, so that newer names sort last. A
+    server feeds `inputs`, and runs the scaffold's local_init_op where it loads the model.
+    """
+    while tf.io.gfile.exists(directory := os.path.join(base, str(int(time.time())))):
+        time.sleep(1)
+    saver = tf.train.Saver(sharded=True)
+    begin = scaffold.local_init_op if scaffold else None
+    if begin is None:
+        begin = tf.train.Scaffold.default_local_init_op()
+    signatures = {}
+    for name, output in (spec.export_outputs or {"serving_default": spec.predictions}).items():
+        outputs = getattr(output, "outputs", output)
+        by_name = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
+        signatures[name] = tf.saved_model.predict_signature_def(dict(inputs), by_name)
+    builder = tf.saved_model.Builder(directory)
+    with tf.Session() as session:
+        saver.restore(session, checkpoint)
+        session.run(begin)
+        builder.add_meta_graph_and_variables(
+            session,
+            [tf.saved_model.SERVING],
+            signature_def_map=signatures,
+            main_op=begin,
+            saver=saver,
+            strip_default_attrs=True,
+        )
+    builder.save()
+    return directory

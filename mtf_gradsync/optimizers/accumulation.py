@@ -1,0 +1,520 @@
+"""Hints about optimizers whose schedules would count microbatch steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any, Literal, NamedTuple, Sequence, Union
+
+import gin
+import numpy as np
+
+from mtf_gradsync import compat_v1
+from mtf_gradsync._common import log_once, walk
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import meshes_made
+from mtf_gradsync._private.tensorflow import optimizers_inside
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizer, OptimizerLike, given_optimizer, is_v1
+from mtf_gradsync.compat_v1.rules import refuse_with_v1
+from mtf_gradsync.gradients.pending import find_axes
+from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
+from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_skipped
+from mtf_gradsync.optimizers.skips import (
+    ReportsSkips,
+    SkipFn,
+    Skips,
+    Words,
+    check_limit,
+    check_skip_fn,
+    not_finite_flags,
+    now_waiting,
+    rows_of_shards,
+    says_skip,
+    waiting_state,
+)
+from mtf_gradsync.optimizers.state.restoring import note_sums_not_kept
+from mtf_gradsync.optimizers.state.schedules import Passes, check_passes, passes_at, update_counter
+from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.compressed import WireDtype
+from mtf_gradsync.step import values_after
+
+_logger = logging.getLogger("mtf_gradsync")
+
+
+def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
+    """Logs a hint when settings of the innermost optimizer depend on the TF global step.
+
+    The training loop advances the global step on every microbatch step. Learning-rate schedules,
+    and Adafactor's default decay rate and learning rate, are functions of it.
+    """
+    global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
+    if not global_steps:
+        return
+    handle = getattr(global_steps[0], "handle", global_steps[0])
+    if isinstance(opt, MeshOptimizer):
+        opt = opt.opt
+    found = [
+        key.lstrip("_")
+        for key, value in sorted(getattr(opt, "__dict__", {}).items())
+        if isinstance(value, tf.Tensor) and _depends_on(value, handle.op)
+    ]
+    if found:
+        _logger.info(
+            "%s: %s of %s follow the TF global step, which counts microbatch steps, not updates. "
+            "Base them on the update step: see docs/accumulation.md, per_update and update_step.",
+            name,
+            " and ".join(found),
+            type(opt).__name__,
+        )
+
+
+def _depends_on(tensor: tf.Tensor, source: tf.Operation) -> bool:
+    def inputs(op: tf.Operation) -> list[tf.Operation]:
+        # A step divided by an integer, as in `per_update`, counts updates.
+        return [] if op.type == "FloorDiv" else [t.op for t in op.inputs]
+
+    return source in walk([tensor.op], inputs)
+
+
+#: Where gradients of microbatch steps add up: on each shard, or reduced over the mesh.
+Accumulate = Literal["local", "synced"]
+LOCAL: Accumulate = "local"
+SYNCED: Accumulate = "synced"
+
+
+_HOW = {
+    LOCAL: ": each shard adds up its own gradients, which are reduced once an update",
+    SYNCED: ": gradients are reduced on every microbatch step",
+}
+_SYNCED_INSTEAD = "Accumulate reduced gradients, by accumulate='synced', for one update of all"
+
+
+class _Counters(NamedTuple):
+    """Integer scalars: mtf variables, or their values after a step."""
+
+    mini_step: Any
+    update_step: Any
+    skipped: Any
+    waiting: Any  # None without a limit
+
+    @property
+    def present(self) -> list[Any]:
+        """The fields that are not None."""
+        return [x for x in self if x is not None]
+
+
+@gin.configurable(module="mtf_gradsync")
+class GradientAccumulationOptimizer(ReportsSkips):
+    """Adds up the gradients of several microbatch steps, then applies another optimizer once.
+
+    On microbatch steps without an update the inner optimizer does not run, variables and slots do
+    not change, and no gradients are reduced if they accumulate locally.
+
+    Gradients accumulate in one of two places. "local": each shard adds up its own partial sums,
+    which are reduced once for each update; the mesh must be known when the graph is built.
+    "synced": gradients are reduced on each microbatch step. The log says once which it is.
+
+    State, by name: `<variable>/gradient_accumulator` for each variable, and
+    `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`, and with max_steps_without_update
+    `<name>/waiting`.
+
+    Attributes:
+      accumulate: where gradients accumulate, "local" or "synced"; None if that is decided when they
+        are applied.
+      backward_passes_per_step: microbatch steps for each update, as given.
+
+    References:
+      horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps
+    """
+
+    shown = (
+        ("micro step", "accumulation/micro_step"),
+        ("update step", "update_step"),
+        ("skipped", "accumulation/skipped"),
+    )
+    backward_passes_per_step: Passes
+    _place = OfStep[Union[Accumulate, None]](None)
+    # For the graph that gradients were last applied in: variables, and their values after a step.
+    _counters = OfStep[Union[_Counters, None]](None)
+    _now = OfStep[Union[_Counters, None]](None)
+
+    def __init__(
+        self,
+        opt: OptimizerLike,
+        backward_passes_per_step: Passes = gin.REQUIRED,
+        average_aggregated_gradients: bool = False,
+        should_skip_update_fn: SkipFn | None = None,
+        accumulator_dtype: tf.DType | None = None,
+        checkpoint_accumulators: bool = True,
+        accumulate: Accumulate | None = None,
+        sparse_as_dense: bool = False,
+        allreduce_fn: compat_v1.AllReduceFn | None = None,
+        name: str = "GradientAccumulationOptimizer",
+        learning_rate: Any = NOT_GIVEN,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+        reduce_dtype: WireDtype | None = None,
+        max_steps_without_update: int | None = None,
+        flush: Any = None,
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
+            `tf.compat.v1.train` the result is `compat_v1.GradientAccumulationOptimizer`, and
+            arguments for the mesh or checkpoints have no effect. A subclass takes mesh optimizers
+            only.
+          backward_passes_per_step: microbatch steps for each update: a whole number of 1 or more,
+            or a function from the update step (mtf int32 scalar) to one. A function is evaluated
+            when an accumulation begins; the number does not change before the update.
+          average_aggregated_gradients: whether to divide the sum by its number of microbatch steps.
+          should_skip_update_fn: a function from the list of gradients to a boolean mtf scalar,
+            whether to skip the microbatch step: `skip_not_finite`, `skip_large_updates(norm)`, or
+            your own. A skipped microbatch step does not count. None skips nothing: a NaN then stays
+            in the sum until the update.
+          accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
+          checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
+            new accumulation, and local sums need no master copy on the host.
+          accumulate: "local" or "synced". None takes "local" if the mesh is known when gradients
+            are applied: given, or the only one that the program has made for this graph by then;
+            if not, or if a wrapper around this one reduces on every step, "synced".
+          sparse_as_dense: only with an optimizer of `tf.compat.v1.train`: turn `tf.IndexedSlices`
+            into dense gradients. Those of mesh variables are always dense.
+          allreduce_fn: only with such an optimizer; see there.
+          name: name of the wrapper, prefix of its counters.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
+            are those of the mesh that the program has made for this graph.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
+          reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
+            "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
+            rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
+          max_steps_without_update: most microbatch steps in a row without an update, if
+            should_skip_update_fn is given; one more raises an error that names variables and shards
+            (see `NoUpdateError`). None for no limit.
+          flush: a boolean scalar, tf or mtf: whether to update on this step even if the sums have
+            fewer microbatch steps, as on the last step of a training. Where that step is skipped,
+            the update is that of the steps before. None never does.
+
+        Raises:
+          ValueError: an argument is out of range, or arguments contradict each other.
+          TypeError: an argument has the wrong type, or opt is a Keras optimizer.
+        """
+        dtype = _floating(accumulator_dtype)
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        if type(self) is GradientAccumulationOptimizer and is_v1(opt):
+            refuse_with_v1(
+                opt,
+                should_skip_update_fn=should_skip_update_fn,
+                max_steps_without_update=max_steps_without_update,
+                flush=flush,
+            )
+            self._become(
+                compat_v1.GradientAccumulationOptimizer,
+                opt,
+                backward_passes_per_step,
+                average_aggregated_gradients,
+                sparse_as_dense,
+                allreduce_fn,
+                dtype,
+                name,
+            )
+            hint_if_micro_steps_are_counted(optimizers_inside(opt)[-1], name)
+            return
+        if allreduce_fn is not None:
+            raise ValueError(
+                "allreduce_fn is only for optimizers of tf.compat.v1, but got allreduce_fn="
+                f"{allreduce_fn!r} with {opt!r}. On a mesh, give reducer= a strategy."
+            )
+        check_passes(backward_passes_per_step)
+        check_skip_fn(should_skip_update_fn)
+        if accumulate not in (None, LOCAL, SYNCED):
+            raise ValueError(
+                f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
+            )
+        self._accumulates = backward_passes_per_step != 1 or should_skip_update_fn is not None
+        one_update = 1 if callable(backward_passes_per_step) else backward_passes_per_step
+        why = f"an update takes backward_passes_per_step={backward_passes_per_step!r} steps"
+        limit = check_limit(max_steps_without_update, one_update, why)
+        _check_flush(flush)
+        needs_mesh_for = "the shards" if accumulate == LOCAL and self._accumulates else ""
+        common = (name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for, reduce_dtype)
+        self._wrap(opt, NOT_GIVEN, *common)
+        self._given_place = accumulate or (None if self.axes is None else LOCAL)
+        self.backward_passes_per_step = backward_passes_per_step
+        self._average = bool(average_aggregated_gradients)
+        self._skip_fn = should_skip_update_fn
+        # Without a function nothing is skipped, and an update takes the steps that it takes.
+        self._limit = limit if should_skip_update_fn is not None else None
+        self._flush = flush
+        self.traits = self._traits()
+        self._check_order()
+        self._dtype = dtype
+        self._checkpointed = bool(checkpoint_accumulators)
+        hint_if_micro_steps_are_counted(self.innermost(), name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._given_place is None:
+            self._given_axes = None
+            self.traits = self._traits()
+
+    @property
+    def accumulate(self) -> Accumulate | None:
+        """Where gradients accumulate; None if that is decided when they are applied."""
+        return self._given_place or self._place
+
+    def _traits(self) -> Traits:
+        if not self._accumulates:  # it is the inner optimizer, which may be anywhere
+            return Traits(reduces=False, takes_parts=True)
+        is_local = self.accumulate == LOCAL
+        return Traits(
+            reduces=not is_local,
+            needs_shards=is_local,
+            or_else="accumulate reduced gradients, by accumulate='synced'",
+            schedules_updates=True,
+            skips_not_finite=getattr(self._skip_fn, "leaves_out_not_finite", False),
+            one_mesh=_SYNCED_INSTEAD if is_local else "",
+        )
+
+    def settle(self, grads: Sequence[mtf.Tensor | None], around: Sequence[Wrapper]) -> None:
+        """Decides where gradients accumulate, if neither that nor the mesh was given; logs it."""
+        present = [g for g in grads if g is not None]
+        if not present or not self._accumulates:
+            return
+        why = ""
+        if self._given_place is None:
+            islands = self._in_islands_of
+            found = islands.inside if islands else find_axes(present, self._given_names)
+            is_split = found is not None and found.num_shards > 1
+            why = _why_synced(present, around, is_known=found is not None)
+            self._place = LOCAL if is_split and not why else SYNCED
+            self._given_axes = found if self._place == LOCAL else None
+            self.traits = self._traits()
+        how = _HOW[LOCAL] if self.accumulate == LOCAL else _HOW[SYNCED]
+        level = logging.WARNING if why else logging.INFO
+        log_once(f"{self.name} {how} {why}", level, "%s%s%s.", self.name, how, why)
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_Accumulate(self)] if self._accumulates else []
+
+    @property
+    def mini_step(self) -> mtf.Variable | None:
+        """Microbatch steps in the sum so far; None if nothing accumulates (yet)."""
+        return self._counters and self._counters.mini_step
+
+    @property
+    def update_step(self) -> mtf.Variable | None:
+        """Updates made so far (int32); None before gradients were applied."""
+        return self._counters and self._counters.update_step
+
+    @property
+    def update_step_now(self) -> mtf.Tensor | None:
+        """`update_step` after the step that it is fetched with; None if every step updates."""
+        return self._now and self._now.update_step
+
+    @property
+    def skipped(self) -> mtf.Variable | None:
+        """Microbatch steps skipped so far (int32); None before gradients were applied."""
+        return self._counters and self._counters.skipped
+
+    def reported(self) -> dict[str, mtf.Tensor]:
+        """See `mtf_gradsync.reported`."""
+        now = self._now
+        if now is None:
+            return {}
+        steps = {"update_step": now.update_step, "accumulation/micro_step": now.mini_step}
+        if self._skip_fn is not None:
+            steps["accumulation/skipped"] = now.skipped
+        if now.waiting is not None:
+            steps["accumulation/steps_without_update"] = now.waiting
+        return steps
+
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        return super().variables() + (self._counters.present if self._counters else [])
+
+    def _note_step(self, step: StepBuilder) -> None:
+        super()._note_step(step)
+        if not self.traits.schedules_updates:
+            note_sums_not_kept(
+                f"{self.name}/mini_step",
+                f"{self.name} has backward_passes_per_step=1 and no accumulators; with "
+                "backward_passes_per_step=lambda step: 1 its first step applies them.",
+            )
+
+    def _note(self, before: _Counters, now: _Counters, skips: Skips | None) -> None:
+        self._counters, self._now = before, now
+        self._note_skips(skips)
+
+    def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
+        return _Counters(
+            scalar_state(mesh, f"{self.name}/mini_step", checkpointed=self._checkpointed),
+            update_counter(mesh, self.name),
+            scalar_state(mesh, f"{self.name}/skipped", stacked=self._skip_fn is None),
+            waiting_state(mesh, self.name, self._limit),
+        )
+
+
+class _Accumulate(Stage):
+    """Adds up gradients, and passes on the sums when an update is due."""
+
+    gives = Form.REDUCED
+    wants_reduced = True
+    mixed, adds_up = "reduce", True
+    mixed_warning = (
+        "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
+        "%s), so they are reduced on each of them, and their sums are added up. Do that after "
+        "accumulation: ClipByGlobalNormOptimizer inside it clips the sum."
+    )
+
+    def __init__(self, wrapper: GradientAccumulationOptimizer):
+        self._wrapper = wrapper
+        self.takes = Form.PER_SHARD if wrapper.accumulate == LOCAL else Form.REDUCED
+        self._skips: Skips | None = None
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        wrapper, mesh = self._wrapper, gradients.mesh
+        before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
+        mini_step, update_step, skipped = (on_mesh(c.value, mesh) for c in before[:3])
+        for state in before[:3]:
+            mtf.scalar_summary(f"summary/{state.name}", state.value)
+        checked = gradients
+        counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
+        if wrapper._skip_fn is not None:
+            skip = on_mesh(says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer), mesh)
+            skip = step.agreed(skip, by_any=True)
+            gradients = without_skipped(gradients, skip)
+            counted -= mtf.cast(skip, tf.int32)
+            step.write_state(when=lambda: mtf.logical_not(skip))
+        accumulators = Accumulators(
+            gradients,
+            wrapper._slots,
+            wrapper._dtype,
+            wrapper._checkpointed,
+            counter=before.mini_step.name,
+        )
+        count = mini_step + counted
+        passes = passes_at(wrapper.backward_passes_per_step, update_step)
+        passes = on_mesh(passes, mesh) if isinstance(passes, mtf.Tensor) else passes
+        due = mtf.greater_equal(count, passes)
+        if wrapper._skip_fn is not None:
+            # A checkpoint may hold more microbatch steps than an update takes now; a skipped step
+            # brings no update even then.
+            due = mtf.logical_and(due, mtf.greater(counted, 0))
+        if wrapper._flush is not None:
+            flush = mtf.logical_and(_flag_on_mesh(wrapper._flush, mesh), mtf.greater(count, 0))
+            due = mtf.logical_or(due, flush)
+        updated = mtf.cast(due, tf.int32)
+        # The update itself advances `update_step`, as what is inside may skip it.
+        now = _Counters(
+            count * (1 - updated),
+            None,
+            skipped + (1 - counted),
+            before.waiting and now_waiting(before.waiting, updated),
+        )
+        self._before, self._now = before, now
+        gate = accumulators.add(step)
+        counts = step.plan.graph.combine_assignments(
+            [mtf.assign(v, on_mesh(x, v.mesh)) for v, x in zip(before, now) if x is not None]
+        )
+        step.write(counts, gate)
+        if wrapper._skip_fn is not None:
+            # Before a reduction, they may say more about shards.
+            received = step.received[-1]
+            axes = wrapper.axes_now(received.present)
+            skips = self._skips = self._make_skips(checked, before, axes)
+            step.run_when(
+                skip,
+                gate,
+                lambda: skips.report(
+                    not_finite_flags(received, checked, axes, wrapper.reducer),
+                    [now.skipped],
+                ),
+            )
+        divisor = count if wrapper._average else None
+        return accumulators.take_when(due, step, gate, counts_every_step=True, divisor=divisor)
+
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        wrapper, before, skips = self._wrapper, self._before, self._skips
+        (made,) = values_after([before.update_step], operations)
+        now = self._now._replace(update_step=made)
+        checks = skips.end_of_step(operations) if skips else []
+        step.when_built(lambda: wrapper._note(before, now, skips))
+        return checks
+
+    def _make_skips(
+        self, gradients: GradientSet, before: _Counters, axes: ReplicaAxes | None
+    ) -> Skips:
+        wrapper = self._wrapper
+        name = getattr(wrapper._skip_fn, "__name__", type(wrapper._skip_fn).__name__)
+        words = Words(
+            "microbatch step skipped, gradients that are not finite:",
+            [v.name for v in gradients.owners],
+            rows_of_shards(axes),
+            f"none, but should_skip_update_fn {name} says so",
+        )
+        waiting = [before.waiting] if wrapper._limit else ()
+        return Skips(wrapper.name, words, [before.skipped], waiting, wrapper._limit)
+
+
+def _why_synced(grads: Sequence[mtf.Tensor], around: Sequence[Wrapper], is_known: bool) -> str:
+    """Returns, for the log, why gradients cannot accumulate on each shard; "" if they can.
+
+    `is_known` says whether the replica axes are.
+    """
+    reduces = [w for w in around if w.traits.reduces and not w.traits.watches_not_finite]
+    if reduces:
+        outer = type(reduces[0]).__name__
+        return f", because {outer} around it does so: turn them round, to reduce once an update"
+    if len({g.mesh for g in grads}) > 1:
+        return ", because they are on several meshes: use one for each, to reduce once an update"
+    if is_known or len(meshes_made()) == 1:
+        return ""
+    what = "several meshes" if meshes_made() else "no mesh yet"
+    return (
+        f", because the program has made {what}: give mesh_shape and layout, to reduce once an "
+        "update, or accumulate='synced'"
+    )
+
+
+def _floating(dtype: Any) -> tf.DType | None:
+    if dtype is None:
+        return None
+    with contextlib.suppress(TypeError):
+        if tf.as_dtype(dtype).is_floating:
+            return tf.as_dtype(dtype)
+    raise ValueError(
+        f"accumulator_dtype must be a floating dtype such as tf.float32, got {dtype!r}."
+    )
+
+
+def _check_flush(flush: Any) -> None:
+    if flush is None or isinstance(flush, (bool, np.bool_)):
+        return
+    is_tensor = isinstance(flush, (mtf.Tensor, tf.Tensor))
+    if not is_tensor or flush.dtype != tf.bool or flush.shape.ndims:
+        raise TypeError(
+            "flush must be a boolean scalar, such as tf.placeholder_with_default(False, []), got "
+            f"{flush!r}."
+        )
+
+
+def _flag_on_mesh(flag: Any, mesh: mtf.Mesh) -> mtf.Tensor:
+    if isinstance(flag, mtf.Tensor):
+        return on_mesh(flag, mesh)
+    return mtf.import_tf_tensor(mesh, tf.convert_to_tensor(flag), mtf.Shape([]))

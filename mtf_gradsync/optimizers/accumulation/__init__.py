@@ -1,1 +1,0 @@
-"""Gradient accumulation: several microbatch steps for each update."""

@@ -1,0 +1,431 @@
+"""The state of a loss scale, and the rule by which it changes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, NamedTuple, Sequence, Union
+
+import gin
+
+from mtf_gradsync._common import check_whole_number, is_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
+from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
+from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
+from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments, variables_behind
+from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
+from mtf_gradsync.optimizers.skips import (
+    ReportsSkips,
+    Skips,
+    Words,
+    check_limit,
+    not_finite_flags,
+    now_waiting,
+    rows_of_shards,
+    waiting_state,
+)
+from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Gate, Plan, Watched, values_after
+
+
+class Rule(NamedTuple):
+    """The rule by which a loss scale changes; see the arguments of `LossScaleOptimizer`."""
+
+    is_dynamic: bool
+    initial: float
+    growth_steps: int
+    multiplier: float
+    lowest: float
+    highest: float
+
+
+class LossScaleState(NamedTuple):
+    """Scalars: mtf variables, or their values after a step.
+
+    Attributes:
+      scale: float32, the loss scale; None if it is fixed.
+      good_steps: int32, updates in a row with finite gradients since it changed; None if fixed.
+      skipped: int32, steps skipped so far.
+      waiting: int32, the number of these since the last update; None without a limit.
+    """
+
+    scale: Any
+    good_steps: Any
+    skipped: Any
+    waiting: Any
+
+    @property
+    def present(self) -> list[Any]:
+        """The fields that are not None."""
+        return [x for x in self if x is not None]
+
+
+def make_state(mesh: mtf.Mesh, name: str, rule: Rule, limit: int | None) -> LossScaleState:
+    """Makes the variables, `<name>/<field>`, which checkpoints hold."""
+    scale = good_steps = None
+    if rule.is_dynamic:
+        scale = scalar_state(mesh, f"{name}/scale", tf.float32, stacked=False, start=rule.initial)
+        good_steps = scalar_state(mesh, f"{name}/good_steps", stacked=False)
+    skipped = scalar_state(mesh, f"{name}/skipped", stacked=False)
+    return LossScaleState(scale, good_steps, skipped, waiting_state(mesh, name, limit))
+
+
+def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossScaleState:
+    """Returns the variables' new values; `finite`, a boolean scalar, says if all gradients are."""
+
+    def skipped(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
+        return count + tf.cast(tf.logical_not(is_finite), tf.int32)
+
+    def good_steps(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
+        more = (count + 1) * tf.cast(is_finite, tf.int32)
+        return more * tf.cast(more < rule.growth_steps, tf.int32)
+
+    def scale(now: tf.Tensor, count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
+        # A scale beyond a limit, as after a change of limits, is set to the limit.
+        lower = tf.maximum(now / rule.multiplier, rule.lowest)
+        higher = tf.minimum(now * rule.multiplier, rule.highest)
+        grows = count + 1 >= rule.growth_steps
+        return tf.where_v2(is_finite, tf.where_v2(grows, higher, now), lower)
+
+    count = mtf.cwise(skipped, [before.skipped.value, finite], tf.int32)
+    waiting = before.waiting and now_waiting(before.waiting, mtf.cast(finite, tf.int32))
+    if not rule.is_dynamic:
+        return LossScaleState(None, None, count, waiting)
+    good = before.good_steps.value
+    return LossScaleState(
+        mtf.cwise(scale, [before.scale.value, good, finite], tf.float32),
+        mtf.cwise(good_steps, [good, finite], tf.int32),
+        count,
+        waiting,
+    )
+
+
+DYNAMIC: Literal["dynamic"] = "dynamic"
+# Scales that, like their reciprocals, are far from float32's limits.
+_LEAST, _MOST = 1e-30, 1e30
+
+
+@gin.configurable(module="mtf_gradsync")
+class LossScaleOptimizer(ReportsSkips):
+    """Multiplies the loss by a scale, divides gradients by it, and applies another optimizer.
+
+    So small gradients of narrow dtypes (float16) do not become zero. A step with a gradient that is
+    not finite, on any shard, is skipped: variables and slots do not change, and a global step that
+    is given to `apply_gradients` does not advance. A dynamic scale is then divided by `multiplier`;
+    after `growth_steps` updates without a skipped step it is multiplied by it.
+
+    The loss keeps its value; the scale multiplies the seed of `mtf.gradients`. So gradients may
+    come from `compute_gradients`, which returns them unscaled, or from `mtf.gradients`, also in
+    microbatches. Unscaled gradients are at least float32.
+
+    Put it outside of wrappers that reduce and clip: `LossScaleOptimizer(CrossShardOptimizer(opt))`.
+    Inside `GradientAccumulationOptimizer` it skips whole updates, with all of their microbatch
+    steps. Around optimizers that skip gradients that are not finite themselves
+    (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it only changes the scale. Shards
+    that `SyncReplicasOptimizer` skips do not count, as long as another one contributes.
+
+    State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`, and with
+    max_steps_without_update `<name>/waiting`.
+
+    References:
+      Micikevicius et al., "Mixed precision training", 2018;
+      `tf.keras.mixed_precision.LossScaleOptimizer`
+    """
+
+    traits = Traits(watches_not_finite=True)
+    shown = (("loss scale", "loss_scale/scale"), ("skipped", "loss_scale/skipped"))
+
+    # For the graph that gradients were last applied in: variables, and their values after a step.
+    _state = OfStep[Union[LossScaleState, None]](None)
+    _now = OfStep[Union[LossScaleState, None]](None)
+    _writes = OfStep[Sequence[mtf.Operation]](())
+
+    def __init__(
+        self,
+        opt: MeshOptimizerLike,
+        loss_scale: Literal["dynamic"] | float = DYNAMIC,
+        initial_scale: float = 2.0**15,
+        growth_steps: int = 2000,
+        multiplier: float = 2.0,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        name: str = "LossScaleOptimizer",
+        learning_rate: Any = NOT_GIVEN,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+        max_steps_without_update: int | None = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one.
+          loss_scale: "dynamic", or a fixed number greater than 0, which skips steps just the same.
+          initial_scale: the first value of a dynamic scale.
+          growth_steps: the number of updates in a row without a skipped step after which a dynamic
+            scale grows.
+          multiplier: the factor by which it grows and shrinks, greater than 1. Powers of two add no
+            rounding.
+          min_scale: the smallest value of a dynamic scale.
+          max_scale: the largest value of a dynamic scale.
+          name: name of the wrapper, prefix of its state.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
+          axes: the replica axes, which number the shards in the log; or give mesh_shape and
+            layout. Without either they are those of the mesh that the program has made for this
+            graph.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
+          max_steps_without_update: the largest number of skipped steps in a row; one more raises
+            an error that names variables and shards (see `NoUpdateError`). Inside accumulation,
+            steps are updates. None for no limit.
+
+        Raises:
+          ValueError: an argument is out of range, or arguments contradict each other.
+          TypeError: an argument has the wrong type.
+        """
+        scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
+        self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
+        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._check_order()
+        self._limit = check_limit(max_steps_without_update)
+        skipping = [x for x in self.inner_stack() if traits_of(x).skips_not_finite]
+        if self._limit and skipping:
+            kind = type(skipping[0]).__name__
+            raise ValueError(
+                f"max_steps_without_update={self._limit!r}: {kind} inside "
+                f"{type(self).__name__} decides which steps are skipped; give it to {kind}."
+            )
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_SkipNotFinite(self)]
+
+    @property
+    def scale(self) -> mtf.Variable | float | None:
+        """The scale, a number if it is fixed; None before gradients were computed or applied."""
+        if not self._rule.is_dynamic:
+            return self._rule.initial
+        return self._state and self._state.scale
+
+    @property
+    def good_steps(self) -> mtf.Variable | None:
+        """Updates since the scale changed (int32); None if it is fixed or not made yet."""
+        return self._state and self._state.good_steps
+
+    @property
+    def skipped(self) -> mtf.Variable | None:
+        """Steps skipped so far (int32); None before gradients were computed or applied."""
+        return self._state and self._state.skipped
+
+    @property
+    def skipped_now(self) -> mtf.Tensor | None:
+        """`skipped` after the step that it is fetched with; None before gradients were applied."""
+        now = self._values_now()
+        return now and now.skipped
+
+    @property
+    def told(self) -> Watched | None:
+        """The deprecated name of `skip_report`."""
+        text = "LossScaleOptimizer.told is deprecated: use LossScaleOptimizer.skip_report."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.skip_report
+
+    def reported(self) -> dict[str, mtf.Tensor]:
+        """See `mtf_gradsync.reported`."""
+        now = self._values_now()
+        fields = now._asdict() if now else {}
+        names = {"waiting": "steps_without_update"}
+        return {
+            f"loss_scale/{names.get(name, name)}": x for name, x in fields.items() if x is not None
+        }
+
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        return super().variables() + (self._state.present if self._state else [])
+
+    def _values_now(self) -> LossScaleState | None:
+        """The state after a step."""
+        if self._now is None and self._state is not None and self._writes:
+            # A branch of the step writes the values, which have to be read outside of it.
+            values = iter(values_after(self._state.present, self._writes))
+            self._now = LossScaleState(*[x if x is None else next(values) for x in self._state])
+        return self._now
+
+    def without_scale(
+        self, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """See `Wrapper.without_scale`."""
+
+        def scale() -> float | mtf.Tensor:
+            state = self._state_of(variables[0].mesh)
+            return state.scale.value if self._rule.is_dynamic else self._rule.initial
+
+        return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
+
+    def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError for an argument computed from the scale, which would unscale twice.
+
+        It cannot recognise a fixed scale, which is a number.
+        """
+        scale = self._state and self._state.scale
+        for name, tensor in own.tensors():
+            if scale is not None and variables_behind(tensor) == {scale}:
+                raise ValueError(
+                    f"The argument {name} for {self.innermost()!r} is computed from the scale of "
+                    f"{self.name}, but {self.name} passes on gradients without the scale: do not "
+                    "give the argument, or give another scale."
+                )
+
+    def _state_of(self, mesh: mtf.Mesh) -> LossScaleState:
+        plan = Plan.of(mesh.graph)
+        state = plan.state(
+            self, self.name, lambda: make_state(mesh, self.name, self._rule, self._limit)
+        )
+        self._state = state
+        return state
+
+
+class _SkipNotFinite(Stage):
+    """Skips the update if gradients are not finite, and changes the scale."""
+
+    def __init__(self, wrapper: LossScaleOptimizer):
+        self._wrapper = wrapper
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        wrapper = self._wrapper
+        losses = step.plan.part(ScaledLosses)
+        if wrapper.name in losses.applied:
+            raise ValueError(
+                f"{wrapper.name} has applied gradients in this graph already, but it has to decide "
+                "for all variables together whether to skip a step: give apply_grads all of them "
+                "at once."
+            )
+        losses.applied |= {wrapper.name}
+        before = wrapper._state_of(gradients.variables[0].mesh)
+        inside = [traits_of(x) for x in wrapper.inner_stack()]
+        reduction = wrapper._gradient_reduction()
+        if any(stage.tells_finite for stage in step.stages):
+            # What shards have that it skips does not count.
+            step.when_finite_is_known(
+                lambda finite: self._change_scale(before, finite, [], gradients, gradients, step)
+            )
+            return gradients
+        # If a wrapper inside skips gradients that are not finite, this one only changes the scale.
+        is_beside = any(traits.skips_not_finite for traits in inside)
+        passed_on, axes = gradients, wrapper.axes_now(gradients.present)
+        if not is_beside or not any(traits.needs_shards for traits in inside):
+            # The sum can overflow even if no shard's gradient does.
+            passed_on = step.reduce(gradients, reduction)
+        if passed_on.form.is_reduced:
+            finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
+            finite = step.agreed(finite)
+        else:
+            found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
+            finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
+        held = [] if is_beside else passed_on.present
+        gate = self._change_scale(before, finite, held, gradients, passed_on, step)
+        if not is_beside:
+            step.only_when(finite, gate, as_call=False)
+        return passed_on
+
+    def _change_scale(
+        self,
+        before: LossScaleState,
+        finite: mtf.Tensor,
+        held: list[mtf.Tensor],
+        gradients: GradientSet,
+        checked: GradientSet,
+        step: StepBuilder,
+    ) -> Gate | None:
+        """Writes the state after the step, and reports a skipped one.
+
+        Returns the gate of these writes, which is one for the tensors `held`, too.
+        """
+        wrapper = self._wrapper
+        axes = wrapper.axes_now(gradients.present)
+        finite = on_mesh(finite, before.skipped.mesh)
+        gate = step.gate([*held, finite])
+        after = after_step(before, finite, wrapper._rule)
+        skips = self._skips = self._make_skips(gradients, before, axes)
+        now = [after.skipped, *([] if after.scale is None else [after.scale])]
+        step.run_when(
+            mtf.logical_not(finite),
+            gate,
+            lambda: skips.report(not_finite_flags(gradients, checked, axes, wrapper.reducer), now),
+        )
+        wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
+        step.write(wrapper._writes, gate)
+        wrapper._now = None if step.plan.is_in_branch else after
+        return gate
+
+    def _are_finite(self, sums: list[mtf.Tensor], are_squared: bool) -> mtf.Tensor:
+        """Whether reduced gradients, or parts of them, are finite, a boolean scalar."""
+        reducer = self._wrapper.reducer
+        if are_squared:
+            # Squares overflow before the gradients do, and a clip by their norm would make NaNs.
+            return mtf.less(global_norm(sums, reducer), float("inf"))
+        return mtf.less_equal(not_finite(sums, reducer), 0.0)
+
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        wrapper, skips = self._wrapper, self._skips
+        step.when_built(lambda: wrapper._note_skips(skips))
+        return skips.end_of_step(operations)
+
+    def _make_skips(
+        self, gradients: GradientSet, before: LossScaleState, axes: ReplicaAxes | None
+    ) -> Skips:
+        wrapper, rule = self._wrapper, self._wrapper._rule
+        words = Words(
+            "step skipped, gradients that are not finite:",
+            [v.name for v in gradients.owners],
+            rows_of_shards(axes),
+            "none by itself, but the norm of all",
+        )
+        return Skips(
+            wrapper.name,
+            words,
+            [before.skipped],
+            [before.waiting] if wrapper._limit else (),
+            wrapper._limit,
+            (before.scale, rule.lowest) if rule.is_dynamic else None,
+        )
+
+
+def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:
+    """Checks the arguments for the scale, and makes its rule."""
+    is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
+    initial, least, most = scales.values()
+    given = scales if is_dynamic else {**scales, "loss_scale": loss_scale}
+    for name, value in given.items():
+        if not _is_positive(value):
+            what = f"{DYNAMIC!r} or a number greater" if name == "loss_scale" else "greater"
+            raise ValueError(
+                f"{name} must be {what} than 0, from {_LEAST:g} to {_MOST:g} so that float32 can "
+                f"hold it, got {value!r}."
+            )
+    if is_dynamic and not least <= initial <= most:
+        raise ValueError(
+            "initial_scale must be between min_scale and max_scale, got "
+            + ", ".join(f"{name}={value!r}" for name, value in scales.items())
+            + "."
+        )
+    if not _is_positive(multiplier) or not multiplier > 1:
+        raise ValueError(f"multiplier must be finite and greater than 1, got {multiplier!r}.")
+    check_whole_number("growth_steps", growth_steps)
+    initial = float(initial if is_dynamic else loss_scale)
+    return Rule(
+        is_dynamic, initial, int(growth_steps), float(multiplier), float(least), float(most)
+    )
+
+
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and _LEAST <= value <= _MOST

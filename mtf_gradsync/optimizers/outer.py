@@ -1,0 +1,616 @@
+"""OuterOptimizer: islands of a mesh train separately, and outer steps synchronize them.
+
+Every island has its own values of variables and of the inner optimizer's slots, in the variables'
+slices. Variables `<variable>/island`, with a dimension for the islands, hold these slices and have
+masters for checkpoints (`mtf_gradsync.step.Islands`). The model and the inner optimizer need no
+change. The variable's own master has the outer values, which evaluation and export read.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, Callable, Mapping, NamedTuple, Sequence, Union
+
+import gin
+
+from mtf_gradsync._common import check_whole_number, is_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.gradients.losses import losses_behind
+from mtf_gradsync.gradients.measures import NotFinite
+from mtf_gradsync.gradients.recoverable import check_addable, check_recoverable
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
+from mtf_gradsync.optimizers.outer_values import (
+    Agreed,
+    OuterVariable,
+    SameSlices,
+    differing_variables,
+    fragments_of,
+    hold_by_islands,
+    hold_slots_by_islands,
+)
+from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pipeline import (
+    ONE_FOR_EACH_MESH,
+    Form,
+    GradientSet,
+    Reduction,
+    Stage,
+    StepBuilder,
+    Traits,
+)
+from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere
+from mtf_gradsync.optimizers.pipeline.strategy_state import (
+    CutOut,
+    Owner,
+    Piece,
+    PutBack,
+    variable_of,
+)
+from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words, check_limit
+from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.reduce import FusedAllReduce, Strategy
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
+from mtf_gradsync.step import Islands, Plan, values_after
+
+
+class OuterState(NamedTuple):
+    """Counters: mesh variables, or their values after a step.
+
+    Attributes:
+      inner_step: int32 scalar, updates that each island has made.
+      skipped: int32 `[islands...]`, outer steps that have skipped each island.
+      updated_at: int32 scalar, `inner_step` at the last outer step that did not skip all islands;
+        None without a limit.
+    """
+
+    inner_step: mtf.Variable
+    skipped: mtf.Variable
+    updated_at: mtf.Variable | None
+
+
+class OuterSteps(Stage):
+    """Gives the inner optimizer each island's own gradients, and makes the outer steps."""
+
+    takes = Form.PER_SHARD
+    mixed = "refuse"
+    adds_up = True  # inside an island; the wrapper's check is for islands
+
+    def __init__(self, wrapper: OuterOptimizer):
+        self._wrapper, self._islands = wrapper, wrapper.islands
+        # `apply` sets these for the step that is being built.
+        self._variables: list[mtf.Variable] = []
+        self._outer: dict[mtf.Variable, OuterVariable] = {}
+        self._momenta: dict[mtf.Variable, mtf.Variable] = {}
+        self._gradients: Sequence[mtf.Tensor] = ()
+        self._slots: list[mtf.Variable] = []
+        self._made_before: set[mtf.Variable] = set()
+        self._skips: Skips | None = None
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """See `Stage.apply`."""
+        wrapper, islands, mesh = self._wrapper, self._islands, gradients.mesh
+        self._variables = gradients.owners
+        self._state: OuterState = step.plan.state(wrapper, wrapper.name, lambda: self._make(mesh))
+        held = [hold_by_islands(v, islands.shard_dims, start=v.name) for v in self._variables]
+        self._outer = {v: OuterVariable(v) for v in self._variables}
+        if wrapper.outer_momentum:
+            self._momenta = {
+                v: named_state(mesh, f"{v.name}/outer_momentum", v.shape, tf.float32)
+                for v in self._variables
+            }
+        wrapper._slots.record([*held, *self._momenta.values()], self._variables)
+
+        def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
+            return Agreed(holds, by_any, islands, wrapper.plain_reducer).outputs[0]
+
+        step.agree = agree
+        # An island's term of the mean over the batch becomes the mean over its part of the batch.
+        scaled = [g * float(islands.num_shards) for g in gradients.present]
+        dims = [[d for d in g.shape.dims if d not in islands.shard_dims] for g in scaled]
+        own = SameSlices(scaled, list(map(mtf.Shape, dims))).outputs
+        self._gradients, self._made_before = own, set(gradients.graph.all_variables)
+        if wrapper.leave_out_not_finite:
+            period = self._state.inner_step.value // (wrapper.inner_steps // wrapper.fragments) + 1
+            given = [g for g in step.received[0].grads if g is not None]
+            self._losses = LossesOfPeriod(
+                given, period, islands, wrapper.plain_reducer, wrapper.name
+            )
+            wrapper._slots.record([self._losses.variable], self._variables)
+            now = self._losses.last
+            step.write([mtf.assign(self._losses.variable, now)], step.gate([now]))
+        form = Form.PER_SHARD if wrapper.inside.shard_dims else Form.REDUCED
+        return gradients.with_present(own, form)
+
+    def after_update(
+        self, updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """See `Stage.after_update`."""
+        wrapper, graph = self._wrapper, step.plan.graph
+        made = [v for v in graph.all_variables if v not in self._made_before]
+        differ = [*(v.value for v in self._variables), *self._gradients]
+        self._slots = differing_variables(graph.operations, differ, made)
+        hold_slots_by_islands(self._slots, self._islands.shard_dims)
+        if wrapper.leave_out_not_finite:
+            self._skips = self._make_skips()
+        count = self._state.inner_step.value + 1
+        gate = step.gate(step.passed_on[-1].present)
+        step.write([mtf.assign(self._state.inner_step, count)], gate)
+        period, fragments = wrapper.inner_steps, wrapper.fragments
+        by_rows = has_gradient_reduction(wrapper.reducer)
+        parts = fragments_of(self._variables, fragments, self._islands, by_rows)
+        writes: list[mtf.Operation] = []
+        for number, owners in enumerate(parts, 1):
+            if not owners:
+                continue
+            due = mtf.equal(mtf.mod(count, period), number * period // fragments % period)
+            with step.branch_when(due, gate, updates):
+                writes += self._outer_step(owners, updates, step)
+        step.show(self._outer, writes)
+        return []
+
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """See `Stage.end_of_step`."""
+        state, skips = self._state, self._skips
+        made, skipped = map(mtf.anonymize, values_after(state[:2], operations))
+        now = OuterState(made, skipped, None)
+        step.when_built(lambda: self._wrapper._note(state, now, dict(self._outer), skips))
+        return skips.end_of_step(operations) if skips else []
+
+    def _make(self, mesh: mtf.Mesh) -> OuterState:
+        name, dims = self._wrapper.name, self._islands.shard_dims
+        shape = mtf.anonymous_shape(mtf.Shape(list(dims)))
+        return OuterState(
+            scalar_state(mesh, f"{name}/inner_step", stacked=False),
+            named_state(mesh, f"{name}/skipped", shape, num_shard_dims=len(dims)),
+            scalar_state(mesh, f"{name}/updated_at", stacked=False, start=f"{name}/inner_step")
+            if self._wrapper._limit
+            else None,
+        )
+
+    def _make_skips(self) -> Skips:
+        wrapper, state = self._wrapper, self._state
+        words = Words(
+            "outer step without islands whose loss or values are not finite:",
+            [*(v.name for v in (*self._variables, *self._float_slots())), "the loss"],
+            [f"(island {number})" for number in range(self._islands.num_shards)],
+            "none",
+            "Not finite in the last outer step that skipped islands:",
+            only_rows=True,
+        )
+        waiting = [state.inner_step, state.updated_at] if state.updated_at else ()
+        return Skips(wrapper.name, words, [state.skipped], waiting, wrapper._limit)
+
+    def _float_slots(self) -> list[mtf.Variable]:
+        return [v for v in self._slots if v.slice_dtype.is_floating]
+
+    def _outer_step(
+        self, owners: Sequence[Owner], updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """Makes the outer step of a fragment, from the values after `updates`.
+
+        `owners` are the variables and pieces of the fragment. Returns the assignments to variables,
+        outer values and momenta.
+        """
+        wrapper = self._wrapper
+        variables = [variable_of(x) for x in owners]
+        moved = [self._outer[v] for v in variables]
+        momenta = [self._momenta[v] for v in variables if v in self._momenta]
+        read = iter(map(_wide, step.value_after([*variables, *moved, *momenta], updates)))
+        values = [[next(read) for _ in x] for x in (variables, moved, momenta)]
+        own, outer, velocity = (_at_pieces(CutOut, owners, x) for x in values)
+        shapes = [mtf.Shape([*self._islands.shard_dims, *x.shape.dims]) for x in owners]
+        differences: Sequence[mtf.Tensor] = SameSlices(
+            [y - x for x, y in zip(own, outer)], shapes
+        ).outputs
+        count: mtf.Tensor | None = None
+        if wrapper.leave_out_not_finite:
+            found = self._not_finite(updates, step)
+            dims = mtf.Shape(list(self._islands.shard_dims))
+            skip = mtf.greater(mtf.reduce_sum(found, output_shape=dims), 0.0)
+            differences = ZerosWhere(differences, skip).outputs
+            # Every processor has the numbers of all islands.
+            skipped = mtf.anonymize(mtf.cast(skip, tf.float32))
+            count = mtf.reduce_sum(1.0 - skipped)
+        gradients = self._mean(differences, owners, count, step)
+        new_outer, new_velocity = [], []
+        # If no island is finite, outer values and momentum do not change.
+        any_counts = 1.0 if count is None else mtf.cast(mtf.greater(count, 0.0), tf.float32)
+        for index, (x, gradient) in enumerate(zip(outer, gradients)):
+            move = gradient
+            if velocity:
+                after = velocity[index] * wrapper.outer_momentum + gradient
+                move = gradient + after * wrapper.outer_momentum if wrapper.nesterov else after
+                if count is not None:
+                    after = velocity[index] + (after - velocity[index]) * any_counts
+                new_velocity.append(after)
+            new_outer.append(x - move * (any_counts * wrapper.outer_learning_rate))
+        new = [new_outer, new_outer, new_velocity]
+        writes = step.plan.graph.combine_assignments(
+            [
+                mtf.assign(v, x)
+                for written, before, after in zip((variables, moved, momenta), values, new)
+                for v, x in zip(written, _at_pieces(PutBack, owners, before, after))
+            ]
+        )
+        step.add(writes)
+        if wrapper.leave_out_not_finite:
+            # Skipped islands still have their own values of other fragments' variables, and of
+            # the other pieces of variables that are cut.
+            rest = [v for v in self._variables if v not in owners]
+            self._restart(skip, skipped, found, rest, [*updates, *writes], step)
+            if self._state.updated_at is not None:
+                made = self._state.inner_step.value + 1
+                last = self._state.updated_at
+                now = mtf.cast(any_counts, tf.int32)
+                step.add([mtf.assign(last, made * now + last.value * (1 - now))])
+        return writes
+
+    def _mean(
+        self,
+        differences: Sequence[mtf.Tensor],
+        owners: Sequence[Owner],
+        count: mtf.Tensor | None,
+        step: StepBuilder,
+    ) -> list[mtf.Tensor]:
+        """Returns the mean of `differences`, `[islands...] + owner dims`, over the islands.
+
+        `count` is the number of islands that are not skipped, None for all; the differences of
+        skipped ones are zeros already.
+        """
+        wrapper, islands = self._wrapper, self._islands
+        reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
+        given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
+        sums = step.reduce_now(given, reduction, extra=True).present
+        step.write_state()
+        if count is None:
+            return [x * (1.0 / islands.num_shards) for x in sums]
+        share = 1.0 / mtf.maximum(count, 1.0)
+        return [x * share for x in sums]
+
+    def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
+        """Returns the values, slots and losses of islands that are not finite.
+
+        The flags, `[islands..., values]`, are greater than 0 there. Losses, the last column, count
+        since the outer step before. Slots count, as Mesh-TF's momentum reaches the variable one
+        step later.
+        """
+        variables = [*self._variables, *self._float_slots()]
+        values = list(step.value_after(variables, updates))
+        found = NotFinite(values, self._islands, self._wrapper.plain_reducer).outputs[0]
+        *dims, of = found.shape.dims
+        one = mtf.Dimension(of.name, 1)
+        losses = mtf.reshape(self._losses.are_bad(), mtf.Shape([*dims, one]))
+        return mtf.concat([found, losses], of.name)
+
+    def _restart(
+        self,
+        skip: mtf.Tensor,
+        skipped: mtf.Tensor,
+        found: mtf.Tensor,
+        variables: Sequence[mtf.Variable],
+        writes: Sequence[mtf.Operation],
+        step: StepBuilder,
+    ) -> None:
+        """Gives skipped islands the outer values and slots of zeros, counts and reports them.
+
+        `skip` is true for the skipped islands, `[islands...]`; `skipped` is 1 for them, else 0, of
+        the same shape but with all islands on each processor; `found` are the flags behind them.
+        `variables` are those to set to their outer values; values are read after `writes`.
+        """
+        with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
+            before = self._state.skipped
+            now = before.value + mtf.cast(skipped, tf.int32)
+            (mine,) = SameSlices([skip], [mtf.Shape([])]).outputs
+            own = step.value_after(variables, writes)
+            outer = step.value_after([self._outer[v] for v in variables], writes)
+            slots = step.value_after(self._slots, writes)
+            zeros = [mtf.cwise(tf.zeros_like, [x], x.dtype) for x in slots]
+            restarted = [
+                *(mtf.assign(v, _where(mine, y, x)) for v, x, y in zip(variables, own, outer)),
+                *(mtf.assign(v, _where(mine, y, x)) for v, x, y in zip(self._slots, slots, zeros)),
+            ]
+            writes = step.plan.graph.combine_assignments([mtf.assign(before, now), *restarted])
+            step.add(writes)
+            assert self._skips is not None  # as islands are skipped
+            step.add(self._skips.report([mtf.anonymize(found)], [now]))
+
+
+def _at_pieces(
+    kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
+) -> list[mtf.Tensor]:
+    """Applies `CutOut` or `PutBack` to the values of owners that are pieces.
+
+    `values` are the inputs of `kind`, lists with a value for each owner. For an owner that is a
+    whole variable, the result has its value in the last list.
+    """
+    result, pieces = list(values[-1]), {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
+    if result and pieces:
+        given = [[some[i] for i in pieces] for some in values]
+        for index, value in zip(pieces, kind(*given, list(pieces.values())).outputs):
+            result[index] = value
+    return result
+
+
+def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor) -> mtf.Tensor:
+    # The result has the shape of the first one.
+    return mtf.cwise(lambda x, y, skip: tf.where_v2(skip, y, x), [old, new, skip], old.dtype)
+
+
+def _wide(x: mtf.Tensor) -> mtf.Tensor:
+    return x if x.dtype.size >= 4 else mtf.cast(x, tf.float32)
+
+
+class LossesOfPeriod:
+    """Finds which islands have had a loss that is not finite since the outer step before.
+
+    Each island keeps the number of the last period that it had one in, so that nothing has to be
+    reset, and nothing is sent between islands. Periods are numbered from 1.
+
+    Attributes:
+      variable: `<owner>/bad_loss`, the number for each island, or 0.
+      last: its value after the step.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        period: mtf.Tensor,
+        islands: ReplicaAxes,
+        strategy: Strategy,
+        owner: str,
+    ):
+        dims = list(islands.shard_dims)
+        self.variable = named_state(
+            period.mesh, f"{owner}/bad_loss", mtf.Shape(dims), num_shard_dims=len(dims), fill=0
+        )
+        self._period, last = period, self.variable.value
+        losses = losses_behind(grads)
+        if losses:
+            # A loss that islands share says of none of them that it is its own.
+            found = NotFinite(losses, islands, strategy, only_apart=True).outputs[0]
+            bad = mtf.greater(mtf.reduce_sum(found, output_shape=mtf.Shape(dims)), 0.0)
+            last = last + (period - last) * mtf.cast(bad, tf.int32)
+        self.last = last
+
+    def are_bad(self) -> mtf.Tensor:
+        """1 for each island that had one, else 0: float32 `[islands...]`."""
+        return mtf.cast(mtf.equal(self.last, self._period), tf.float32)
+
+
+@gin.configurable(module="mtf_gradsync")
+class OuterOptimizer(ReportsSkips):
+    """Trains islands of the mesh separately, and synchronizes them every `inner_steps` updates.
+
+    Each island, a coordinate along the axes of `outer_dims`, updates its own values with gradients
+    of its part of the batch. After `inner_steps` updates the mean over the islands of the
+    difference of their values from the outer values is the gradient for SGD with momentum on the
+    outer values, which all islands then continue from. On other steps islands send each other no
+    gradients.
+
+    An island's gradient is scaled by num_islands, to estimate that of the whole batch, so that
+    learning rates need no change. Values that a program fetches (a loss, a norm) are those of all
+    islands if Mesh-TF sums over the batch, otherwise of the first one.
+
+    State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
+    `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
+    `<name>/bad_loss`, with max_steps_without_update `<name>/updated_at`. The variable itself holds
+    the outer values.
+
+    Attributes:
+      islands: the axes between islands, `ReplicaAxes`.
+      inside: the replica axes inside of an island.
+      state: mesh variables; None before gradients were applied.
+
+    References:
+      Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105; and with fragments,
+      https://arxiv.org/abs/2501.18512
+    """
+
+    shown = (("outer step", "outer/step"),)
+    axes: ReplicaAxes
+    state = OfStep[Union[OuterState, None]](None)
+    _now = OfStep[Union[OuterState, None]](None)
+    _outer = OfStep[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
+    traits = Traits(
+        reduces=False, needs_shards=True, makes_islands=True, one_mesh=ONE_FOR_EACH_MESH
+    )
+
+    def __init__(
+        self,
+        opt: MeshOptimizerLike,
+        inner_steps: int = gin.REQUIRED,
+        outer_learning_rate: float = 0.7,
+        outer_momentum: float = 0.5,
+        nesterov: bool = True,
+        fragments: int = 1,
+        outer_dims: str | Sequence[str] | None = None,
+        leave_out_not_finite: bool = False,
+        name: str = "OuterOptimizer",
+        learning_rate: Any = NOT_GIVEN,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+        max_steps_without_update: int | None = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer or a wrapper, or a class or factory of one.
+          inner_steps: updates of each island between two outer steps of a variable, 1 or more.
+          outer_learning_rate: learning rate of the outer step, greater than 0.
+          outer_momentum: momentum of the outer step, from 0 up to 1 (not included).
+          nesterov: whether the momentum is Nesterov's. It has no effect with a momentum of 0.
+          fragments: the number F of equal parts of all values, of which one is synchronized every
+            inner_steps / F updates: no step sends more than 1/F of what it takes to send all, or
+            with a reducer that keeps state up to a row of a variable more.
+          outer_dims: the names in batch_dims that are split over islands; None for all of them.
+            The others are split over the replicas inside an island.
+          leave_out_not_finite: whether an outer step skips islands with a loss, values or slots
+            that are not finite: these restart with the outer values and zeros in their slots. The
+            losses are those of all microbatch steps since the outer step before, except inside of
+            loops.
+          name: name of the wrapper, prefix of its state.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
+            are those of the mesh that the program has made for this graph.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: the reduction strategy between islands; None takes `FusedAllReduce()`. Inside an
+            island, sums use the reducers of the wrappers inside.
+          max_steps_without_update: the largest number of updates of islands in a row without an
+            outer step that did not skip all islands; one more raises an error that names variables
+            and islands (see `NoUpdateError`). It has an effect only with leave_out_not_finite. None
+            for no limit.
+
+        Raises:
+          ValueError: an argument is out of range, arguments contradict each other, there is no mesh
+            or only one island.
+          TypeError: an argument has the wrong type.
+        """
+        check_whole_number("inner_steps", inner_steps)
+        check_whole_number("fragments", fragments)
+        if inner_steps % fragments:
+            raise ValueError(
+                "inner_steps must be a multiple of fragments, as a fragment is synchronized every "
+                f"inner_steps / fragments updates, got inner_steps={inner_steps!r} and "
+                f"fragments={fragments!r}."
+            )
+        between = inner_steps // fragments
+        why = f"there is an outer step every inner_steps / fragments = {between} updates"
+        limit = check_limit(max_steps_without_update, between, why)
+        if not is_number(outer_learning_rate) or not outer_learning_rate > 0:
+            raise ValueError(
+                f"outer_learning_rate must be greater than 0, got {outer_learning_rate!r}."
+            )
+        if not is_number(outer_momentum) or not 0 <= outer_momentum < 1:
+            raise ValueError(
+                f"outer_momentum must be from 0 up to 1 (not included), got {outer_momentum!r}."
+            )
+        needs_mesh_for = "the islands"
+        self._wrap(
+            opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for
+        )
+        self._check_order()
+        self.inner_steps, self.fragments = int(inner_steps), int(fragments)
+        self.outer_learning_rate = float(outer_learning_rate)
+        self.outer_momentum, self.nesterov = float(outer_momentum), bool(nesterov)
+        self.leave_out_not_finite = bool(leave_out_not_finite)
+        self._limit = limit if leave_out_not_finite else None
+        self.islands, self.inside = _islands(self.axes, outer_dims)
+        for inner in self._wrappers()[1:]:
+            if inner.traits.averages and inner not in self._segment_wrappers():
+                raise ValueError(
+                    f"{inner.name} inside an optimizer of another library would average the values "
+                    f"of each island: put {type(inner).__name__} directly inside {self.name}, or "
+                    "around it."
+                )
+            inner._check_inside(self.islands, self.inside)
+
+    def _gradient_reduction(self) -> Reduction:
+        # Gradients are reduced inside an island; the wrapper's reducer is for outer steps.
+        return Reduction(FusedAllReduce(), self._shard_names, self.axes, self.name)
+
+    @property
+    def plain_reducer(self) -> Strategy:
+        """The strategy for flags and counts, without compression."""
+        return FusedAllReduce() if has_gradient_reduction(self.reducer) else self.reducer
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [OuterSteps(self)]
+
+    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
+        """See `Wrapper.check`."""
+        given = [v for g, v in zip(grads, variables) if g is not None]
+        if not given:
+            return
+        held = Plan.of(given[0].graph).part(Islands)
+        for variable in given:
+            if self.islands.free_shard_dims(variable.shape) != self.islands.shard_dims:
+                raise ValueError(
+                    f"The layout splits variable {variable.name!r} of shape "
+                    f"{variable.shape.to_string} over an axis of the islands, so that no island "
+                    "has all of it: split it over another mesh axis, or choose other axes for "
+                    "islands by outer_dims."
+                )
+            if isinstance(variable, mtf.StackedVariable):
+                raise ValueError(
+                    f"{self.name}: {variable.name!r} is a stack of variables: apply gradients "
+                    "before graph.rewrite_stack_variables is called."
+                )
+            if held.holder(variable) is not None:
+                raise ValueError(
+                    f"{self.name} has applied a gradient of {variable.name!r} in this graph "
+                    "already; give apply_grads all variables at once."
+                )
+        if len(given) < self.fragments:
+            raise ValueError(
+                f"{self.name} needs at least fragments={self.fragments} variables with gradients, "
+                f"but got {len(given)}: {[v.name for v in given]}. Give fewer fragments."
+            )
+        own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
+        names = [f"variable {v.name!r}" for v in variables]
+        check_addable(own, self.axes, names)
+        check_recoverable(own, self.islands, names, within=self.axes)
+
+    def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
+        """Returns the holder of a variable's outer values; None before gradients were applied."""
+        return self._outer.get(var)
+
+    def reported(self) -> dict[str, mtf.Tensor]:
+        """See `mtf_gradsync.reported`; `outer/skipped` has a count for each island."""
+        if self._now is None:
+            return {}
+        made = mtf.cwise(lambda x: x // self.inner_steps, [self._now.inner_step], tf.int32)
+        values = {"outer/step": made}
+        if self.leave_out_not_finite:
+            values["outer/skipped"] = self._now.skipped
+        return values
+
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        return super().variables() + [v for v in self.state or () if v is not None]
+
+    def _note(
+        self,
+        state: OuterState,
+        now: OuterState,
+        outer: dict[mtf.Variable, mtf.Variable],
+        skips: Skips | None,
+    ) -> None:
+        self.state, self._now, self._outer = state, now, outer
+        self._note_skips(skips)
+
+
+def _islands(
+    axes: ReplicaAxes, outer_dims: str | Sequence[str] | None
+) -> tuple[ReplicaAxes, ReplicaAxes]:
+    """Returns the replica axes between islands, and those inside an island."""
+    names = axes.batch_dims if outer_dims is None else as_dim_names(outer_dims)
+    unknown = [name for name in names if name not in axes.batch_dims]
+    if unknown:
+        raise ValueError(
+            f"outer_dims must be names in batch_dims {list(axes.batch_dims)}, got {list(names)}: "
+            f"give batch_dims={(*unknown, *axes.batch_dims)} if the batch is split along them."
+        )
+    ordered = [name for name in axes.batch_dims if name in names]
+    split = [d.name for d in axes.shard_dims]
+    if not any(name in split for name in ordered) or axes.num_shards == 1:
+        raise ValueError(
+            f"There are no islands: the mesh {axes.mesh_shape.to_string} with {axes.layout} splits "
+            f"none of the outer_dims {ordered}. Add a layout rule for one of them."
+        )
+    inside = [name for name in axes.batch_dims if name not in names]
+    made = ReplicaAxes(axes.mesh_shape, axes.layout, ordered)
+    if made.num_shards == 1:
+        raise ValueError(
+            f"The outer_dims {ordered} are split over one island only: {made!r}. Split them over a "
+            "mesh axis of 2 or more."
+        )
+    return made, ReplicaAxes(axes.mesh_shape, axes.layout, inside)

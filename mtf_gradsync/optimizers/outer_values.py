@@ -1,0 +1,233 @@
+"""Values of islands: fragments that take turns, what an outer step sums, what it keeps."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Collection, Iterable, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import (
+    give_outputs,
+    give_value,
+    init_replacement,
+    keep_unstacked,
+    master_of,
+)
+from mtf_gradsync._variables import root_scope
+from mtf_gradsync.gradients.measures import NotFinite
+from mtf_gradsync.gradients.stage import (
+    PartialSum,
+    StageOperation,
+    reduce_partial_sums,
+    reduced_values,
+    reshaped,
+)
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.pipeline.strategy_state import Owner, Piece
+from mtf_gradsync.optimizers.state.restoring import STATE_COLLECTION, StateNote, note_state
+from mtf_gradsync.optimizers.state.variables import (
+    UncheckpointedVariable,
+    named_state,
+    unstacked_as,
+)
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Islands, Plan, ValuesAfter
+
+# The number of a layer in a variable's name, as in "decoder/layer_003/kernel" or "h3/w".
+_NUMBER = re.compile(r"\d+(?=/)")
+
+
+def fragments_of(
+    variables: Sequence[mtf.Variable], count: int, axes: ReplicaAxes, by_rows: bool = False
+) -> list[list[Owner]]:
+    """Splits variables into fragments, of which each has an equal share of what a core sends.
+
+    Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo; layers are numbered by the
+    first number that ends a part of their variables' names. Other variables, and layers that would
+    make a fragment larger than its share, go where there is room, the largest first. A variable
+    for which no fragment has room is cut; a fragment has at most one piece of it.
+
+    No fragment is larger than a share, rounded up to a whole number. With `by_rows` variables are
+    cut between rows, so that pieces of matrices are matrices: then a fragment may be larger, by
+    less than a row of a variable that is cut. Each fragment has the order of `variables`.
+    """
+    shapes = {v: axes.slice_shape(v.shape) for v in variables}
+    sizes = {v: math.prod(shape) for v, shape in shapes.items()}
+    room = [-(-sum(sizes.values()) // count)] * count
+    fragments: list[dict[mtf.Variable, Owner]] = [{} for _ in range(count)]
+
+    def put(variable: mtf.Variable, number: int) -> None:
+        fragments[number][variable] = variable
+        room[number] -= sizes[variable]
+
+    def cut(variable: mtf.Variable) -> None:
+        unit = shapes[variable][-1] if by_rows and len(shapes[variable]) > 1 else 1
+        units = [max(0, space) // unit for space in room]
+        missing = sizes[variable] // unit - sum(units)
+        largest_rest_first = sorted(range(count), key=lambda i: units[i] * unit - room[i])
+        for number in largest_rest_first[: max(0, missing)]:
+            units[number] += 1
+        start, errors = 0, dict[str, mtf.Variable]()
+        for number in sorted(range(count), key=lambda i: -units[i]):
+            stop = min(start + units[number] * unit, sizes[variable])
+            if stop - start == sizes[variable]:
+                put(variable, number)
+            elif stop > start:
+                piece = Piece(variable, number, start, stop, shapes[variable], errors)
+                fragments[number][variable] = piece
+                room[number] -= stop - start
+            start = stop
+
+    numbers = {v: _NUMBER.search(v.name) for v in variables}
+    layers = sorted({int(found.group()) for found in numbers.values() if found})
+    for variable, found in numbers.items():
+        if found:
+            number = layers.index(int(found.group())) % count
+            if sizes[variable] <= room[number]:
+                put(variable, number)
+    placed = {v for fragment in fragments for v in fragment}
+    for variable in sorted((v for v in variables if v not in placed), key=lambda v: -sizes[v]):
+        number = max(range(count), key=lambda i: room[i])
+        if sizes[variable] <= room[number]:
+            put(variable, number)
+        else:
+            cut(variable)
+    return [[some[v] for v in variables if v in some] for some in fragments]
+
+
+class SameSlices(StageOperation):
+    """Reshapes the slices of tensors, without communication.
+
+    It adds a dimension for the islands to tensors with a value for each island, or removes it: the
+    slices of the new shapes are of the same size.
+    """
+
+    def __init__(self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
+        super().__init__(tensors, shapes, "same_slices")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        values = reduced_values(lowering, self.inputs)
+        shapes = [mesh_impl.slice_shape(output.shape) for output in self.outputs]
+        self.set_outputs(lowering, [reshaped(mesh_impl, *x) for x in zip(values, shapes)])
+
+
+class Agreed(StageOperation):
+    """Combines a boolean of each island to one for all of them."""
+
+    def __init__(self, holds: mtf.Tensor, by_any: bool, islands: ReplicaAxes, strategy: Strategy):
+        self._by_any, self._islands, self._strategy = by_any, islands, strategy
+        super().__init__([holds], [holds.shape], "agreed")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        (holds,) = reduced_values(lowering, self.inputs)
+        counts = mesh_impl.slicewise(lambda x: tf.cast(x, tf.float32), holds)
+        axes = tuple(sorted(self._islands.mesh_axes))
+        (count,) = reduce_partial_sums(mesh_impl, [PartialSum(counts, axes)], self._strategy)
+        least = 0.5 if self._by_any else self._islands.num_shards - 0.5
+        self.set_outputs(lowering, [mesh_impl.slicewise(lambda x: x > least, count)])
+
+
+# The outputs of these are the same on all islands.
+_SAME_EVERYWHERE = (Agreed, NotFinite)
+
+
+def differing_variables(
+    operations: Sequence[mtf.Operation],
+    sources: Iterable[mtf.Tensor],
+    candidates: Collection[mtf.Variable],
+) -> list[mtf.Variable]:
+    """Returns the candidates that are assigned values that differ between islands, in order.
+
+    These are values that depend on `sources`. `operations` are those of the graph, in order.
+    """
+    differs: set[mtf.Tensor] = set(sources)
+    found: set[mtf.Variable] = set()
+    while True:
+        before = len(found)
+        for operation in operations:
+            reads = operation.reads if isinstance(operation, ValuesAfter) else ()
+            differs.update(x for x, v in zip(operation.outputs, reads) if v.value in differs)
+            is_same = isinstance(operation, _SAME_EVERYWHERE)
+            if is_same or not differs.intersection(operation.inputs):
+                continue
+            differs.update(operation.outputs)
+            written = getattr(operation, "variables", ())
+            is_one_by_one = len(written) == len(operation.inputs)
+            for number, variable in enumerate(written):
+                value = operation.inputs[number] if is_one_by_one else None
+                if variable in candidates and (value is None or value in differs):
+                    found.add(variable)
+                    differs.add(variable.value)
+        if len(found) == before:
+            return [v for v in candidates if v in found]
+
+
+class OuterVariable(mtf.Variable):
+    """The outer values of a variable: its master, which all islands share."""
+
+    def __init__(self, variable: mtf.Variable):
+        init_replacement(self, variable, None)
+        self._trainable = False
+        keep_unstacked(self, unstacked_as(variable.dtype))
+        give_outputs(self, [mtf.Tensor(self, variable.shape, variable.activation_dtype)])
+        self.graph.operations.insert(0, self)
+        self.graph.all_variables.append(self)
+
+
+def hold_slots_by_islands(
+    slots: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
+) -> None:
+    """Gives slots a value for each island; checkpoints have the holders in place of the slots."""
+    graph = tf.get_default_graph()
+    notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
+    for slot in slots:
+        note: StateNote = notes.get(slot.name, StateNote(slot.name))
+        start = slot.name if not note.num_shard_dims else note.start
+        hold_by_islands(slot, island_dims, start=start, counter=note.counter)
+        if isinstance(slot, UncheckpointedVariable):
+            continue
+        collection = graph.get_collection_ref(tf.GraphKeys.GLOBAL_VARIABLES)
+        collection[:] = [x for x in collection if x is not master_of(slot)]
+
+
+def hold_by_islands(
+    variable: mtf.Variable, island_dims: Sequence[mtf.Dimension], **note: Any
+) -> mtf.Variable:
+    """Gives a variable that is not lowered yet a value for each island, and returns the holder.
+
+    All islands begin with the variable's value. `note` has fields of the holder's `StateNote`.
+    """
+    name, dims = f"{variable.name}/island", list(island_dims)
+    shape = mtf.Shape([*dims, *variable.shape.dims])
+    if isinstance(variable, UncheckpointedVariable):
+        holder = named_state(variable.mesh, name, shape, variable.slice_dtype, checkpointed=False)
+    else:
+        master = master_of(variable)
+        sizes = master.shape.as_list()
+        is_cut = sizes != variable.shape.to_integer_list
+        rest = [mtf.Dimension(f"_{i}", n) for i, n in enumerate(sizes)]
+        saved = mtf.Shape([*dims, *rest]) if is_cut else shape
+
+        def initial(to: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
+            return tf.broadcast_to(tf.cast(master.initial_value, dtype), to)
+
+        with root_scope():
+            holder = mtf.get_variable(
+                variable.mesh,
+                name,
+                saved,
+                unstacked_as(variable.dtype),
+                initializer=initial,
+                trainable=False,
+            ).operation
+        if is_cut:
+            give_value(holder, shape)
+        note_state(holder, num_shard_dims=len(dims), is_mean=True, **note)
+    keep_unstacked(variable, unstacked_as(variable.dtype))
+    Plan.of(variable.graph).part(Islands).hold(variable, holder)
+    return holder

@@ -1,0 +1,319 @@
+"""State of replicas: who contributes, whose values are fresh, and TensorFlow's session methods."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._common import counted, is_whole_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients import not_finite, shards_not_finite
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.skips import ReportsSkips
+from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import WatchHook
+
+_OF_REPLICAS = ("local_step", "made", "dropped", "missed")
+
+
+class ReplicaState(NamedTuple):
+    """int32 mesh variables, or their values after a step, the same on every processor.
+
+    Attributes:
+      local_step: `[shards...]`, the update step that each replica's next gradient is for, unless
+        the program gives it.
+      made: `[shards...]`, contributions of each replica.
+      dropped: `[shards...]`, steps on which a replica did not contribute.
+      missed: `[shards...]`, the number of these since its last contribution.
+      count: contributions since the last update.
+      update_step: updates made, the global step that local steps are compared with.
+      waiting: steps since the last update.
+    """
+
+    local_step: Any
+    made: Any
+    dropped: Any
+    missed: Any
+    count: Any
+    update_step: Any
+    waiting: Any
+
+
+def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -> ReplicaState:
+    """Makes the variables, `<name>/<field>`, which checkpoints hold.
+
+    On another number of shards a checkpoint's counts are added up or moved, and every replica
+    starts with the step of the last update; after a checkpoint without them, the global step.
+    """
+    of_replicas = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
+    # In a run without the wrapper every step was an update.
+    starts = {"local_step": f"{name}/update_step", "update_step": "global_step"}
+    fills: dict[str, float | str] = {"local_step": f"{name}/update_step", "missed": 0}
+
+    def make(field: str) -> mtf.Variable:
+        # Not stacked, as a `Watch` cannot find a stacked variable.
+        shape = of_replicas if field in _OF_REPLICAS else mtf.Shape([])
+        return named_state(
+            mesh,
+            f"{name}/{field}",
+            shape,
+            start=starts.get(field, 0),
+            num_shard_dims=shape.ndims,
+            fill=fills.get(field),
+        )
+
+    return ReplicaState(*map(make, ReplicaState._fields))
+
+
+def after_step(
+    before: ReplicaState,
+    steps: mtf.Tensor,
+    contributed: mtf.Tensor,
+    count: mtf.Tensor,
+    updated: mtf.Tensor,
+) -> ReplicaState:
+    """Returns the variables' new values.
+
+    `steps` are the local steps that the gradients are for, `count` has this step's contributions,
+    and `contributed`, `[shards...]`, and `updated` are 0 or 1 (int32).
+    """
+    update_step = before.update_step.value + updated
+    return ReplicaState(
+        local_step=steps * (1 - updated) + mtf.broadcast(update_step * updated, steps.shape),
+        made=before.made.value + contributed,
+        dropped=before.dropped.value + (1 - contributed),
+        missed=(before.missed.value + 1) * (1 - contributed),
+        count=count * (1 - updated),
+        update_step=update_step,
+        waiting=(before.waiting.value + 1) * (1 - updated),
+    )
+
+
+class ReplicaSummaries(mtf.Operation):
+    """Scalar summaries, `<name>/replica_0` and so on, of counts that every processor has."""
+
+    def __init__(self, name: str, counts: mtf.Tensor):
+        super().__init__([counts], name=name)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        (counts,) = self.inputs
+        values = tf.unstack(tf.reshape(shared_value(lowering, counts), [-1]), counts.shape.size)
+        for number, value in enumerate(values):
+            summary = (f"{self.name}/replica_{number}", value)
+            tf.add_to_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY, summary)
+
+
+def shared_value(lowering: mtf.Lowering, x: mtf.Tensor) -> tf.Tensor:
+    """Returns the tf tensor of a value that is the same on every processor."""
+    return lowering.tensors[x].to_laid_out_tensor().all_slices[0]
+
+
+def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
+    """Raises TypeError or ValueError if an argument is not None and not a value for each replica.
+
+    `kind` is "whole number", or "boolean", for which whole numbers are allowed, too (0 for False).
+    """
+    if value is None:
+        return
+    dims = list(axes.shard_dims)
+    # A flat list, or with the sizes of the shard dims.
+    shapes = list(dict.fromkeys([(axes.num_shards,), tuple(d.size for d in dims)]))
+    wanted = (
+        f"{name} must have one {kind} for each of the {axes.num_shards} replicas: an mtf tensor "
+        f"of shape {mtf.Shape(dims).to_string}, or a tf tensor, array or list of shape "
+        + " or ".join(str(list(shape)) for shape in shapes)
+    )
+    if isinstance(value, (mtf.Tensor, tf.Tensor, tf.Variable)):
+        shape, dtype = value.shape, value.dtype.base_dtype
+    else:
+        try:
+            array = np.asarray(value)
+            shape, dtype = tf.TensorShape(array.shape), tf.as_dtype(array.dtype)
+        except (TypeError, ValueError, NotImplementedError):
+            # Lists of unequal lengths, of tensors, or of other objects than numbers.
+            raise TypeError(f"{wanted}; got {value!r}.") from None
+    if not (dtype.is_integer or (kind == "boolean" and dtype == tf.bool)):
+        raise TypeError(f"{wanted}; got the dtype {dtype.name} of {value!r}.")
+    if isinstance(value, mtf.Tensor):
+        fits = set(shape.dims) == set(dims)
+    else:
+        fits = any(shape.is_compatible_with(x) for x in shapes)
+    if not fits:
+        raise ValueError(f"{wanted}; got the shape {shape} of {value!r}.")
+
+
+def check_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
+    """Raises ValueError for an mtf tensor of another mesh."""
+    if isinstance(value, mtf.Tensor) and value.mesh is not mesh:
+        raise ValueError(
+            f"{name}={value!r} is on another mesh than the variables; give a tensor on their mesh."
+        )
+
+
+def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAxes) -> mtf.Tensor:
+    """Returns the update step that each replica's gradient of this step is for.
+
+    It is an int32 mtf tensor of the shape of `variable` (`ReplicaState.local_step`), the same on
+    every processor.
+    """
+    if local_steps is None:
+        return variable.value
+    return _on_mesh(local_steps, variable.mesh, mtf.Shape(list(axes.shard_dims)), variable.shape)
+
+
+def fresh_replicas(
+    own: Sequence[mtf.Tensor],
+    reduced: Sequence[mtf.Tensor],
+    steps: mtf.Tensor,
+    update_step: mtf.Variable,
+    contributes: Any,
+    axes: ReplicaAxes,
+    strategy: Strategy,
+) -> tuple[mtf.Tensor, mtf.Tensor]:
+    """Returns which replicas contribute, and which would if all gradients were finite.
+
+    Both are boolean, `[shard dims...]`, split over the replica axes. `own` are what each replica
+    has computed, per shard, and `reduced` gradients of all replicas, in which a NaN drops all.
+    `steps` is what `steps_of_gradients` returned.
+    """
+    dims = mtf.Shape(list(axes.shard_dims))
+    # A processor has the whole of one, unless the layout splits it over a replica axis.
+    split = [g for g in reduced if axes.free_shard_dims(g.shape) != axes.shard_dims]
+    shards = [*own, *(g for g in reduced if g not in split)]
+    found = [shards_not_finite(shards, axes, strategy)] if shards else []
+    if split:
+        found.append(mtf.broadcast(not_finite(split, strategy), dims))
+    bad = mtf.add_n(found)
+    behind = mtf.broadcast(update_step.value, steps.shape) - steps
+    # Each processor takes its own slice of a tensor that all of them have: nothing is sent.
+    behind = mtf.reshape(behind, bad.shape)
+    wanted = mtf.less_equal(behind, 0)
+    if contributes is not None:
+        mask = _on_mesh(contributes, bad.mesh, bad.shape, bad.shape)
+        wanted = mtf.logical_and(wanted, mtf.not_equal(mask, 0))
+    return mtf.logical_and(mtf.less_equal(bad, 0.0), wanted), wanted
+
+
+def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:
+    """Converts a value for each replica to an int32 mtf tensor of a shape."""
+    if isinstance(value, mtf.Tensor):
+        whole_numbers = mtf.cast(value, tf.int32)
+        if value.shape != shape:
+            whole_numbers = mtf.transpose(whole_numbers, shape)
+        return mtf.reshape(whole_numbers, to)
+    return mtf.import_tf_tensor(mesh, tf.reshape(tf.cast(value, tf.int32), to.to_integer_list), to)
+
+
+class NothingToQueue(tf.train.QueueRunner):
+    """A queue runner without threads: the update is part of the training step of a mesh."""
+
+    def __init__(self) -> None:
+        # The parent's constructor is not called, as it needs a queue.
+        self._exceptions_raised: list[Exception] = []
+
+    @property
+    def name(self) -> str:
+        """The name of a queue."""
+        return "sync_token_q"
+
+    def create_threads(
+        self, sess: Any, coord: Any = None, daemon: bool = False, start: bool = False
+    ) -> list[Any]:
+        """Returns no threads; see `tf.train.QueueRunner.create_threads`."""
+        del sess, coord, daemon, start
+        return []
+
+
+class SyncReplicasHook(WatchHook):
+    """Checks that a session can train, and on TPUs that it makes updates."""
+
+    def __init__(self, optimizer: SessionInterface, is_chief: bool, num_tokens: int):
+        """Takes the arguments of `SessionInterface.make_session_run_hook`."""
+        super().__init__(lambda: optimizer.steps_without_update)
+        self._optimizer, self._is_chief, self._num_tokens = optimizer, is_chief, num_tokens
+        self._not_ready: Any = None
+
+    def begin(self) -> None:
+        """Raises ValueError if gradients were not applied before, or num_tokens are too few."""
+        self._optimizer._check_applied("its hook is used")
+        if self._is_chief:
+            self._optimizer.get_init_tokens_op(self._num_tokens)
+        with tf.control_dependencies(None):
+            self._not_ready = tf.report_uninitialized_variables(tf.global_variables())
+        super().begin()
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Raises RuntimeError if variables are not initialized."""
+        missing = [name.decode() for name in session.run(self._not_ready)]
+        if missing:
+            raise RuntimeError(
+                "The model is not ready for SyncReplicasOptimizer, as variables are not "
+                f"initialized: {counted(missing, 'variable')}. Run their initializers first."
+            )
+        super().after_create_session(session, coord)
+
+
+class SessionInterface(ReportsSkips):
+    """A wrapper with the methods of `tf.compat.v1.train.SyncReplicasOptimizer` for sessions."""
+
+    axes: ReplicaAxes
+    _to_aggregate: int
+
+    def make_session_run_hook(  # type: ignore[override]  # the arguments are TensorFlow's
+        self, is_chief: bool, num_tokens: int = -1
+    ) -> SyncReplicasHook:
+        """Makes a hook for the session.
+
+        Once the session exists, it checks that variables are initialized. On TPUs it raises
+        `NoUpdateError` after more than max_steps_without_update steps without an update; elsewhere
+        the step or the session does.
+
+        Args:
+          is_chief: whether num_tokens is checked.
+          num_tokens: as for `get_init_tokens_op`.
+
+        Returns:
+          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
+          before, or num_tokens are too few.
+        """
+        return SyncReplicasHook(self, is_chief, num_tokens)
+
+    def get_init_tokens_op(self, num_tokens: int = -1) -> tf.Operation:
+        """Returns an operation that does nothing, as replicas in lock step need no tokens.
+
+        A token lets a replica of TensorFlow's optimizer begin its next step. On a mesh all
+        replicas take every step together.
+
+        Args:
+          num_tokens: tokens to begin with; -1 for replicas_to_aggregate. It is checked as by
+            TensorFlow's optimizer.
+
+        Returns:
+          A tf operation.
+
+        Raises:
+          ValueError: gradients were not applied before, or num_tokens is less than
+            replicas_to_aggregate - total_num_replicas.
+        """
+        self._check_applied("get_init_tokens_op")
+        needed = self._to_aggregate - self.axes.num_shards
+        if not is_whole_number(num_tokens, -1):
+            raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
+        if num_tokens != -1 and num_tokens < needed:
+            raise ValueError(
+                f"Too few tokens to finish the first step: num_tokens={num_tokens}, and "
+                f"replicas_to_aggregate - total_num_replicas is {needed}."
+            )
+        return tf.no_op(name="init_tokens")
+
+    def get_chief_queue_runner(self) -> tf.train.QueueRunner:
+        """Returns a queue runner without threads, as the update is part of the training step.
+
+        Raises:
+          ValueError: gradients were not applied before.
+        """
+        self._check_applied("get_chief_queue_runner")
+        return NothingToQueue()

@@ -1,0 +1,404 @@
+"""What a step reports: norms of gradients, the noise scale, and what a stack of wrappers has."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
+
+import gin
+import numpy as np
+
+from mtf_gradsync._common import is_number, warn_once
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import AppliesGradients
+from mtf_gradsync.gradients.clipping import clipping_of
+from mtf_gradsync.gradients.measures import global_norm, shard_norms
+from mtf_gradsync.gradients.pending import gradient_name
+from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
+from mtf_gradsync.gradients.stages import per_shard, shard_dims_in
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.pipeline import GradientSet, Reduced, StepBuilder
+from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Branch, Gate, Plan, WriteInPlace, values_after
+
+_logger = logging.getLogger("mtf_gradsync")
+
+
+def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
+    """Returns the norm of gradients before they were clipped; None if they were not."""
+    clipping = clipping_of(grads)
+    return None if clipping is None or clipping.norm.shape.ndims else clipping.norm
+
+
+def norm_of_reduced(grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
+    """Returns the norm of reduced gradients, for clipped ones from the norm before."""
+    clipping = clipping_of(grads)
+    if clipping is not None and not clipping.norm.shape.ndims:
+        return mtf.multiply(clipping.norm, clipping.factor)
+    return global_norm(grads, strategy)
+
+
+def norms_of_shards(
+    grads: Sequence[mtf.Tensor], axes: ReplicaAxes, strategy: Strategy
+) -> tuple[mtf.Tensor | None, mtf.Tensor | None]:
+    """Returns the norms of per-shard gradients before and after clipping by shard.
+
+    Each is `[shards...]`, the same on all processors; the second is None if they were not clipped,
+    and both are if per-shard gradients are not recoverable, or only by sums of their size, or are
+    on several meshes.
+    """
+    if len({g.mesh for g in grads}) > 1:
+        return None, None
+    clipping = clipping_of(grads)
+    if clipping is not None and clipping.norm.shape.ndims:
+        both = mtf.stack([clipping.norm, mtf.multiply(clipping.norm, clipping.factor)], "reported")
+        both = mtf.anonymize(both)
+        before, after = mtf.unstack(both, both.shape.dims[0])
+        return before, after
+    own = [None if shard_dims_in(g.shape, axes) else g for g in grads]
+    apart = Apart(own, axes)
+    mixed = {**apart.mixed, **apart.shared}
+    reason = "know of all shards" if mixed else "take sums over other mesh axes first"
+    unfit = sorted(mixed) or summed_elsewhere(own, axes)
+    if unfit:
+        text = "Norms of shards are not reported: %d gradients %s, such as %s."
+        what = (len(unfit), reason, gradient_name(grads[unfit[0]]))
+        if any(axes.free_shard_dims(grads[i].shape) != axes.shard_dims for i in mixed):
+            # The variable's layout mixes shards, and nothing that the program does.
+            warn_once("norms of shards", text, *what)
+        else:
+            _logger.info(text, *what)
+        return None, None
+    shards = per_shard(grads, axes, strategy)
+    return mtf.anonymize(shard_norms(shards, axes, strategy)), None
+
+
+def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
+    """Returns scalars of a branch as they were when it last ran, in float32.
+
+    A variable `name`, which is in no checkpoint, keeps them. They are NaN before the branch has run
+    in this session.
+    """
+    dim = mtf.Dimension("reported", len(values) + 1)
+    mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
+    variable = named_state(mesh, name, shape, tf.float32, checkpointed=False)
+    branch.plan.write_in_place(variable)
+    with branch.opened():
+        # The last element is 1 once the branch has run.
+        one = mtf.constant(mesh, 1.0, mtf.Shape([]), tf.float32)
+        together = mtf.stack([*(mtf.cast(x, tf.float32) for x in values), one], shape.dims[0].name)
+        write = WriteInPlace([variable], [together], tf.assign, "keep_reported")
+    branch.updates.append(write)
+    (held,) = values_after([variable], [write])
+    *known, has_run = mtf.unstack(held, shape.dims[0])
+    return [mtf.cwise(_or_nan, [value, has_run]) for value in known]
+
+
+def _or_nan(value: tf.Tensor, has_run: tf.Tensor) -> tf.Tensor:
+    return tf.where_v2(has_run > 0, value, np.float32(np.nan))
+
+
+class NoiseScale(NamedTuple):
+    """The gradient noise scale of a training step.
+
+    Attributes:
+      value: float32 mtf scalar, in the unit of the batch size, after the step that it is fetched
+        with. NaN before the first step.
+      updates: mtf operations to run with the optimizer's own, which update the moving averages.
+        None if the optimizer's operations include them.
+    """
+
+    value: mtf.Tensor
+    updates: list[mtf.Operation]
+
+
+@gin.configurable(module="mtf_gradsync")
+def gradient_noise_scale(
+    opt: Wrapper,
+    batch_size: float,
+    decay: float = 0.99,
+    axes: ReplicaAxes | None = None,
+    name: str = "gradient_noise_scale",
+) -> NoiseScale:
+    """Estimates the simple noise scale, tr(Sigma) / |G|^2, from the shards' gradients.
+
+    Above about this batch size a larger batch saves few steps. The mean squared norm of the shards'
+    gradients (of batch_size / num_shards examples each) is compared with that of their mean (of
+    batch_size examples); the estimate is the ratio of two moving averages. It costs a pass over the
+    gradients for each norm, and reduces one number for each shard; the sums of gradients are those
+    of the optimizer. A step with gradients that are not finite does not count.
+
+    Call it once, after gradients were applied and before the graph is lowered. State, in
+    checkpoints: `<name>/trace` and `<name>/squared_norm`.
+
+    Args:
+      opt: a wrapper that has applied gradients, of a loss that is a mean or a sum over a batch that
+        is split equally.
+      batch_size: the number of examples (or another unit, which is then that of the noise scale) in
+        the gradients that the optimizer reduces at once: a global batch, or with local accumulation
+        all microbatches of an update.
+      decay: decay of the moving averages, at least 0 and less than 1.
+      axes: the replica axes, if no wrapper was given them; None takes those of the mesh that the
+        program has made for this graph.
+      name: prefix of the variables' names.
+
+    Returns:
+      The noise scale.
+
+    Raises:
+      TypeError: opt is not a wrapper.
+      ValueError: an argument is out of range; gradients were not applied before, or were not summed
+        over several shards, or shards are mixed or skipped.
+
+    References:
+      McCandlish et al., "An empirical model of large-batch training", 2018, appendix A.1
+    """
+    if not is_number(batch_size) or not (math.isfinite(batch_size) and batch_size > 0):
+        raise ValueError(f"batch_size must be finite and greater than 0, got {batch_size!r}.")
+    if not is_number(decay) or not 0 <= decay < 1:
+        raise ValueError(f"decay must be at least 0 and less than 1, got {decay!r}.")
+    reduced, axes = _what_was_reduced(opt, axes)
+    branch, mesh = reduced.branch, reduced.sums[0].mesh
+    plan = Plan.of(mesh.graph)
+    with plan.undone_on_error():
+        averages = [
+            scalar_state(mesh, f"{name}/{field}", tf.float32, stacked=False)
+            for field in ("trace", "squared_norm")
+        ]
+        with branch.opened() if branch else contextlib.nullcontext():
+            own, clipped = norms_of_shards(reduced.parts, axes, reduced.strategy)
+            parts = own if clipped is None else clipped
+            if parts is None:
+                raise ValueError(
+                    f"gradient_noise_scale cannot compare per-shard gradients of {opt!r}, which "
+                    "are not recoverable without sums of the size of gradients."
+                )
+            total = norm_of_reduced(reduced.sums, reduced.strategy)
+            estimates = _estimates(parts, total, axes.num_shards, batch_size)
+            made = [
+                mtf.assign(average, _moved(average.value, new, estimates, decay))
+                for average, new in zip(averages, estimates)
+            ]
+        if branch is None:
+            Gate(plan, estimates).hold(made)
+        else:
+            branch.updates.extend(made)
+        trace, squared_norm = values_after(averages, made)
+        # Before the first step this is 0 / 0, a NaN.
+        value = mtf.cwise(tf.divide, [trace, squared_norm])
+    return NoiseScale(value, made if branch is None else [])
+
+
+def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
+    """Finds the first reduction over shards of the step that a stack has built."""
+    if not isinstance(opt, Wrapper):
+        raise TypeError(
+            f"gradient_noise_scale needs a wrapper that reduces gradients, got {opt!r}: wrap it, "
+            "CrossShardOptimizer(opt)."
+        )
+    if opt.step is None:
+        raise ValueError(f"Apply gradients by {opt!r} before you call gradient_noise_scale.")
+    if opt.times_applied > 1:
+        raise ValueError(
+            f"gradient_noise_scale needs one call of apply_grads, got {opt.times_applied} in this "
+            "graph; give apply_grads all variables at once."
+        )
+    wrappers = opt._wrappers()
+    skips = next((w for w in wrappers if w.traits.skips_shards), None)
+    if skips is not None:
+        raise ValueError(
+            f"{type(skips).__name__} skips gradients of some replicas on some steps, so that norms "
+            "before and after its sum are not of one batch: gradient_noise_scale needs another "
+            "wrapper."
+        )
+    meshes = {g.mesh.name for g in opt.step.received[0].present} if opt.step.received else set()
+    if len(meshes) > 1:
+        raise ValueError(
+            "gradient_noise_scale compares the shards of one mesh, but the gradients are on "
+            f"the meshes {sorted(meshes)}: use a wrapper for the variables of each mesh."
+        )
+    axes = axes or opt.axes_now(opt.step.received[0].present)
+    steps = [w.step for w in wrappers if w.step is not None]
+    reduced = next((s.reduced for s in steps if s.reduced is not None), None)
+    if axes is None or axes.num_shards == 1 or reduced is None:
+        what = (
+            "are on one shard" if axes and axes.num_shards == 1 else "were not summed over shards"
+        )
+        raise ValueError(
+            f"The gradients {what}, but gradient_noise_scale compares several shards. Give axes= "
+            "if there are several."
+        )
+    return reduced, axes
+
+
+def _estimates(
+    parts: mtf.Tensor, total: mtf.Tensor, num_shards: int, batch_size: float
+) -> list[mtf.Tensor]:
+    """Returns unbiased estimates of tr(Sigma) and |G|^2 by one step, two scalars.
+
+    `parts`, `[shards...]`, are norms of each shard's term of the sum; `total` is the sum's norm.
+    """
+    small, big = batch_size / num_shards, batch_size
+    # A shard's own gradient is num_shards times its term.
+    of_shards = mtf.reduce_mean(mtf.square(mtf.cast(parts, tf.float32))) * num_shards**2
+    of_sum = mtf.square(mtf.cast(total, tf.float32))
+    trace = (of_shards - of_sum) * (1 / (1 / small - 1 / big))
+    squared_norm = (of_sum * big - of_shards * small) * (1 / (big - small))
+    return [trace, squared_norm]
+
+
+def _moved(
+    average: mtf.Tensor, new: mtf.Tensor, estimates: Sequence[mtf.Tensor], decay: float
+) -> mtf.Tensor:
+    """Updates a moving average that begins at 0; the bias cancels out in the ratio of two."""
+
+    def move(average: tf.Tensor, new: tf.Tensor, *estimates: tf.Tensor) -> tf.Tensor:
+        counts = tf.reduce_all(tf.math.is_finite(tf.stack(estimates)))
+        return tf.where_v2(counts, average * decay + new * (1 - decay), average)
+
+    return mtf.cwise(move, [average, new, *estimates])
+
+
+def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
+    """Returns norms and counts of the step that they are fetched with, by name.
+
+    Call it once, after gradients were applied and before the graph is lowered; tensors that are not
+    fetched cost nothing. Norms cost a pass over the gradients and a reduction of a few numbers;
+    those that clipping has computed are used again. A stack has some of these names:
+
+    - `gradient_norm/applied`: norm of the reduced and clipped gradients that the innermost
+      optimizer gets.
+    - `gradient_norm/before_clipping`: norm of the reduced gradients before they were clipped by it.
+    - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its term of the sum (of a
+      mean over the batch, 1/num_shards of its own gradient), before clipping. Missing if per-shard
+      gradients are not recoverable, or only by communication of the size of gradients.
+    - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, if the
+      applied gradients come from it.
+    - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their
+      place (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the number of gradients
+      that it does not compress; the log names them.
+    - `update_step`: updates made.
+    - `accumulation/micro_step`: microbatch steps in the sum so far. `accumulation/skipped`:
+      microbatch steps skipped so far.
+    - `sync_replicas/contributions`, `sync_replicas/dropped`: `[shards...]`, contributions that each
+      replica made and steps on which it made none, so far.
+      `sync_replicas/waiting_contributions`: contributions since the last update.
+      `sync_replicas/steps_without_update`: steps since the last update.
+
+    Counts are those after the step. Norms of shards are of the step (a microbatch step). Norms of
+    reduced gradients inside an optimizer that skips updates are of the last update: they keep their
+    values on steps without one, and are NaN before the first update of a session.
+
+    With several wrappers of a kind the outermost has the plain names; the others' names end with
+    "/" and the wrapper's name.
+
+    Args:
+      opt: an optimizer. Each in its stack may have `reported()`, as wrappers do, which returns mtf
+        tensors by name.
+      axes: the replica axes, if no wrapper was given them; None takes those of the mesh that the
+        program has made for this graph.
+
+    Returns:
+      mtf tensors by name: scalars, or of the shape of the shard dims (see `split_by_shard`), the
+      same on every processor; empty for optimizers of other libraries.
+    """
+    stack, wrappers = [opt], []
+    if isinstance(opt, Wrapper):
+        stack, wrappers = [opt, *opt.inner_stack()], opt._wrappers()
+    values: dict[str, mtf.Tensor] = {}
+
+    def add(tag: str, value: mtf.Tensor | None, name: str) -> None:
+        if value is not None:
+            values[f"{tag}/{name}" if tag in values else tag] = value
+
+    if wrappers and wrappers[0].step is not None:
+        # Several steps if an optimizer of another library is in between.
+        steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
+        _add_norms(wrappers, steps, axes, add)
+        _add_compression(steps, add)
+    for one in stack:
+        name = getattr(one, "name", type(one).__name__)
+        report = getattr(one, "reported", None)
+        for tag, value in (report() if callable(report) else {}).items():
+            add(tag, value, name)
+    return values
+
+
+def _add_norms(
+    wrappers: list[Wrapper],
+    steps: list[StepBuilder],
+    axes: ReplicaAxes | None,
+    add: Callable[[str, mtf.Tensor | None, str], None],
+) -> None:
+    outer, inner = wrappers[0], wrappers[-1]
+    received, applied = steps[0].received[0], steps[-1].passed_on[-1]
+    axes = axes or outer.axes_now(received.present)
+    shards = next((s.per_shard for s in steps if s.per_shard), received)
+    if axes and axes.num_shards > 1 and shards.branch is None:
+        own, clipped = norms_of_shards(shards.present, axes, outer.reducer)
+        add("gradient_norm/of_shards", own, outer.name)
+        add("gradient_norm/of_shards_clipped", clipped, outer.name)
+    # If the program itself has clipped the gradients before.
+    places = {received.present[0]: (received, "program")}
+    for step in steps:
+        for passed_on, name in zip(step.passed_on, step.names):
+            places[passed_on.present[0]] = passed_on, name
+    of_branches: dict[Branch, dict[tuple[str, str], mtf.Tensor]] = {}
+
+    def add_norm(tag: str, norm: mtf.Tensor | None, place: GradientSet, name: str) -> None:
+        if norm is not None and place.branch is not None:
+            of_branches.setdefault(place.branch, {})[tag, name] = norm
+        else:
+            add(tag, norm, name)
+
+    for place, name in places.values():
+        before = norm_before_clipping(place.present)
+        add_norm("gradient_norm/before_clipping", before, place, name)
+    with applied.branch.opened() if applied.branch else contextlib.nullcontext():
+        norm = norm_of_reduced(applied.present, inner.reducer)
+    add_norm("gradient_norm/applied", norm, applied, inner.name)
+    for branch, found in of_branches.items():
+        held = kept(list(found.values()), branch, f"{inner.name}/reported")
+        for (tag, name), value in zip(found, held):
+            add(tag, value, name)
+
+
+def _add_compression(
+    steps: list[StepBuilder], add: Callable[[str, mtf.Tensor | None, str], None]
+) -> None:
+    for step in steps:
+        if step.compressions:
+            given, sent, whole = zip(*step.compressions)
+            found = {"rate": sum(given) / max(1, sum(sent)), "whole": len(sum(whole, ()))}
+            for name, number in found.items():
+                mesh = step.received[0].mesh
+                value = mtf.constant(mesh, float(number), mtf.Shape([]), tf.float32)
+                add(f"compression/{name}", value, step.names[0])
+
+
+def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns scalars by name, for summaries.
+
+    Args:
+      values: scalars, and one value for each shard, by name: tf tensors of a known shape, arrays
+        or numbers.
+
+    Returns:
+      Scalars: those of a name with shards are under `<name>/shard_0` and so on, in row-major order
+      of the shard dims.
+    """
+    scalars: dict[str, Any] = {}
+    for tag, value in values.items():
+        shape = tuple(getattr(value, "shape", ()))
+        if not shape:
+            scalars[tag] = value
+            continue
+        each = (
+            tf.unstack(tf.reshape(value, [-1])) if isinstance(value, tf.Tensor) else value.ravel()
+        )
+        scalars.update((f"{tag}/shard_{number}", one) for number, one in enumerate(each))
+    return scalars

@@ -1,0 +1,363 @@
+"""ShardedUpdateOptimizer: each replica updates its part of every variable (ZeRO-1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from types import MappingProxyType
+from typing import Any, Callable, FrozenSet, Mapping, Optional, Sequence
+
+import gin
+
+from mtf_gradsync._common import check_whole_number, counted, some_lines
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import (
+    dims_known_by_name,
+    mesh_impls_made,
+    mesh_key,
+)
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
+from mtf_gradsync.mesh.groups import shares_all
+from mtf_gradsync.optimizers import sharded_variables
+from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
+from mtf_gradsync.optimizers.pipeline import (
+    ONE_FOR_EACH_MESH,
+    Form,
+    GradientSet,
+    Partition,
+    Stage,
+    StepBuilder,
+    Traits,
+)
+from mtf_gradsync.optimizers.sharded_variables import (
+    PartOfVariable,
+    assign_gathered,
+    group_sums,
+    saves_tiles,
+    shape_of_part,
+    slot_shapes,
+    why_unsplit,
+)
+from mtf_gradsync.optimizers.state.variables import owner_of
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import Strategy
+
+_logger = logging.getLogger("mtf_gradsync")
+
+
+def log_savings(
+    name: str,
+    axes: ReplicaAxes,
+    slots: Sequence[mtf.Variable],
+    split: Sequence[mtf.Variable],
+    variables: Sequence[mtf.Variable],
+) -> None:
+    """Logs how many bytes of slots a core holds, and whether that saves much memory.
+
+    `split` are those of the variables of which each replica updates its part.
+    """
+    if not slots and not split:
+        return
+    held = sum(_core_bytes(axes, v) for v in slots)
+    unsharded = sum(_core_bytes(axes, v) * _num_parts(axes, v.shape) for v in slots)
+    gathered = sum(_core_bytes(axes, v) for v in split)
+    unsplit = [v.name for v in variables if v not in split]
+    _logger.info(
+        "%s splits the updates of %d of %d variables: a core holds %d bytes of slots, and %d "
+        "without the wrapper%s.",
+        name,
+        len(split),
+        len(variables),
+        held,
+        unsharded,
+        f"; it does not split {counted(unsplit, 'variable')}" if unsplit else "",
+    )
+    # Gathered values take memory beside the slots. Adam's slots save more than that, Adafactor's
+    # next to nothing. And half of an update saves less than it takes to gather new values.
+    doubts = []
+    if unsharded - held < gathered / 4:
+        doubts.append(
+            f"It saves {unsharded - held} bytes of slots a core, and gathers {gathered} bytes of "
+            "new values: with this optimizer it can save time but hardly memory, and a program for "
+            "a TPU can take more memory, and on some generations more time, than without it."
+        )
+    if split and axes.num_shards == 2:
+        doubts.append(
+            "It splits updates over two replicas: that saves memory, but a step on a TPU can take "
+            "more time than without it."
+        )
+    if doubts:
+        _logger.info(
+            "%s may not pay. %s `mtf-gradsync compile --compare_with_bare` shows the time and the "
+            "memory that the compiler for TPUs expects of both.",
+            name,
+            " ".join(doubts),
+        )
+
+
+def _num_parts(axes: ReplicaAxes, shape: mtf.Shape) -> int:
+    names = [d.name for d in shape.dims]
+    return math.prod(d.size for d in axes.shard_dims if d.name in names)
+
+
+def _core_bytes(axes: ReplicaAxes, variable: mtf.Variable) -> int:
+    return math.prod(axes.slice_shape(variable.shape)) * variable.slice_dtype.size
+
+
+_MIN_SIZE = 128
+
+
+class _UpdateParts(Stage):
+    """Has the inner optimizer update parts of variables, and gathers the new values."""
+
+    takes = Form.REDUCED
+
+    def __init__(self, wrapper: ShardedUpdateOptimizer):
+        self._wrapper = wrapper
+
+    def update(
+        self,
+        gradients: GradientSet,
+        step: StepBuilder,
+        apply_inner: Callable[[GradientSet], list[mtf.Operation]],
+    ) -> list[mtf.Operation]:
+        wrapper, owners = self._wrapper, gradients.owners
+        shapes = wrapper.partition().shapes_of(owners)
+        parts = {v: wrapper._part(v, shape) for v, shape in shapes.items()}
+        inner = tuple(parts.get(v, v) for v in gradients.variables)
+        graph = gradients.graph
+        before = set(graph.operations)
+        updates = apply_inner(dataclasses.replace(gradients, variables=inner))
+        made = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
+        # The layout splits slots of a part's shape already.
+        by_name = {v.name: v for v in parts}
+        unsplit = {
+            s: by_name[owner]
+            for s in made
+            if (owner := owner_of(s.name, by_name))
+            and wrapper.axes.free_shard_dims(s.shape) == wrapper.axes.shard_dims
+        }
+        min_size = max(wrapper._min_size, sharded_variables.MIN_GATHERED_SIZE)
+        gathers = sharded_variables.partition_slots(
+            list(unsplit), updates, lambda shape: slot_shapes(shape, wrapper.axes, min_size)
+        )
+        gathered = list(unsplit.values()) if gathers else []
+        step.when_built(lambda: wrapper._note({v: parts.get(v) for v in owners}, gathered))
+        assign_gathered(updates, parts)
+        log_savings(wrapper.name, wrapper.axes, made, list(parts), owners)
+        first = [*made, *gathers]
+        others = [op for op in graph.operations if op not in before and op not in first]
+        group_sums([*first, *others], wrapper.axes, wrapper.reducer)
+        return updates
+
+
+@gin.configurable(module="mtf_gradsync")
+class ShardedUpdateOptimizer(Wrapper):
+    """Splits the update of each variable, and its slots, over the replicas (ZeRO-1).
+
+    Without it all replicas of a variable make the same update. With it each replica receives its
+    part of the reduced gradient (a reduce-scatter), the inner optimizer updates that part of the
+    variable, and the new values are gathered. Each core holds 1/num_shards of the slots.
+
+    The inner optimizer receives a variable of the same name for each one, with one dimension split
+    over the replica axes: the one of which parts fit best into a TPU's tiles, of several the first.
+    It may be any optimizer that updates each variable by itself. Variables that are small, or have
+    no such dimension, are not split.
+
+    The wrapper adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their
+    full shapes: a run with sharded updates continues one without, on any mesh, and the reverse.
+
+    References:
+      Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
+      2020; Rajbhandari et al., "ZeRO", 2019 (stage 1).
+    """
+
+    traits = Traits(shards_updates=True, one_mesh=ONE_FOR_EACH_MESH)
+    axes: ReplicaAxes
+    # Of the steps that were built: the parts of variables, None for those that are not split, and
+    # the variables with partitioned slots, which are gathered for the update.
+    _parts = OfStep[Mapping[mtf.Variable, Optional[PartOfVariable]]](MappingProxyType({}))
+    _with_gathered_slots = OfStep[FrozenSet[mtf.Variable]](frozenset())
+
+    def __init__(
+        self,
+        opt: MeshOptimizerLike,
+        min_size: int | None = None,
+        name: str = "ShardedUpdateOptimizer",
+        learning_rate: Any = NOT_GIVEN,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one.
+          min_size: variables of fewer elements are not split. None stands for 128, and then a
+            variable is not split either if a part saves few of a TPU's tiles: it would cost more
+            than it saves.
+          name: name of the wrapper.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
+          axes: the replica axes; or give mesh_shape and layout. Without either they are those of
+            the mesh that the program has made for this graph.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
+
+        Raises:
+          ValueError: the mesh has a single replica; an argument is out of range, or arguments
+            contradict each other.
+          TypeError: an argument has the wrong type.
+        """
+        if min_size is not None:
+            check_whole_number("min_size", min_size, 0)
+        self._wrap(
+            opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
+        )
+        self._check_order()
+        if self.axes.num_shards == 1:
+            raise ValueError(
+                "ShardedUpdateOptimizer splits updates over the replicas of a batch, but the mesh "
+                f"{self.axes.mesh_shape.to_string} with {self.axes.layout} has one replica of the "
+                f"batch dims {list(self.axes.batch_dims)}. Use the inner optimizer without the "
+                "wrapper; its checkpoints are the same."
+            )
+        self._min_size = _MIN_SIZE if min_size is None else min_size
+        self._checks_tiles = min_size is None
+
+    def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
+        """See `Wrapper.get_slot`."""
+        return super().get_slot(self._parts.get(var) or var, name)
+
+    def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+        if inside.num_shards == 1:
+            raise ValueError(
+                f"{self.name} splits updates over replicas, but each of the islands along "
+                f"{list(islands.batch_dims)} has one replica. Remove {type(self).__name__}, or "
+                "give outer_dims that make islands of several replicas."
+            )
+
+    def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
+        """Returns how a variable is split, as a shape.
+
+        Args:
+          var: a variable. Before a step with its gradient was built, the answer is for a step with
+            gradients of all trainable variables of its graph.
+
+        Returns:
+          The variable's shape, in which the dimensions that are split over the replicas have the
+          names of batch dimensions; None for a variable that is not split.
+        """
+        together = dict.fromkeys([*var.graph.trainable_variables, var])
+        return self._shapes_of_parts(list(together)).get(var)
+
+    def _shapes_of_parts(self, variables: Sequence[mtf.Variable]) -> dict[mtf.Variable, mtf.Shape]:
+        """Returns the shapes of the parts of variables that get gradients in one step.
+
+        Those that are not split are left out. Those of an earlier step are split as they were,
+        because their slots are.
+        """
+        before = {v: self._parts[v] for v in variables if v in self._parts}
+        parts = {v: part.shape for v, part in before.items() if part is not None}
+        slice_shape, fixed = self.axes.slice_shape, self._fixed_dims()
+        new = {
+            v: shape
+            for v in variables
+            if v not in before
+            and (shape := shape_of_part(v.shape, self.axes, fixed, self._min_size)) != v.shape
+        }
+        if self._checks_tiles:
+            saving = {
+                v: shape
+                for v, shape in new.items()
+                if saves_tiles(slice_shape(v.shape), slice_shape(shape))
+            }
+            # Parts that cost more than they save are better than none: the user asked for parts.
+            new = saving if saving or parts else new
+        return {**parts, **new}
+
+    def _replicas_share_updates(self) -> bool:
+        """Returns whether the program's mesh makes one update for all replicas of a variable.
+
+        `placement_mesh_impl` does so on devices of one memory: parts would only add operations.
+        """
+        key = mesh_key(self.axes.mesh_shape, self.axes.layout)
+        impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
+        return bool(impls) and all(map(shares_all, impls))
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_UpdateParts(self)]
+
+    def partition(self) -> Partition:
+        """See `Wrapper.partition`."""
+        splits = not self._replicas_share_updates()
+        return Partition(
+            self.axes,
+            self.reducer,
+            lambda variables: self._shapes_of_parts(variables) if splits else {},
+            self.name,
+        )
+
+    def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
+        """Returns the part of a variable: one object for all updates, by which slots are found."""
+        new = PartOfVariable(variable, shape)
+        part = self._parts.get(variable) or new
+        part.__dict__.update(vars(new))
+        return part
+
+    def _note(
+        self,
+        parts: Mapping[mtf.Variable, PartOfVariable | None],
+        with_gathered_slots: Sequence[mtf.Variable],
+    ) -> None:
+        self._parts = {**self._parts, **parts}
+        self._with_gathered_slots = self._with_gathered_slots.union(with_gathered_slots)
+
+    def _fixed_dims(self) -> set[str]:
+        """Returns names of dimensions that an inner optimizer looks for in variables' shapes."""
+        return {name for opt in self.inner_stack() for name in dims_known_by_name(opt)}
+
+    def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError for a tensor with a dimension along which a variable is split."""
+        parts = self.partition().shapes_of(variables)
+        for name, tensor in own.tensors():
+            for variable, part in parts.items():
+                split = [d.name for d in variable.shape.dims if d not in part.dims]
+                if set(split).intersection(d.name for d in tensor.shape.dims):
+                    raise ValueError(
+                        f"ShardedUpdateOptimizer splits {variable.name!r} along {split}, but not "
+                        f"the optimizer's argument {name} of shape {tensor.shape.to_string}. Give "
+                        "a scalar, or use the optimizer without ShardedUpdateOptimizer."
+                    )
+
+    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError if no variable can be split, or if one cannot be updated again."""
+        given = [v for g, v in zip(grads, variables) if g is not None]
+        again = [v.name for v in given if v in self._with_gathered_slots]
+        if again:
+            raise ValueError(
+                "ShardedUpdateOptimizer can update variables with large factored statistics once "
+                "in a graph, because it gathers the statistics for one update, but it got "
+                f"gradients for {counted(again, 'variable')} again. Call apply_grads once, or "
+                "build a new graph."
+            )
+        if not given or self._shapes_of_parts(given):
+            return
+        limits = self.axes, self._fixed_dims(), self._min_size
+        lines = [
+            f"\n  {v.name!r} of shape {v.shape.to_string} {why_unsplit(v.shape, *limits)}"
+            for v in given
+        ]
+        raise ValueError(
+            "ShardedUpdateOptimizer has nothing to split over the replica axes "
+            f"{[d.name for d in self.axes.shard_dims]} of the mesh "
+            f"{self.axes.mesh_shape.to_string}:{some_lines(lines)}\nUse the inner optimizer "
+            "without the wrapper (its checkpoints are the same), or a mesh whose sizes divide a "
+            "dimension."
+        )

@@ -1,0 +1,345 @@
+"""The parts of variables that shards update: shapes, slots, and groups of small ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import types
+from typing import Any, Callable, Collection, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import (
+    give_assign_fn,
+    give_value,
+    init_replacement,
+    reassign,
+    take_over,
+)
+from mtf_gradsync.gradients.pending import Flow, Layout, PendingSums
+from mtf_gradsync.gradients.pending.linear import is_product_or_sum
+from mtf_gradsync.gradients.reduce_gradients import GatherParts, TakePart
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
+from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Plan
+
+# Rows and columns of the tiles in which a TPU stores the last two dimensions of its layout.
+_TILE = (8, 128)
+
+
+def shape_of_part(
+    shape: mtf.Shape, axes: ReplicaAxes, fixed_dims: Collection[str] = (), min_size: int = 0
+) -> mtf.Shape:
+    """Returns a variable's shape with dimensions renamed so that the layout splits them.
+
+    For each replica axis that the layout does not split the variable over, one dimension takes the
+    name of the shard dim. Of the unsplit dimensions whose sizes the axis divides it is the one of
+    which a part takes the fewest of a TPU's tiles; of several the first, because parts along the
+    first dimension are contiguous in memory. Sizes and order do not change.
+
+    A variable of fewer elements than `min_size`, or without such a dimension, keeps its shape, and
+    dimensions with a name in `fixed_dims` keep their name.
+    """
+    if shape.size < min_size:
+        return shape
+    full, dims = axes.slice_shape(shape), list(shape.dims)
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    is_free = [layout[i] is None and d.name not in fixed_dims for i, d in enumerate(dims)]
+    for shard_dim in sorted(axes.free_shard_dims(shape), key=lambda d: -d.size):
+        parts = {
+            number: [*dims[:number], mtf.Dimension(shard_dim.name, dim.size), *dims[number + 1 :]]
+            for number, dim in enumerate(dims)
+            if is_free[number] and shard_dim.size > 1 and dim.size % shard_dim.size == 0
+        }
+        if parts:
+            sizes = {n: axes.slice_shape(mtf.Shape(part)) for n, part in parts.items()}
+            number = min(parts, key=lambda n: tiles(full, sizes[n])[1])
+            dims, is_free[number] = parts[number], False
+    return mtf.Shape(dims)
+
+
+def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
+    """Returns whether a part saves more than two thirds of what parts without padding would save.
+
+    Counted are a TPU's tiles; both are shapes on one core: of its slice of a variable, and of its
+    part of that. If a part fills few of its tiles, it takes about as much memory and time as the
+    full slice, and the compiler copies the slice to another layout and back.
+    """
+    of_full, of_part = tiles(full, part)
+    numbers, numbers_of_part = math.prod(full), math.prod(part)
+    # In whole numbers: (of_full - of_part) / of_full > 2/3 * (1 - numbers_of_part / numbers)
+    return 3 * (of_full - of_part) * numbers > 2 * of_full * (numbers - numbers_of_part)
+
+
+def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
+    """Returns how many of a TPU's tiles a tensor and a part of it take, in the tensor's layout.
+
+    A TPU stores two of the dimensions in tiles of 8 x 128 numbers: the last two, unless others take
+    fewer tiles. Vectors are counted in numbers.
+    """
+    if len(full) < 2:
+        return math.prod(full), math.prod(part)
+    numbers = reversed(range(len(full)))
+    in_layout = min(
+        itertools.permutations(numbers, 2), key=lambda columns_rows: _count(full, *columns_rows)
+    )
+    return _count(full, *in_layout), _count(part, *in_layout)
+
+
+def _count(sizes: Sequence[int], columns: int, rows: int) -> int:
+    """Returns the number of tiles of a tensor with two of its dimensions in tiles."""
+    others = math.prod(sizes) // (sizes[columns] * sizes[rows])
+    return others * math.ceil(sizes[rows] / _TILE[0]) * math.ceil(sizes[columns] / _TILE[1])
+
+
+class SlotShapes(NamedTuple):
+    """Two shapes of a slot in which one dimension is replaced by several smaller ones.
+
+    The first of them has the size of the mesh axis that splits the dimension, and is split over it;
+    then there is one for each replica axis; the last has the remaining size. Reshaping the slot to
+    this shape moves no data. In `full` nothing splits the dimensions for the replica axes; in
+    `part` they have the names of the shard dims, so that the layout splits them.
+    """
+
+    full: mtf.Shape
+    part: mtf.Shape
+
+
+def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotShapes | None:
+    """Returns shapes that split a dimension over the replica axes and over its own mesh axis.
+
+    Mesh-TF splits a dimension over one mesh axis only, so that several dimensions have to take its
+    place. A variable cannot be reshaped like this, because optimizers read its shape; a slot that
+    is gathered for the update can. It is the first dimension that can be split like this; the
+    result is None if there is none, or the slot has fewer elements than `min_size`.
+    """
+    free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
+    if not free or shape.size < min_size:
+        return None
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    for number, dim in enumerate(shape.dims):
+        if layout[number] is None:
+            continue
+        axis_size = axes.mesh_shape.dims[layout[number]].size
+        rest, remainder = divmod(dim.size, axis_size * mtf.Shape(free).size)
+        if remainder:
+            continue
+        before, after = shape.dims[:number], shape.dims[number + 1 :]
+        first, last = mtf.Dimension(dim.name, axis_size), mtf.Dimension(f"{dim.name}_rest", rest)
+        unsplit = [mtf.Dimension(f"{dim.name}_{d.name}", d.size) for d in free]
+        return SlotShapes(
+            mtf.Shape([*before, first, *unsplit, last, *after]),
+            mtf.Shape([*before, first, *free, last, *after]),
+        )
+    return None
+
+
+def why_unsplit(
+    shape: mtf.Shape, axes: ReplicaAxes, fixed_dims: Collection[str] = (), min_size: int = 0
+) -> str:
+    """Returns why `shape_of_part` does not split a variable, in words to put after its name."""
+    if not shape.dims:
+        return "is a scalar"
+    free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
+    if not free:
+        return "is split over the replica axes already"
+    if shape.size < min_size:
+        return f"has fewer than {min_size} elements"
+    sizes = " or ".join(str(d.size) for d in free)
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    if all(layout[i] is not None for i in range(len(shape.dims))):
+        return "has no dimension that is not split already"
+    names = [d.name for i, d in enumerate(shape.dims) if layout[i] is None and d.name in fixed_dims]
+    also = f", and the optimizer knows {names} by name" if names else ""
+    return f"has no unsplit dimension that {sizes} divides{also}"
+
+
+# Functions of assignments that change a variable element by element.
+ELEMENTWISE = (mtf.assign_slice, mtf.assign_add_slice, mtf.assign_sub_slice)
+_CHANGES = {mtf.assign_add_slice: operator.add, mtf.assign_sub_slice: operator.sub}
+
+
+class PartOfVariable(mtf.Variable):
+    """Each replica's part of a variable, as a variable of the same name and dtypes.
+
+    Its shape is that of the full variable with some dimensions renamed, so that the layout splits
+    it, and slots of its shape, over the replica axes. The graph does not list it; `assign_gathered`
+    replaces it by the full variable in assignments.
+    """
+
+    def __init__(self, full: mtf.Variable, shape: mtf.Shape):
+        init_replacement(self, full, TakePart(full.value, shape).outputs[0])
+        self.full = full
+
+
+def assign_gathered(
+    updates: Sequence[mtf.Operation], parts: Mapping[mtf.Variable, PartOfVariable]
+) -> None:
+    """Makes assignments to parts assign the gathered values to the full variables.
+
+    `parts` has each variable that is split, with its part; a ValueError says where an assigned
+    value does not have the shape of the part.
+    """
+    assignments = [u for u in updates if isinstance(u, mtf.Assign)]
+    for update in assignments:
+        _assign_new_values(update, parts)
+    # Keys are an assignment and the position of the variable in it.
+    sent: dict[tuple[mtf.Assign, int], tuple[mtf.Tensor, mtf.Shape]] = {}
+    for update in assignments:
+        for position, (variable, value) in enumerate(zip(update.variables, update.inputs)):
+            full = _full(variable)
+            if full not in parts:
+                continue
+            shape = parts[full].shape
+            if value.shape != shape:
+                raise ValueError(
+                    f"The inner optimizer assigns a value of shape {value.shape.to_string} to its "
+                    f"part of {full.name!r}, which has the shape {shape.to_string}. "
+                    "ShardedUpdateOptimizer needs an optimizer that assigns values of the shape of "
+                    "the variable that it was given."
+                )
+            # Such an assignment casts to this dtype: a cast before the gather gives the same bits.
+            if update.assign_fn in ELEMENTWISE and value.dtype != full.slice_dtype:
+                value = mtf.cast(value, full.slice_dtype)
+            sent[update, position] = value, full.shape
+    if not sent:
+        return
+    values, shapes = zip(*sent.values())
+    gathered = dict(zip(sent, GatherParts(values, shapes).outputs))
+    for update in assignments:
+        new = [gathered.get((update, i), value) for i, value in enumerate(update.inputs)]
+        reassign(update, list(map(_full, update.variables)), new)
+    # Assignments have to follow the gather of their values.
+    Plan.of(assignments[0].graph).arrange(assignments)
+
+
+def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
+    """Makes an assignment of changes assign new values, if no other one writes its variables.
+
+    If changes were gathered, a TPU would apply them in the layout of the gathered tensor: its
+    compiler would copy the variable to that layout and back.
+    """
+    if update.assign_fn not in _CHANGES:
+        return
+    same_dtype = all(
+        v.activation_dtype == v.slice_dtype == x.dtype
+        for v, x in zip(update.variables, update.inputs)
+    )
+    if same_dtype and any(_full(v) in parts for v in update.variables):
+        reassign(update, update.variables, NewValues(update).outputs)
+
+
+class NewValues(StageOperation):
+    """Computes new values of variables from the changes that an update assigns.
+
+    Its lowering makes the update assign the new values. On placement meshes, and where other
+    assignments write the variables too, the outputs are the changes, and the update stays.
+    """
+
+    def __init__(self, update: mtf.Assign):
+        self._update, self._assign_fn = update, update.assign_fn
+        self._names = {v.name for v in update.variables}
+        changes, values = update.inputs, [v.value for v in update.variables]
+        super().__init__([*changes, *values], [x.shape for x in changes], "new_values")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        values, count = reduced_values(lowering, self.inputs), len(self.outputs)
+        results, old = values[:count], values[count:]
+        assign_fn = self._assign_fn
+        if is_simd(mesh_impl) and self._is_only_writer():
+            change, assign_fn = _CHANGES[assign_fn], mtf.assign_slice
+            results = [mesh_impl.slicewise(change, *pair) for pair in zip(old, results)]
+        give_assign_fn(self._update, assign_fn)
+        self.set_outputs(lowering, results)
+
+    def _is_only_writer(self) -> bool:
+        """Returns whether no other assignment writes these variables."""
+        others = (
+            getattr(v, "original_names", [v.name])
+            for op in self.graph.operations
+            if isinstance(op, mtf.Assign) and op is not self._update
+            for v in op.variables
+        )
+        return self._names.isdisjoint(name for names in others for name in names)
+
+
+def _full(variable: mtf.Variable) -> mtf.Variable:
+    return variable.full if isinstance(variable, PartOfVariable) else variable
+
+
+# The fewest elements of a slot that is gathered. The compiler for TPUs (libtpu 0.0.42, v5e) takes
+# some 15 KB of code for a gather, and 25 statistics of 128 to 512 elements took 1.2 MB more than
+# they saved.
+MIN_GATHERED_SIZE = 16 * 1024
+
+
+def partition_slots(
+    slots: Sequence[mtf.Variable],
+    updates: Sequence[mtf.Operation],
+    shapes_of: Callable[[mtf.Shape], SlotShapes | None],
+) -> list[mtf.Operation]:
+    """Splits slots over the replicas, and returns operations that gather their full values.
+
+    These have to be lowered before those of the update, of which assignments are changed in place.
+    Only the update may read and write the slots. `shapes_of` gives the shapes to split a slot of
+    some shape by, or None for one that stays unsplit.
+    """
+    writers: dict[mtf.Variable, list[Any]] = {}
+    for update in updates:
+        for variable in getattr(update, "variables", ()):
+            writers.setdefault(variable, []).append(update)
+    split = {
+        slot: shapes
+        for slot in slots
+        # Any other assignment may need the full value of the slot.
+        if slot in writers
+        and all(getattr(w, "assign_fn", None) in ELEMENTWISE for w in writers[slot])
+        and (shapes := shapes_of(slot.shape))
+    }
+    if not split:
+        return []
+    for update in dict.fromkeys(w for slot in split for w in writers[slot]):
+        values = list(update.inputs)
+        for number, variable in enumerate(update.variables):
+            if variable in split:
+                full = mtf.reshape(values[number], split[variable].full)
+                values[number] = TakePart(full, split[variable].part).outputs[0]
+        reassign(update, update.variables, values)
+    old_values = [slot.value for slot in split]
+    parts = [give_value(slot, shapes.part) for slot, shapes in split.items()]
+    gather = GatherParts(parts, [shapes.full for shapes in split.values()])
+    reshapes = []
+    for full, old in zip(gather.outputs, old_values):
+        reshapes.append(mtf.reshape(full, old.shape).operation)
+        take_over(reshapes[-1], [old])
+    return [gather, *reshapes]
+
+
+def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
+    """Moves operations to the end of their graph, so that independent sums are reduced together.
+
+    Each of them comes after those that it depends on, and no other operation uses their outputs.
+    """
+    sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
+    graph = types.SimpleNamespace(operations=list(operations))
+    flow = Flow(graph, (), Layout.of(axes, operations[0].mesh), sums)
+    pending = [t for t in sums if t in flow.axes and not flow.is_derived(t)]
+    level_of: dict[mtf.Operation, int] = {}
+    for operation in operations:
+        level = 0
+        is_pending = any(t in flow.axes for t in operation.outputs)
+        for source in operation.inputs:
+            waits = source in flow.axes and (
+                not is_pending or source in flow.forced.get(operation, ())
+            )
+            level = max(level, level_of.get(source.operation, 0) + waits)
+        level_of[operation] = level
+    # Mesh-TF runs assignments last in any case; they keep their order.
+    last = max(level_of.values()) + 1
+    order = sorted(operations, key=lambda op: last if isinstance(op, mtf.Assign) else level_of[op])
+    Plan.of(operations[0].graph).arrange(order)
+    if pending:
+        PendingSums.want(pending, True, axes.batch_dims, strategy, are_sums=True)

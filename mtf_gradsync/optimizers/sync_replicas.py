@@ -1,0 +1,420 @@
+"""SyncReplicasOptimizer: an update when enough shards have contributed a fresh gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, Sequence, Union
+
+import gin
+
+from mtf_gradsync import compat_v1
+from mtf_gradsync._common import check_whole_number, counted
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
+from mtf_gradsync.compat_v1.rules import refuse_with_v1
+from mtf_gradsync.gradients import checks
+from mtf_gradsync.gradients.measures import NotFinite
+from mtf_gradsync.gradients.recoverable import MadeOfSums, check_recoverable
+from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
+from mtf_gradsync.optimizers import replicas
+from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
+from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pipeline import (
+    ONE_FOR_EACH_MESH,
+    Form,
+    GradientSet,
+    Stage,
+    StepBuilder,
+    Traits,
+)
+from mtf_gradsync.optimizers.pipeline.accumulators import (
+    Accumulators,
+    DirectUpdate,
+    ZerosWhere,
+    times,
+    without_skipped,
+)
+from mtf_gradsync.optimizers.replicas import (
+    ReplicaState,
+    ReplicaSummaries,
+    SessionInterface,
+    after_step,
+    make_state,
+)
+from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.compressed import WireDtype
+
+
+@gin.configurable(module="mtf_gradsync")
+class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
+    """Averages gradients of fresh replicas and applies them once there are enough.
+
+    The replicas are the shards of the mesh, in lock step. A replica contributes unless its gradient
+    is stale (for an older step than the update step), is not finite, or a mask skips it. After
+    `replicas_to_aggregate` contributions, over one step or several, their average is applied once
+    and every replica's local step becomes the new update step. On other steps variables and slots
+    do not change.
+
+    The loss is the mean over the replicas' losses: a scalar, or one loss for each replica with the
+    shard dims, which `compute_gradients` averages. A replica's term of the gradient, pending or per
+    shard, is 1/num_shards of its contribution: when all contribute, the update is that of the whole
+    batch.
+
+    State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
+    `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
+
+    Attributes:
+      state: the replicas' mesh variables; None before gradients were applied.
+
+    References:
+      https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
+    """
+
+    shown = (
+        ("update step", "update_step"),
+        ("made", "sync_replicas/contributions"),
+        ("dropped", "sync_replicas/dropped"),
+    )
+    state = OfStep[Union[ReplicaState, None]](None)
+    _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
+
+    def __init__(
+        self,
+        opt: OptimizerLike,
+        replicas_to_aggregate: int = gin.REQUIRED,
+        total_num_replicas: int | None = None,
+        variable_averages: Any = None,
+        variables_to_average: Sequence[mtf.Variable] | None = None,
+        use_locking: bool = False,
+        name: str = "sync_replicas",
+        contributes: Any = None,
+        local_steps: Any = None,
+        max_steps_without_update: int | None = None,
+        accept_summed: bool = False,
+        learning_rate: Any = NOT_GIVEN,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+        reduce_dtype: WireDtype | None = None,
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
+            `tf.compat.v1.train` the result is `tf.compat.v1.train.SyncReplicasOptimizer`, and
+            arguments for the mesh have no effect. A subclass takes mesh optimizers only.
+          replicas_to_aggregate: the number of contributions to an update, 1 or more. With fewer
+            than there are replicas, some may skip a step; with more, an update takes several steps.
+          total_num_replicas: number of shards; None takes the mesh's.
+          variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
+          variables_to_average: the variables to average; only with variable_averages.
+          use_locking: has no effect.
+          name: name of the wrapper, prefix of its state.
+          contributes: which replicas may contribute in this step: booleans, as a tf tensor, array
+            or list of shape `[num_shards]` or of the shard dims' sizes, or as an mtf tensor of
+            shape `[shard dims...]`; None for all.
+          local_steps: the update step that each replica's gradient of this step is for: whole
+            numbers in the same forms. None takes `<name>/local_step`, which each update sets to the
+            new update step for all.
+          max_steps_without_update: most steps in a row without an update; one more raises an error
+            that lists the replicas that did not contribute, and their variables whose gradients are
+            not finite (see `NoUpdateError`). None for no limit.
+          accept_summed: whether to accept gradients in which replicas are mixed (by a clip by the
+            global norm, for example). These contain skipped replicas, too, and a NaN of one
+            replica drops all of them.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
+            they are those of the mesh that the program has made for this graph.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
+          reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
+            "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
+            rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
+
+        Raises:
+          ValueError: an argument is out of range, or there is no mesh.
+          TypeError: an argument has the wrong type, or opt is a Keras optimizer.
+        """
+        check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
+        limit = check_limit(max_steps_without_update)
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        if type(self) is SyncReplicasOptimizer and is_v1(opt):
+            refuse_with_v1(
+                opt,
+                contributes=contributes,
+                local_steps=local_steps,
+                max_steps_without_update=max_steps_without_update,
+            )
+            self._become(
+                compat_v1.SyncReplicasOptimizer,
+                opt,
+                replicas_to_aggregate,
+                total_num_replicas,
+                variable_averages=variable_averages,
+                variables_to_average=variables_to_average,
+                use_locking=use_locking,
+                name=name,
+            )
+            return
+        decay, averaged = check_averages(variable_averages, variables_to_average)
+        common = (name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas", reduce_dtype)
+        self._wrap(opt, NOT_GIVEN, *common)
+        if total_num_replicas not in (None, self.axes.num_shards):
+            raise ValueError(
+                f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
+                f"for {self.axes!r}, got {total_num_replicas!r}."
+            )
+        replicas.check_of_replicas("contributes", "boolean", contributes, self.axes)
+        replicas.check_of_replicas("local_steps", "whole number", local_steps, self.axes)
+        del use_locking
+        self._to_aggregate = int(replicas_to_aggregate)
+        self._decay, self._averaged = decay, averaged
+        self._contributes, self._local_steps = contributes, local_steps
+        self._limit = limit
+        self.traits = Traits(
+            needs_shards=not accept_summed and self.axes.num_shards > 1,
+            or_else="give it accept_summed=True",
+            schedules_updates=True,
+            skips_not_finite=True,
+            averages=bool(averaged),
+            skips_shards=self.axes.num_shards > 1 and not accept_summed,
+            counts_shards=True,
+            one_mesh=ONE_FOR_EACH_MESH,
+        )
+        self._check_order()
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [
+            _AggregateReplicas(self),
+            MoveAverages(self._decay, self._averaged, self._slots),
+        ]
+
+    def apply_gradients(
+        self,
+        grads_and_vars: checks.GradsAndVars,
+        global_step: Any = None,
+        name: Any = None,
+        **kwargs: Any,
+    ) -> list[mtf.Operation]:
+        """Takes this step's contributions, and applies the average once there are enough.
+
+        Args:
+          grads_and_vars: pairs as `compute_gradients` returns them.
+          global_step: an mtf or tf variable, required, to add one to after an update alone.
+          name: name of the operation that advances global_step; None takes the wrapper's name.
+          **kwargs: as for `apply_grads`.
+
+        Returns:
+          A flat list of mtf operations.
+
+        Raises:
+          TypeError: an argument has the wrong type.
+          ValueError: there is no variable or no global step, or a gradient does not fit.
+        """
+        if hasattr(grads_and_vars, "__len__") and not len(grads_and_vars):
+            raise ValueError(
+                f"Must supply at least one variable, got grads_and_vars={grads_and_vars!r}."
+            )
+        if global_step is None:
+            raise ValueError(
+                "A global step is required to recognise stale gradients, got None: give "
+                "apply_gradients global_step, a scalar mtf or tf variable that counts updates, or "
+                "use apply_grads."
+            )
+        pairs = checks.check_pairs(grads_and_vars)
+        if all(grad is None for grad, _ in pairs):
+            checks.check_step(global_step)
+            return self.apply_grads(*zip(*pairs), **kwargs)
+        return super().apply_gradients(pairs, global_step, name, **kwargs)
+
+    @property
+    def update_step_now(self) -> mtf.Tensor | None:
+        """Updates made, after the step that it is fetched with; None before there is a step."""
+        return self._now and self._now.update_step
+
+    def reported(self) -> dict[str, mtf.Tensor]:
+        """See `mtf_gradsync.reported`."""
+        now = self._now
+        if now is None:
+            return {}
+        return {
+            "update_step": now.update_step,
+            "sync_replicas/contributions": now.made,
+            "sync_replicas/dropped": now.dropped,
+            "sync_replicas/waiting_contributions": now.count,
+            "sync_replicas/steps_without_update": now.waiting,
+        }
+
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        return super().variables() + list(self.state or ())
+
+    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
+        """See `Wrapper.check`."""
+        for grad, variable in zip(grads, variables):
+            if grad is not None and self._has_own_copy(variable):
+                raise ValueError(
+                    f"Variable {variable.name!r} of shape {variable.shape.to_string} has the "
+                    "shard dims, a copy for each replica: SyncReplicasOptimizer averages the "
+                    "gradients of variables that replicas share."
+                )
+        if not variables:
+            return
+        if self.traits.needs_shards:
+            own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
+            names = [f"variable {v.name!r}" for v in variables]
+            check_recoverable(own, self.axes, names, remakes=True)
+        mesh = variables[0].mesh
+        replicas.check_mesh("contributes", self._contributes, mesh)
+        replicas.check_mesh("local_steps", self._local_steps, mesh)
+        elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
+        if elsewhere:
+            raise ValueError(
+                f"variables_to_average has {counted(elsewhere, 'variable')} of another mesh or "
+                "graph than the variables with gradients; make an optimizer for each graph."
+            )
+
+    def _note(self, before: ReplicaState, now: ReplicaState, skips: Skips | None) -> None:
+        self.state, self._now = before, now
+        self._note_skips(skips)
+
+
+class _AggregateReplicas(Stage):
+    """Adds up contributions of fresh replicas, and passes on the average when there are enough."""
+
+    takes = Form.PER_SHARD
+    gives = Form.REDUCED
+    wants_reduced = True
+    remakes = True
+    tells_finite = True
+
+    def __init__(self, wrapper: SyncReplicasOptimizer):
+        self._wrapper = wrapper
+        self.mixed = "refuse" if wrapper.traits.needs_shards else "reduce"
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        wrapper, given = self._wrapper, gradients
+        axes, reducer, mesh = wrapper.axes, wrapper.reducer, gradients.mesh
+        before = step.plan.state(
+            wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
+        )
+        steps = replicas.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
+        own, reduced, parts = _by_replica(gradients, axes, reducer)
+        fresh, wanted = replicas.fresh_replicas(
+            own, reduced, steps, before.update_step, wrapper._contributes, axes, reducer
+        )
+        skipped = mtf.logical_not(fresh)
+        # If one step can be enough, only steps that are not enough need accumulators.
+        one_step = wrapper._to_aggregate <= axes.num_shards
+        if not one_step:
+            gradients = without_skipped(gradients, skipped)
+        # Besides gradients, only this is reduced over the replica axes.
+        contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
+        contributions = mtf.reduce_sum(contributed)
+        step.tell_finite(lambda: _any_or_none_wanted(contributions, wanted))
+        gradients = _of_contributions(gradients, parts, skipped, contributions, wrapper)
+        accumulators = Accumulators(
+            gradients, wrapper._slots, is_share=True, counter=before.count.name
+        )
+        count = before.count.value + contributions
+        due = mtf.greater_equal(count, wrapper._to_aggregate)
+        # All replicas contribute, and there are no contributions of earlier steps.
+        alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
+        step.write_state(when=lambda: mtf.greater(contributions, 0))
+        gate = accumulators.add(step, DirectUpdate(alone, skipped) if one_step else None)
+        now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
+        step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
+        skips = self._skips = self._make_skips(given, before)
+        if skips:
+            too_many = mtf.greater(now.waiting, wrapper._limit)
+            step.run_when(too_many, gate, lambda: self._report(skips, given))
+        mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
+        ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
+        ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
+        step.when_built(lambda: wrapper._note(before, now, skips))
+        # The terms are 1/num_shards of the contributions.
+        divisor = mtf.cast(count, tf.float32) / axes.num_shards
+        sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
+        return sums.change_reduced(lambda g: g * (1.0 / axes.num_shards))
+
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        del step
+        return self._skips.end_of_step(operations) if self._skips else []
+
+    def _make_skips(self, gradients: GradientSet, before: ReplicaState) -> Skips | None:
+        wrapper = self._wrapper
+        if not wrapper._limit:
+            return None
+        rows = [f"(shard {number})" for number in range(wrapper.axes.num_shards)]
+        words = Words(
+            "", [v.name for v in gradients.owners], rows, "", "Not finite in the last step:"
+        )
+        waiting = [before.waiting]
+        return Skips(wrapper.name, words, (), waiting, wrapper._limit, missed=before.missed)
+
+    def _report(self, skips: Skips, gradients: GradientSet) -> list[mtf.Operation]:
+        axes, reducer = self._wrapper.axes, self._wrapper.reducer
+        found = NotFinite(gradients.present, axes, reducer).outputs[0]
+        return skips.report([mtf.anonymize(found)])
+
+
+def _any_or_none_wanted(contributions: mtf.Tensor, wanted: mtf.Tensor) -> mtf.Tensor:
+    """Whether a replica contributes, or none was asked to: then no gradient stopped one."""
+    number = mtf.reduce_sum(mtf.anonymize(mtf.cast(wanted, tf.int32)))
+    return mtf.logical_or(mtf.greater(contributions, 0), mtf.equal(number, 0))
+
+
+# For some gradients, by position, each replica's parts of the sums that they are made of.
+_Parts = Mapping[int, Sequence[mtf.Tensor]]
+
+
+def _by_replica(
+    gradients: GradientSet, axes: ReplicaAxes, reducer: Strategy
+) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
+    """Returns what each replica has computed, what all of them together, and parts of sums.
+
+    The first are per-shard gradients and all parts of sums, in which a NaN is that of a replica.
+    """
+    made = gradients.made_of_sums
+    sums = [x for one in made.values() for x in one.sums]
+    each = iter(split_into_shards(sums, axes, reducer, accept_summed=False))
+    parts = {i: [x for _, x in zip(one.sums, each) if x is not None] for i, one in made.items()}
+    own = [x for some in parts.values() for x in some]
+    reduced: list[mtf.Tensor] = []
+    for i, grad in enumerate(gradients.grads):
+        if grad is not None and i not in made:
+            (reduced if i in gradients.already_reduced else own).append(grad)
+    return own, reduced, parts
+
+
+def _of_contributions(
+    gradients: GradientSet,
+    parts: _Parts,
+    skipped: mtf.Tensor,
+    contributions: mtf.Tensor,
+    wrapper: SyncReplicasOptimizer,
+) -> GradientSet:
+    """Makes the gradients at `already_reduced` the sums of those of replicas that contribute.
+
+    A gradient in which they are mixed counts once for each of them.
+    """
+    axes, reducer = wrapper.axes, wrapper.reducer
+
+    def made_again(one: MadeOfSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
+        # A replica's part is 1/num_shards of its contribution.
+        kept = [x * float(axes.num_shards) for x in ZerosWhere(some, skipped).outputs]
+        dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
+        sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
+        return one.remade(sums, [times(contributions, x) for x in one.shared])
+
+    again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}
+    counted = gradients.change_reduced(lambda g: times(contributions, g))
+    return counted.with_grads([again.get(i, g) for i, g in enumerate(counted.grads)])

@@ -1,0 +1,348 @@
+"""What commands share: their arguments and output files, and how they load a config."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from mtf_gradsync.cluster import Task
+
+
+class Command(NamedTuple):
+    """A subcommand: its texts, and functions of its parser and of its parsed arguments.
+
+    `main` returns the exit code.
+    """
+
+    help: str
+    description: str
+    epilog: str | None
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    main: Callable[[argparse.Namespace], int]
+
+
+def output_path(flag: str, name: str | None) -> Path | None:
+    """Returns the path of a file to write, None for no name; raises if it cannot be written."""
+    if not name:
+        return None
+    path = Path(name)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{flag}={name} cannot be written: {path.parent} must be a directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag}={name} cannot be written: permission denied")
+    return path
+
+
+def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
+    """Returns the `output_path` of each flag; raises if two flags name the same file."""
+    paths = {flag: output_path(flag, name) for flag, name in names.items()}
+    flags: dict[Path, str] = {}
+    for flag, path in paths.items():
+        # A device takes all that is written to it.
+        if path is not None and (path.is_file() or not path.exists()):
+            other = flags.setdefault(path.resolve(), flag)
+            if other != flag:
+                raise ConfigError(f"{other} and {flag} name the same file: {path}")
+    return list(paths.values())
+
+
+def make_output_folder(flag: str, name: str | None) -> None:
+    """Makes a folder to write files to, unless no name is given; raises if it cannot be made."""
+    if not name:
+        return
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}={name} cannot be made: {error.strerror or error}") from error
+    if not os.access(name, os.W_OK):
+        raise ConfigError(f"{flag}={name} cannot be written to: permission denied")
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Turns an OSError of the block, of a full disk say, into a TrainingError with the flag."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise TrainingError(f"{flag}={path} cannot be written: {reason}") from error
+
+
+# TensorFlow's and XLA's C++ log from here on (2: errors, 3: what ends the process). Libraries that
+# are looked for and absent are "errors" there; real ones raise exceptions, too.
+_FATAL_ALONE = "3"
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+
+
+def import_package(verbosity: int) -> None:
+    """Imports ``mtf_gradsync``, unless the command was started with it imported.
+
+    With a verbosity below 0, and no lower TF_CPP_MIN_LOG_LEVEL in the environment, TensorFlow's C++
+    code logs fatal errors only.
+    """
+    package = sys.modules["mtf_gradsync"]
+    is_quiet = verbosity < 0 and os.environ.get(_LEVEL, _FATAL_ALONE) == _FATAL_ALONE
+    if is_quiet:
+        os.environ[_LEVEL] = _FATAL_ALONE
+        # Mesh-TensorFlow's imports raise this warning.
+        warnings.filterwarnings("ignore", "pkg_resources is deprecated")
+    if not hasattr(package, "__all__"):
+        with _without_lines_of_c() if is_quiet else contextlib.nullcontext():
+            importlib.reload(package)
+
+
+@contextlib.contextmanager
+def _without_lines_of_c() -> Iterator[None]:
+    """Hides what C++ code prints, which TensorFlow 2.17 and later do before a log level is set.
+
+    If the block raises, what was hidden is printed; if it ends the process, Python says where.
+    """
+    try:
+        real = os.dup(2)
+    except OSError:  # there is no standard error
+        yield
+        return
+    before, was_enabled = sys.stderr, faulthandler.is_enabled()
+    with tempfile.TemporaryFile() as held:
+        # Python's own lines go on to be seen. Not closed: logging's handlers may have kept it.
+        sys.stderr = os.fdopen(os.dup(real), "w", buffering=1)
+        faulthandler.enable(sys.stderr)
+        os.dup2(held.fileno(), 2)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            sys.stderr = before
+            faulthandler.disable()
+            if was_enabled:
+                faulthandler.enable()
+            if failed:
+                held.seek(0)
+                os.write(2, held.read())
+
+
+_VERBOSITY = {"error": -2, "warning": -1, "info": 0, "debug": 1}
+
+
+def add_gin_arguments(parser: Any) -> None:
+    """Adds --gin_file, --gin_param, --gin_location_prefix and --verbosity."""
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE[,FILE...]",
+        help="gin file; may be given several times, later ones override",
+    )
+    parser.add_argument(
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="BINDING",
+        help="gin binding that overrides the files; may be given several times",
+    )
+    parser.add_argument(
+        "--gin_location_prefix",
+        action="append",
+        default=[],
+        metavar="DIR[,DIR...]",
+        help="directory to look for gin files in, besides the current one and the package's own",
+    )
+    parser.add_argument(
+        "--verbosity",
+        type=_verbosity,
+        default=-1,
+        metavar="LEVEL",
+        help="-1 or warning (default), 0 or info: Mesh-TensorFlow's log too; "
+        "1 or debug: also tracebacks of errors",
+    )
+
+
+def positive_count(text: str) -> int:
+    """Returns the positive whole number in a text; for another text argparse reports an error."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number; got {text!r}")
+    return int(text)
+
+
+def config_of_run(model_dir: str) -> str:
+    """Returns the name of the config file that a run has left in its directory."""
+    config_file = Path(model_dir) / "operative_config.gin"
+    if not config_file.is_file():
+        raise ConfigError(
+            f"--model_dir={model_dir} is no run: it has no {config_file.name}, which "
+            "mtf-gradsync train writes"
+        )
+    return str(config_file)
+
+
+def gin_file_names(args: argparse.Namespace) -> list[str]:
+    """Returns the names of the gin files; an argument may list several."""
+    return _split_lists(args.gin_file)
+
+
+@contextlib.contextmanager
+def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Iterator[None]:
+    """Prepares TensorFlow for a mesh program and loads gin's configuration, `before` first.
+
+    Errors that the config's own functions raise leave the block as a `ConfigError`.
+    """
+    paths = _split_lists(args.gin_location_prefix)
+    files = [*before, *gin_file_names(args)]
+    if not files and not args.gin_param:
+        raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
+    import_package(args.verbosity)
+    # Imported here because it takes seconds, which `--help` need not wait for.
+    from absl import flags
+    from absl import logging as absl_logging
+
+    from mtf_gradsync.session import enable_mesh_defaults
+    from mtf_gradsync.train import gin_files
+
+    absl_logging.set_verbosity(args.verbosity)
+    # TensorFlow warns about every v1 call of Mesh-TensorFlow, which is all of them.
+    quiet, info, debug = logging.ERROR, logging.INFO, logging.DEBUG
+    level = quiet if args.verbosity < 0 else info if args.verbosity == 0 else debug
+    logging.getLogger("tensorflow").setLevel(level)
+    # Mesh-TensorFlow reads absl flags; they have their defaults here.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    enable_mesh_defaults()
+
+    ignored = gin_files.load(files, args.gin_param, paths)
+    if ignored:
+        print(f"without meaning here, ignored: {', '.join(ignored)}")
+    try:
+        yield
+    except (ConfigError, TrainingError):
+        raise
+    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, AssertionError) as error:
+        raise ConfigError(gin_files.explain(error)) from error
+
+
+def _split_lists(values: list[str]) -> list[str]:
+    return [part for value in values for part in value.split(",") if part]
+
+
+def _verbosity(text: str) -> int:
+    if text in _VERBOSITY:
+        return _VERBOSITY[text]
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number or one of {', '.join(_VERBOSITY)}; got {text!r}"
+        ) from None
+
+
+_TASK = ("cluster_spec", "job_name", "task_index")
+_PROCESS = ("coordinator", "num_processes", "process_id")
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say which processes there are, and which of them this one is."""
+    group = parser.add_argument_group(
+        "several processes",
+        "A placement mesh over tf.train.Servers: give --cluster_spec, --job_name and\n"
+        "--task_index to each, or TF_CONFIG in its environment. XLA devices of several\n"
+        "processes: give --coordinator, --num_processes and --process_id to each.",
+    )
+    group.add_argument(
+        "--cluster_spec",
+        metavar="SPEC",
+        help='all tasks, like worker=host1:2222,host2:2222 or {"worker": ["host1:2222", ...]}',
+    )
+    group.add_argument("--job_name", metavar="JOB", help="the job of this task: chief, worker, ps")
+    group.add_argument("--task_index", type=int, metavar="N", help="its number in the job, from 0")
+    group.add_argument(
+        "--watch_port",
+        type=int,
+        metavar="PORT",
+        help="where the tasks meet on the chief's machine (default: the first port after the "
+        "chief's that no task has)",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of process 0; the port is any free one there",
+    )
+    group.add_argument("--num_processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--process_id", type=int, metavar="N", help="which one this is, from 0")
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for the others at the start (default: 300)",
+    )
+    group.add_argument(
+        "--silence",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="without a sign of life for this long a process is lost (default: 20)",
+    )
+
+
+def task_of_flags(args: argparse.Namespace) -> Task | None:
+    """Returns the task that this process is by the flags or, without them, by TF_CONFIG.
+
+    For a run in one process it returns None.
+    """
+    from mtf_gradsync.cluster import task_of_environment, task_of_spec
+
+    values = _all_or_none(args, _TASK)
+    task: Task | None
+    try:
+        if values:
+            task, source = task_of_spec(**values), "--cluster_spec"
+        else:
+            task, source = task_of_environment(), "TF_CONFIG"
+            # So it is set for jobs of one process, too.
+            if task is None or len(task.names) == 1:
+                return None
+    except ValueError as error:
+        raise ConfigError(f"--cluster_spec: {error}" if values else str(error)) from error
+    print(f"{task.names[task.number]} of the {len(task.names)} tasks of a cluster ({source})")
+    return task
+
+
+def process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Returns the flags of a process of XLA devices by name, or None if there are no such flags."""
+    values = _all_or_none(args, _PROCESS)
+    if values is None:
+        return None
+    if any(getattr(args, name) is not None for name in _TASK):
+        raise ConfigError(
+            f"--coordinator={args.coordinator} is for XLA devices, --cluster_spec for a placement "
+            "mesh: give one of them"
+        )
+    if not 0 <= values["process_id"] < values["num_processes"]:
+        raise ConfigError(
+            f"--process_id must be between 0 and {values['num_processes'] - 1}; got "
+            f"{values['process_id']}"
+        )
+    return values
+
+
+def _all_or_none(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any] | None:
+    values = {name: getattr(args, name) for name in names}
+    given = [f"--{name}" for name, value in values.items() if value is not None]
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if given and missing:
+        raise ConfigError(f"{', '.join(given)} without {' and '.join(missing)}: give all three")
+    return values if given else None

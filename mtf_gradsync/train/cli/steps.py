@@ -1,0 +1,340 @@
+"""The commands that look at a training step without training: ``report``, ``compile``, ``plan``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._signals import Interruption
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
+from mtf_gradsync.train.cli.arguments import (
+    Command,
+    add_gin_arguments,
+    loaded_config,
+    make_output_folder,
+    output_path,
+    output_paths,
+    writing,
+)
+
+_REPORT_DESCRIPTION = """\
+Builds the training step that gin files describe, with bare Mesh-TensorFlow (the innermost
+optimizer alone) and with the optimizer of the config, and lists what their cores exchange:
+collectives of the SIMD (TPU) program, transfers between the devices of a placement mesh.
+Nothing is trained, no data is read, and no TPU is needed."""
+
+_REPORT_EPILOG = """\
+examples:
+  mtf-gradsync report --gin_file=lm_cpu_mesh.gin
+  mtf-gradsync report --gin_file=lm_cpu_mesh.gin --json=report.json --png=report.png
+  mtf-gradsync report --gin_file=my_model.gin --gin_param="train.run.mesh_shape = 'batch:32'"
+
+docs/simd.md explains the tables."""
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--rows", action="store_true", help="print every collective and transfer, one a line"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all rows and totals as JSON")
+    parser.add_argument("--png", metavar="FILE", help="draw both steps side by side")
+    parser.add_argument(
+        "--no_placement",
+        action="store_true",
+        help="skip the placement mesh, whose graphs take long to build on large meshes",
+    )
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    json_file, png_file = output_path("--json", args.json), output_path("--png", args.png)
+    with loaded_config(args):
+        # Imported here because it takes seconds, which `--help` need not wait for.
+        from tqdm import tqdm
+
+        from mtf_gradsync.train import gin_files
+        from mtf_gradsync.train.comparison import as_text, compare, plot_comparison
+        from mtf_gradsync.train.figures import check_drawing
+        from mtf_gradsync.train.model import resolve_job
+
+        if png_file:
+            check_drawing()
+        job = resolve_job(gin_files.run_config())
+        # None: on terminals only.
+        with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:
+            comparison = compare(job, not args.no_placement, bar.update)
+    print(as_text(comparison, args.rows))
+    if json_file:
+        json_file.write_text(comparison.to_json() + "\n", encoding="utf-8")
+    if png_file:
+        plot_comparison(comparison, png_file)
+    return 0
+
+
+_COMPILE_DESCRIPTION = """\
+Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
+compiler. Prints whether it is accepted, the collectives before and after the compiler's
+optimizations, the memory per core and the compiler's estimate of a step's cost. Nothing is
+trained and no TPU is needed.
+
+Needs the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
+
+_COMPILE_EPILOG = """\
+examples:
+  mtf-gradsync compile --gin_file=configs/lm_cpu_mesh.gin --topology=v3:2x2
+  mtf-gradsync compile --gin_file=lm_cpu_mesh.gin --topology=v5e:2x4 --json=compiled.json
+
+The topology must have as many cores as the config's mesh. Exit code 0: accepted, 1: refused.
+docs/tpu.md says what the numbers mean."""
+
+
+def _compile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--topology",
+        default="v3:2x2",
+        metavar="NAME",
+        help="TPU generation and chips (default: v3:2x2, which has 8 cores)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON, too")
+    parser.add_argument(
+        "--compare_with_bare",
+        action="store_true",
+        help="show the compiler's estimate for the innermost optimizer alone, too",
+    )
+    parser.add_argument(
+        "--update_not_split",
+        action="store_true",
+        help="compile a second time without splitting the update over the cores, to compare bytes",
+    )
+    parser.add_argument(
+        "--save_hlo",
+        metavar="DIR",
+        help="write the program before and after optimization there, as HLO text",
+    )
+
+
+def _compile(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    json_file = output_path("--json", args.json)
+    make_output_folder("--save_hlo", args.save_hlo)
+    # So that SIGTERM, too, ends the compiler and removes its folder.
+    with Interruption(), loaded_config(args):
+        compiled = compile_config(
+            args.topology, args.save_hlo, args.compare_with_bare, args.update_not_split
+        )
+    print(compiled)
+    if json_file:
+        with writing("--json", json_file):
+            json_file.write_text(compiled.to_json() + "\n", encoding="utf-8")
+    return 0 if compiled.accepted else 1
+
+
+def compile_config(
+    topology: str,
+    save_hlo: str | None = None,
+    compare_with_bare: bool = False,
+    update_not_split: bool = False,
+) -> Any:
+    """Compiles the training step of gin's configuration by `mtf_gradsync.xla.compile_for_tpu`.
+
+    With compare_with_bare, the innermost optimizer alone is estimated, too. The step counter and
+    the learning rate that follows from it stay outside the program, on the host, as with
+    TPUEstimator.
+    """
+    # Imported here because it takes seconds, which `--help` need not wait for.
+    from mtf_gradsync import xla
+    from mtf_gradsync._private.libraries import tf
+    from mtf_gradsync.simd.program import compiled_only
+    from mtf_gradsync.train import gin_files
+    from mtf_gradsync.train.comparison import innermost_of
+    from mtf_gradsync.train.model import resolve_job
+    from mtf_gradsync.train.train_graph import build_simd
+
+    # Before the graph, which may take a minute.
+    missing = xla.why_no_tpu_compiler()
+    if missing:
+        raise TrainingError(missing)
+    job = resolve_job(gin_files.run_config())
+    bare, bare_fetches = None, []
+    if compare_with_bare:
+        with tf.Graph().as_default(), compiled_only():
+            bare_graph, bare = build_simd(job._replace(optimizer=innermost_of(job.optimizer)))
+            bare_fetches = [bare_graph.loss]
+    with tf.Graph().as_default(), compiled_only():
+        graph, program = build_simd(job)
+        try:
+            return xla.compile_for_tpu(
+                program, [graph.loss], topology, save_hlo, bare, update_not_split, bare_fetches
+            )
+        except xla.CompilerDiedError as error:
+            raise TrainingError(str(error)) from error
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+_PLAN_DESCRIPTION = """\
+Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
+that the chips can have: whether it fits, the TPU compiler's estimate, what goes along each mesh
+axis and how long that takes over the links, the step, tokens per second, share of the peak.
+Nothing is trained, no data is read, and no TPU is needed: the compiler is (the extra [tpu])."""
+
+_PLAN_EPILOG = """\
+examples:
+  mtf-gradsync plan --gin_file=lm_cpu_mesh.gin --topologies=v5e:2x4,v5p:2x2x2
+  mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:16x16 --jobs=4 --json=plan.json
+  mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:4x4 \\
+      --mesh_shape="batch:16;model:1" --mesh_shape="batch:8;model:2"
+
+Ctrl-C and SIGTERM print what was found until then. docs/plan.md explains the table."""
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--topologies",
+        default="v5e:2x4",
+        metavar="NAME[,NAME...]",
+        help="TPU generations and chips (default: v5e:2x4); cpu:8 is eight CPU devices of this "
+        "machine, at rates that are measured first",
+    )
+    parser.add_argument(
+        "--mesh_shape",
+        action="append",
+        metavar="SHAPE",
+        help="mesh shape to look at; may be given several times (default: all factorizations of "
+        "the cores over the axes of the config's mesh)",
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        metavar="RULES",
+        help="layout rules to look at; may be given several times (default: the config's)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="compilers at once (default: 1)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
+    parser.add_argument("--png", metavar="FILE", help="draw it")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    json_file, png_file = output_paths({"--json": args.json, "--png": args.png})
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
+    with Interruption() as stop, loaded_config(args):
+        if png_file:
+            from mtf_gradsync.train.figures import check_drawing
+
+            check_drawing()
+        plan = plan_config(
+            args.topologies, args.mesh_shape, args.layout, args.jobs, begins=stop.check
+        )
+    print(plan)
+    if json_file:
+        with writing("--json", json_file):
+            json_file.write_text(plan.to_json() + "\n", encoding="utf-8")
+    if png_file:
+        with writing("--png", png_file):
+            plan.plot(str(png_file))
+    if plan.stopped_by is not None:
+        return 128 + plan.stopped_by  # as a shell says it
+    return 0 if plan.rows else 1
+
+
+def plan_config(
+    topologies: str,
+    mesh_shapes: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    jobs: int = 1,
+    begins: Callable[[], None] = lambda: None,
+) -> Any:
+    """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
+
+    Without mesh_shapes it takes all factorizations over the axes of the config's mesh, without
+    layouts the config's. `begins` is called when all is imported and checked.
+    """
+    # Not above: these take seconds, which `--help` need not.
+    from mtf_gradsync import planning, xla
+    from mtf_gradsync.train import gin_files
+    from mtf_gradsync.train.config import axes_of
+    from mtf_gradsync.train.model import TrainingJob, resolve_job
+    from mtf_gradsync.train.train_graph import build_simd
+
+    config = gin_files.run_config()
+
+    def job_on(mesh_shape: str, layout: str) -> TrainingJob:
+        return resolve_job(
+            dataclasses.replace(
+                config, mesh_shape=mesh_shape, layout_rules=layout, mesh_devices=None
+            )
+        )
+
+    # One core divides everything: what is wrong here is wrong on each mesh.
+    job_on("all:1", layout="")
+    axes = None if mesh_shapes else axes_of(config.mesh_shape)
+
+    def build(mesh_shape: str, layout: str) -> planning.Built:
+        job = job_on(mesh_shape, layout)
+        with gin_files.on_mesh(mesh_shape, layout):
+            graph, program = build_simd(job)
+        return planning.Built(program, [graph.loss], job.tokens_per_step)
+
+    rules = list(layouts or [_as_text(config.layout_rules)])
+    begins()
+    try:
+        return planning.plan(
+            build,
+            topologies,
+            rules,
+            mesh_shapes,
+            axes,
+            jobs,
+            progress=True,
+            refusals=(ConfigError,),
+        )
+    except xla.XlaMissingError as error:
+        raise TrainingError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _as_text(layout: Any) -> str:
+    """Returns layout rules as text, from text or from pairs of names."""
+    if isinstance(layout, str):
+        return layout
+    try:
+        return ";".join(":".join(rule) for rule in layout)
+    except TypeError as error:
+        raise ConfigError(
+            f"train.run.layout_rules = {layout!r} is no text; give --layout"
+        ) from error
+
+
+REPORT = Command(
+    "list what the cores exchange in a training step, bare and wrapped",
+    _REPORT_DESCRIPTION,
+    _REPORT_EPILOG,
+    _report_arguments,
+    _report,
+)
+COMPILE = Command(
+    "compile what gin files describe for a TPU, without a TPU",
+    _COMPILE_DESCRIPTION,
+    _COMPILE_EPILOG,
+    _compile_arguments,
+    _compile,
+)
+PLAN = Command(
+    "predict what a training costs on TPUs for each mesh shape, without a TPU",
+    _PLAN_DESCRIPTION,
+    _PLAN_EPILOG,
+    _plan_arguments,
+    _plan,
+)

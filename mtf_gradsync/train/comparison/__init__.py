@@ -1,1 +1,0 @@
-"""Compares what a training step exchanges with bare Mesh-TensorFlow and with the wrappers."""

@@ -1,0 +1,383 @@
+"""The settings of a run: what gin binds on ``train.run``, checked and resolved."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+import math
+import re
+from types import ModuleType
+from typing import Any, Callable, Dict, Literal, NamedTuple, Sequence, Tuple, Union
+
+import gin
+
+from mtf_gradsync._common import is_number, is_whole_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, mesh_text
+from mtf_gradsync.runtimes.errors import ConfigError
+
+
+def transformer_utils() -> ModuleType:
+    """Imports ``mesh_tensorflow.transformer.utils``; raises a ConfigError without the extra."""
+    return _import("utils")
+
+
+def transformer_models() -> ModuleType:
+    """Imports ``mesh_tensorflow.transformer.transformer``."""
+    return _import("transformer")
+
+
+def learning_rate_schedules() -> ModuleType:
+    """Imports ``mesh_tensorflow.transformer.learning_rate_schedules``."""
+    return _import("learning_rate_schedules")
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"mesh_tensorflow.transformer.{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"mesh_tensorflow.transformer cannot be imported ({error}). Training transformers "
+            'needs the train extra: pip install "mtf-gradsync[train]"'
+        ) from error
+
+
+def check_count(name: str, value: Any, optional: bool = False) -> None:
+    """Raises ConfigError unless a binding of ``train.run`` is a positive integer."""
+    if (optional and value is None) or is_whole_number(value):
+        return
+    raise ConfigError(
+        f"train.run.{name} must be a positive integer{' or None' if optional else ''}; "
+        f"got {value!r}"
+    )
+
+
+def check_callable(name: str, value: Any, example: str, optional: bool = False) -> None:
+    """Raises ConfigError unless a binding of ``train.run`` is a class or function."""
+    if callable(value) or (optional and value is None):
+        return
+    raise ConfigError(
+        f"train.run.{name} must be a class or function, written as a gin reference without "
+        f"parentheses like {example}; got {value!r}"
+    )
+
+
+def check_vocabulary(vocabulary: Any) -> None:
+    """Raises ConfigError unless a vocabulary, or an (inputs, targets) pair of them, can be used."""
+    pair = vocabulary if isinstance(vocabulary, tuple) else (vocabulary,)
+    for one in pair:
+        missing = [name for name in ("vocab_size", "encode", "decode") if not hasattr(one, name)]
+        if missing or isinstance(one, type) or len(pair) > 2:
+            raise ConfigError(
+                "train.run.vocabulary must be an object with vocab_size, encode and decode (or an "
+                "(inputs, targets) pair), written like @ByteVocabulary() with parentheses; got "
+                f"{vocabulary!r}"
+            )
+
+
+_logger = logging.getLogger(__name__)
+
+
+class MeshSettings(NamedTuple):
+    """A mesh, a device for each of its processors, and how many CPU devices the session needs.
+
+    `mesh_impl` makes a placement mesh of shape, layout and devices.
+    """
+
+    shape: mtf.Shape
+    layout: mtf.LayoutRules
+    devices: list[str]
+    num_cpu_devices: int
+    mesh_impl: Callable[..., Any] = mtf.placement_mesh_impl.PlacementMeshImpl
+
+    def placement_mesh(self, devices: Sequence[str] | None = None) -> Any:
+        """Makes the placement mesh, on its own devices or on others."""
+        return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
+
+    def on_one_process(self) -> MeshSettings:
+        """Returns the same mesh on the devices of each process, without a cluster's tasks."""
+        devices = [
+            tf.DeviceSpec.from_string(device).replace(job=None, replica=None, task=None).to_string()
+            for device in self.devices
+        ]
+        return self._replace(devices=devices)
+
+    def split(self, dimension: str) -> int:
+        """Returns into how many parts the mesh splits tensor dimensions of a name."""
+        return mtf.tensor_dim_to_mesh_dim_size(self.layout, self.shape, mtf.Dimension(dimension, 0))
+
+
+def resolve_mesh(
+    mesh_shape: MeshShapeLike,
+    layout_rules: LayoutLike,
+    mesh_devices: Sequence[str] | None,
+    mesh_impl: Callable[..., Any] | None = None,
+) -> MeshSettings:
+    """Checks the mesh, the layout and the devices of a `RunConfig` against each other."""
+    shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
+    layout = _convert(
+        mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"
+    )
+    _check_rules(_layout_pairs(layout_rules), shape)
+    if mesh_devices is None:
+        mesh_devices = [f"/device:CPU:{i}" for i in range(shape.size)]
+    if isinstance(mesh_devices, str) or len(mesh_devices) != shape.size:
+        given = repr(mesh_devices) if isinstance(mesh_devices, str) else f"{len(mesh_devices)}"
+        raise ConfigError(
+            f"train.run.mesh_devices must list {shape.size} devices, one for each processor of "
+            f'the mesh "{mesh_text(shape)}"; got {given}. Give None to run on '
+            f"{shape.size} virtual CPU devices."
+        )
+    check_callable("mesh_impl", mesh_impl, "@placement_mesh_impl", optional=True)
+    return MeshSettings(
+        shape,
+        layout,
+        list(mesh_devices),
+        _num_cpu_devices(mesh_devices),
+        mesh_impl or mtf.placement_mesh_impl.PlacementMeshImpl,
+    )
+
+
+def axes_of(mesh_shape: MeshShapeLike) -> list[str]:
+    """Returns the names of a mesh's axes."""
+    shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
+    return [dim.name for dim in shape.dims]
+
+
+def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str) -> Any:
+    try:
+        converted = convert(value)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f'train.run.{name} = {value!r} cannot be read; write it like "{example}" ({error})'
+        ) from error
+    if converted is None:
+        raise ConfigError(f'train.run.{name} must be given, for example "{example}"')
+    return converted
+
+
+def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
+    """Raises an error for a rule with a misspelt mesh dimension; allows rules for other meshes.
+
+    T5's layouts have rules for other meshes ("ensemble:ensemble"), which Mesh-TensorFlow ignores;
+    so one counts as misspelt only if the mesh has a dimension without any rule.
+    """
+    names = [dim.name for dim in mesh_shape.dims]
+    absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]
+    used = {mesh_dim for _, mesh_dim in rules}
+    idle = [dim.name for dim in mesh_shape.dims if dim.size > 1 and dim.name not in used]
+    if absent and idle:
+        tensor_dim, mesh_dim = absent[0]
+        raise ConfigError(
+            f'train.run.layout_rules maps "{tensor_dim}" to the mesh dimension "{mesh_dim}", '
+            f"which the mesh does not have: train.run.mesh_shape has {names}, and no rule uses "
+            f'{idle}. Take the rule "{tensor_dim}:{mesh_dim}" out, or name one of those.'
+        )
+    for tensor_dim, mesh_dim in absent:
+        _logger.info(
+            "The layout rule %s:%s has no effect: the mesh has no such dimension.",
+            tensor_dim,
+            mesh_dim,
+        )
+
+
+def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
+    """Returns the rules as given; none for an mtf.LayoutRules, which has no public list of them."""
+    if isinstance(layout_rules, mtf.LayoutRules):
+        return []
+    if isinstance(layout_rules, str):
+        rules = [rule for rule in re.split("[,;]", layout_rules) if rule]
+        return [tuple(rule.split(":")) for rule in rules]
+    return list(layout_rules)
+
+
+def _num_cpu_devices(mesh_devices: Sequence[str]) -> int:
+    """Returns one more than the largest CPU number that a device string names."""
+    highest = 0
+    for device in mesh_devices:
+        try:
+            spec = tf.DeviceSpec.from_string(device)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"train.run.mesh_devices names {device!r}, which is not a device; write it like "
+                f'"cpu:0", "gpu:0" or "/job:worker/task:1/device:CPU:0" ({error})'
+            ) from error
+        if spec.device_type in (None, "CPU"):
+            highest = max(highest, spec.device_index or 0)
+    return highest + 1
+
+
+SequenceLength = Union[int, Dict[str, int]]
+BatchSize = Union[int, Tuple[str, int]]
+LearningRate = Union[None, float, Callable[..., Any]]
+
+
+def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
+    """Returns the length of every feature, by its name."""
+    if is_whole_number(sequence_length):
+        return {"inputs": sequence_length, "targets": sequence_length}
+    if (
+        isinstance(sequence_length, dict)
+        and "targets" in sequence_length
+        and all(map(is_whole_number, sequence_length.values()))
+    ):
+        return dict(sequence_length)
+    raise ConfigError(
+        "train.run.sequence_length must be a positive integer or a dict such as "
+        f'{{"inputs": 64, "targets": 64}}; got {sequence_length!r}'
+    )
+
+
+def resolve_batch_size(
+    batch_size: BatchSize,
+    sequence_length: dict[str, int],
+    mesh: MeshSettings,
+    outer_batch_size: int,
+) -> int:
+    """Returns the number of sequences in a global batch, which the mesh can split evenly.
+
+    A pair is that of ``mesh_tensorflow.transformer.utils.compute_batch_size``; an outer_batch_size
+    of 0 is none.
+    """
+    given = batch_size
+    if is_whole_number(given):
+        size = given
+    else:
+        try:
+            size = transformer_utils().compute_batch_size(
+                sequence_length, mesh.shape, mesh.layout, batch_size
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                "train.run.batch_size must be a positive integer or a pair such as "
+                f'("tokens_per_replica", 2048); got {given!r} ({error})'
+            ) from error
+    parts = mesh.split("batch")
+    inner = size // max(1, outer_batch_size)
+    if inner * max(1, outer_batch_size) != size or inner < 1 or inner % parts:
+        outer = f" in {outer_batch_size} outer batches" if outer_batch_size else ""
+        raise ConfigError(
+            f"train.run.batch_size = {given!r} gives batches of {size} sequences{outer}, "
+            f"which the mesh cannot split evenly: train.run.layout_rules and "
+            f'train.run.mesh_shape split "batch" into {parts} parts. Use a multiple of '
+            f"{parts * max(1, outer_batch_size)}."
+        )
+    return size
+
+
+def resolve_learning_rate(
+    learning_rate_schedule: LearningRate | list[Any], total_steps: int
+) -> LearningRate:
+    """Returns None, a number, or a function of the keyword argument ``step``.
+
+    Schedules of `RunConfig` see total_steps as the length of the run.
+    """
+    factors = learning_rate_schedule
+    for one in factors if isinstance(factors, (list, tuple)) else [factors]:
+        if is_number(one) and not 0 <= one < math.inf:
+            raise ConfigError(
+                "Numbers in train.run.learning_rate_schedule must be finite and not negative; got "
+                f"{learning_rate_schedule!r}"
+            )
+    if isinstance(factors, (list, tuple)) and all(callable(f) or is_number(f) for f in factors):
+        return functools.partial(
+            learning_rate_schedules().product_learning_rate,
+            total_train_steps=total_steps,
+            factors=list(factors),
+        )
+    if callable(factors):
+        return functools.partial(factors, total_train_steps=total_steps)
+    if factors is None or is_number(factors):
+        return factors
+    raise ConfigError(
+        "train.run.learning_rate_schedule must be a number, a function such as "
+        "@learning_rate_schedules.learning_rate_schedule_noam, a list of both to multiply, or "
+        f"None; got {learning_rate_schedule!r}"
+    )
+
+
+ModelType = Literal["lm", "aligned", "bitransformer"]
+RuntimeName = Literal["fastest", "xla", "cpu_replicas", "placement_mesh"]
+VariableFilter = Union[None, str, Callable[[Any], bool]]
+
+
+@gin.configurable("run", module="mtf_gradsync.train")
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """The settings of a run, not checked yet; gin fills in those that are not given.
+
+    Parameters that ``mesh_tensorflow.transformer.utils.run`` has too mean the same here.
+
+    Attributes:
+      model_type: "lm", "aligned" or "bitransformer".
+      vocabulary: an object with vocab_size, encode and decode, or an (inputs, targets) pair.
+      train_dataset_fn: function of sequence_length, vocabulary and dataset_split ("train") that
+        returns a tf.data.Dataset of examples. It is repeated when it ends.
+      eval_dataset_fn: the same with dataset_split "validation", or a function that returns a list
+        of mesh_tensorflow EvalDatasets, of which the first is used; None evaluates nothing.
+      autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).
+      save_checkpoints_steps: a checkpoint, and an evaluation, every this many steps.
+      keep_checkpoint_max: delete older checkpoints; None keeps all.
+      batch_size: global batch size in sequences, or a (method, value) pair.
+      outer_batch_size: size of an "outer_batch" dimension, for mixtures of experts.
+      train_steps: how many steps in all.
+      total_run_steps: length of the run as the schedule sees it; None for train_steps.
+      sequence_length: an integer, or a dict from feature to integer.
+      mesh_shape: for example "batch:4;model:2".
+      mesh_devices: one device for each processor; None for as many virtual CPU devices.
+      mesh_impl: makes the placement mesh, such as `mtf_gradsync.placement_mesh_impl`; None for
+        Mesh-TensorFlow's.
+      layout_rules: for example "batch:batch,d_ff:model,heads:model,vocab:model".
+      learning_rate_schedule: a number, a function of step and total_train_steps, a list of both
+        to be multiplied, or None for the optimizer's own.
+      optimizer: a class or function called with learning_rate=.
+      variable_filter: which variables train: a regular expression or a function of an mtf
+        variable; None for all.
+      perplexity_eval_steps: evaluate on at most this many batches.
+      evaluate_with_averages: whether held-out data are scored, and samples are written, with the
+        moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
+        variables. Training goes on with the variables.
+      init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
+      log_steps: measurements are written every this many steps.
+      reports: whether to measure what the optimizers report, norms of gradients above all.
+      noise_scale: whether to estimate the gradient noise scale, in sequences, and to show it and
+        the norms of the shards' gradients beside the loss.
+      hooks: functions without arguments that each return a tf.train.SessionRunHook.
+      seed: seed of the initial values.
+      runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
+        fastest that is installed.
+      timeline_steps: record this many steps, a few after the run's first, and show where their time
+        went in the report; 0 records none.
+    """
+
+    model_type: ModelType = "lm"
+    vocabulary: Any = gin.REQUIRED
+    train_dataset_fn: Callable[..., Any] = gin.REQUIRED
+    eval_dataset_fn: Callable[..., Any] | None = None
+    autostack: bool = True
+    save_checkpoints_steps: int = 5000
+    keep_checkpoint_max: int | None = None
+    batch_size: BatchSize = ("tokens_per_replica", 2048)
+    outer_batch_size: int | None = None
+    train_steps: int = gin.REQUIRED
+    total_run_steps: int | None = None
+    sequence_length: SequenceLength = gin.REQUIRED
+    mesh_shape: MeshShapeLike = gin.REQUIRED
+    mesh_devices: Sequence[str] | None = None
+    mesh_impl: Callable[..., Any] | None = None
+    layout_rules: LayoutLike = gin.REQUIRED
+    learning_rate_schedule: LearningRate | list[Any] = None
+    optimizer: Callable[..., Any] = gin.REQUIRED
+    variable_filter: VariableFilter = None
+    perplexity_eval_steps: int = 100
+    evaluate_with_averages: bool = False
+    init_checkpoint: str | None = None
+    log_steps: int = 10
+    reports: bool = True
+    noise_scale: bool = False
+    hooks: Sequence[Any] = ()
+    seed: int = 0
+    runtime: RuntimeName = "fastest"
+    timeline_steps: int = 0

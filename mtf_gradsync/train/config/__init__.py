@@ -1,1 +1,0 @@
-"""The settings of a run, checked before anything is built."""

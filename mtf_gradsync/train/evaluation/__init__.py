@@ -1,1 +1,0 @@
-"""Evaluates a model: held-out text, baselines, samples, the loss curve."""

@@ -1,0 +1,164 @@
+"""Figures of matplotlib: the loss curve as a PNG file, and plots as SVG for the page."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import html
+import importlib.util
+import io
+import re
+from pathlib import Path
+from typing import Any, Iterator
+
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
+from mtf_gradsync.runtimes.manifest import write_bytes
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def writing_to(directory: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a TrainingError that says what to do about it."""
+    try:
+        yield
+    except BrokenPipeError:  # raised when the reader of the output has gone
+        raise
+    except OSError as error:
+        first = error
+        # Gin re-raises errors as copies, which have neither number nor file.
+        while first.errno is None and isinstance(first.__context__, OSError):
+            first = first.__context__
+        name = Path(first.filename).absolute() if first.filename else directory.absolute()
+        is_here = directory.absolute() in (name, *name.parents)
+        if first.errno not in _NO_ROOM and not is_here:
+            # A function of the config raised it, while it read its data or used the network.
+            raise TrainingError(f"{type(error).__name__}: {error}") from error
+        raise TrainingError(
+            f"{first.filename or directory} cannot be written: {first.strerror or first}. The "
+            f"checkpoints in {directory} are as they were; once it can be written to, the same "
+            "command goes on from the newest."
+        ) from error
+
+
+def check_installed(library: str, work: str) -> None:
+    """Raises a ConfigError if a library of the train extra is missing, without importing it."""
+    if importlib.util.find_spec(library) is None:
+        raise ConfigError(f'{work} needs {library}: pip install "mtf-gradsync[train]"')
+
+
+def check_drawing() -> None:
+    """Raises a ConfigError if pictures cannot be drawn, after importing what draws them."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ConfigError(
+            f'Drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
+        ) from error
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure, sized in inches; raises a ConfigError without matplotlib."""
+    check_drawing()
+    # Not pyplot: its state would outlive the call, and its backend is the program's choice.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_figure(path: Path, figure: Any) -> None:
+    """Writes a figure as a PNG file in one step."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    write_bytes(path, content.getvalue())
+
+
+def plot_losses(
+    rows: list[dict[str, Any]], path: Path, unigram_nats: float | None = None, title: str = ""
+) -> None:
+    """Draws the metrics file's training loss and held-out points into a PNG file."""
+    figure = new_figure(width=7, height=4)
+    axes = figure.add_subplot()
+    train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    held_out = [(row["step"], row["held_out_nats"]) for row in rows if "held_out_nats" in row]
+    if train:
+        axes.plot(*zip(*train), color="tab:blue", linewidth=1, label="training loss")
+    if held_out:
+        axes.plot(
+            *zip(*held_out), color="tab:orange", marker="o", linestyle="none", label="held out"
+        )
+    if unigram_nats is not None:
+        axes.axhline(unigram_nats, color="gray", linestyle="--", label="unigram baseline")
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    write_figure(path, figure)
+
+
+# Placeholders of the page's colors: drawn in these, replaced in the file.
+INK, GRID = "#010203", "#010204"
+SERIES = tuple(f"#0102{number:02x}" for number in range(0x10, 0x18))
+_ON_PAGE = {
+    INK: "currentColor",
+    GRID: "var(--grid)",
+    **{color: f"var(--series-{number})" for number, color in enumerate(SERIES, 1)},
+}
+_STYLE = {
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mtf_gradsync",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+# The width of a page's column on a telephone, where letters then have their own size.
+WIDTH = 5.2
+
+
+def style() -> Any:
+    """Returns a context manager in which to draw figures for `as_svg`."""
+    import matplotlib
+
+    return matplotlib.rc_context(_STYLE)
+
+
+def figure(height: float = 2.7) -> Any:
+    """Returns an empty figure as wide as a column; height in inches."""
+    return new_figure(WIDTH, height)
+
+
+def as_svg(drawn: Any, prefix: str, description: str) -> str:
+    """Returns a figure that was drawn within `style` as an ``svg`` element of a page.
+
+    The prefix of elements' names differs for each figure of a page; the description is for readers
+    who do not see it.
+    """
+    content = io.StringIO()
+    drawn.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    text = content.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{prefix}-", text)
+    for color, on_page in _ON_PAGE.items():
+        text = text.replace(color, on_page)
+    label = html.escape(description)
+    # The size is the page's business; the viewBox keeps the proportions.
+    return re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
+        rf'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" \1 '
+        rf'role="img" aria-label="{label}">',
+        text,
+        count=1,
+    )

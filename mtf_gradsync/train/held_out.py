@@ -1,0 +1,188 @@
+"""Evaluates a run on held-out data: while it trains, and at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.errors import ConfigError, first_line
+from mtf_gradsync.runtimes.manifest import write_json, write_text
+from mtf_gradsync.train.data import datasets as data
+from mtf_gradsync.train.evaluation import Batches, Evaluator, Score, sample, unigram_score
+from mtf_gradsync.train.figures import plot_losses
+from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
+from mtf_gradsync.train.model import ModelSettings
+
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+PLOT_FILE = "loss.png"
+SAMPLES_FILE = "samples.txt"
+
+# Batches that the unigram baseline counts in; enough to see every byte or common subword.
+_BASELINE_BATCHES = 100
+
+
+class HeldOut:
+    """Evaluates a run on held-out data; without any, only draws the loss curve.
+
+    `unigram` is the baseline's score. Once the run is finished, `result` is the content of the
+    result file and `samples` what the model wrote.
+    """
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        directory: Path,
+        config: tf.ConfigProto,
+        say: Callable[[str], None],
+        with_averages: bool = False,
+    ):
+        """Begins without held-out data; see `prepare`.
+
+        Files are written to `directory`. `say` takes each line of the report. With with_averages,
+        checkpoints' moving averages are scored in place of the variables.
+        """
+        self._with_averages = with_averages
+        self._model = model
+        self._directory = directory
+        self._config = config
+        self._say = say
+        self._held_out: Batches = []
+        self._evaluator: Evaluator | None = None
+        self._scored: tuple[str, Score] | None = None
+        self.unigram: Score | None = None
+        self.result: dict[str, Any] = {}
+        self.samples = ""
+
+    def prepare(
+        self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
+    ) -> None:
+        """Reads at most `steps` held-out batches, and scores the unigram baseline on them.
+
+        The functions are those of `RunConfig`. Data that is empty or cannot be read is a
+        ConfigError.
+        """
+        arguments = {
+            "sequence_length": self._model.sequence_length,
+            "vocabulary": self._model.vocabulary,
+        }
+
+        def held_out_dataset() -> Any:
+            dataset = eval_dataset_fn(dataset_split="validation", **arguments)
+            return dataset[0].dataset_fn() if isinstance(dataset, (list, tuple)) else dataset
+
+        held_out = data.read_batches(
+            held_out_dataset, self._model.batch_size, steps, "train.run.eval_dataset_fn"
+        )
+        if not held_out:
+            raise ConfigError(
+                f"train.run.eval_dataset_fn = {eval_dataset_fn!r} gives an empty data set"
+            )
+        train = data.read_batches(
+            lambda: train_dataset_fn(dataset_split="train", **arguments),
+            self._model.batch_size,
+            _BASELINE_BATCHES,
+            "train.run.train_dataset_fn",
+        )
+        self.unigram = unigram_score(train, held_out, self._model.vocabulary)
+        self._held_out = held_out
+
+    def build(self) -> None:
+        """Builds the graph, unless it has been built or there is no held-out data."""
+        if not self._held_out or self._evaluator is not None:
+            return
+        try:
+            self._evaluator = Evaluator(
+                self._model, self._held_out, self._config, self._with_averages
+            )
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "The model cannot be built for the batches of train.run.eval_dataset_fn: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def __enter__(self) -> HeldOut:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def point(self, path: str, step: int, recorder: Recorder, progress: Progress) -> None:
+        """Scores a checkpoint of a run that goes on; writes "held_out_nats", shows perplexity."""
+        if not self._held_out:
+            return
+        score = self._score(path)
+        recorder.write(step, {"held_out_nats": score.nats_per_token})
+        progress.message(f"step {step}: held-out perplexity {score.perplexity:.3f}")
+
+    def plot(self) -> None:
+        """Draws the loss curve from the metrics file."""
+        plot_losses(
+            read_metrics(self._directory / METRICS_FILE),
+            self._directory / PLOT_FILE,
+            unigram_nats=self.unigram.nats_per_token if self.unigram else None,
+            title=str(self._directory),
+        )
+
+    def finish(self, path: str | None, **result: Any) -> Score | None:
+        """Evaluates the finished model; writes samples, and the result file with `result` in it.
+
+        `path` is the last checkpoint. Returns its held-out score; without held-out data no path is
+        needed, and there is none.
+        """
+        content: dict[str, Any] = dict(result)
+        score = None
+        if self._held_out:
+            # Held-out data come with a baseline and, since the run is evaluated, a checkpoint.
+            assert path is not None
+            assert self.unigram is not None
+            score = self._score(path)
+            content["held_out"] = _score_fields(score)
+            content["unigram"] = _score_fields(self.unigram)
+            self._say(f"held-out perplexity per token  {_score_text(score)}")
+            self._say(f"unigram baseline               {_score_text(self.unigram)}")
+            if score.perplexity >= self.unigram.perplexity:
+                self._say("the model has not learned more than how frequent each token is")
+            if self._model.model_type == "lm":
+                self._write_samples()
+        self.result = content
+        write_json(self._directory / RESULT_FILE, content)
+        self.plot()
+        self._say(f"loss curve: {self._directory / PLOT_FILE}")
+        return score
+
+    def _score(self, path: str) -> Score:
+        """Scores a checkpoint, and leaves its variables in the evaluator."""
+        self.build()
+        if self._scored is None or self._scored[0] != path:
+            assert self._evaluator is not None  # the callers have asked
+            self._evaluator.restore(path, str(self._directory))
+            self._scored = (path, self._evaluator.score())
+        return self._scored[1]
+
+    def _write_samples(self) -> None:
+        samples = sample(self._evaluator)
+        texts = []
+        for number, one in enumerate(samples, 1):
+            texts.append(
+                f"--- sample {number}: prompt\n{one.prompt}\n--- continuation\n{one.continuation}\n"
+            )
+        if texts:
+            self.samples = "\n".join(texts)
+            self._say(self.samples)
+            write_text(self._directory / SAMPLES_FILE, self.samples)
+
+
+def _score_text(score: Score) -> str:
+    return f"{score.perplexity:7.3f}  ({score.bits_per_byte:.3f} bits per byte)"
+
+
+def _score_fields(score: Score) -> dict[str, float]:
+    return {
+        "perplexity": score.perplexity,
+        "nats_per_token": score.nats_per_token,
+        "bits_per_byte": score.bits_per_byte,
+        "tokens": score.tokens,
+    }

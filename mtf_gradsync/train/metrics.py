@@ -1,0 +1,311 @@
+"""Shows the progress of a run, and writes its measurements: the metrics file and TensorBoard's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, Iterator, Mapping, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers import split_by_shard
+from mtf_gradsync.runtimes.errors import first_line
+from mtf_gradsync.runtimes.manifest import free_name, write_text
+
+# For example of a field with one number for each replica.
+_MOST_NUMBERS = 16
+
+
+class Progress:
+    """A progress bar on a terminal; anywhere else a line now and then."""
+
+    def __init__(
+        self,
+        first_step: int,
+        train_steps: int,
+        tokens_per_step: int,
+        stream: TextIO | None = None,
+        seconds_between_lines: float = 10.0,
+    ):
+        """Begins to show a run from first_step to train_steps, on `stream` or standard error."""
+        self._stream = stream or sys.stderr
+        self._total = train_steps
+        self._tokens_per_step = tokens_per_step
+        self._between = seconds_between_lines
+        self._rate = _Rate(first_step, tokens_per_step)
+        self._last_line: float | None = None
+        self._bar: Any = None
+        if self._stream.isatty():
+            self._bar = tqdm(
+                initial=first_step,
+                total=train_steps,
+                unit="step",
+                file=self._stream,
+                **_bar_width(self._stream),
+                # tqdm counts steps; the rate that matters is tokens, in the postfix.
+                bar_format="{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} "
+                "[{elapsed}<{remaining}{postfix}]",
+            )
+
+    def update(self, step: int, loss: float, fields: dict[str, Any]) -> None:
+        """Shows the loss of a step, and more fields by name."""
+        self._rate.update(step)
+        rate = self._rate.tokens_per_second()
+        shown = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}" if rate else "-"}
+        if self._bar is None:  # a bar says it by itself
+            shown["left"] = self._rate.time_left(self._total - step)
+        shown.update({name: _short(value) for name, value in fields.items()})
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        if self._last_line is None or step >= self._total or now - self._last_line >= self._between:
+            self._last_line = now
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
+
+    def tokens_per_second(self) -> float:
+        """Returns the rate over the last steps."""
+        return self._rate.tokens_per_second()
+
+    def message(self, text: str) -> None:
+        """Writes a line without disturbing the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def pause(self) -> None:
+        """Excludes the time until the next step (an evaluation, a checkpoint) from the rate."""
+        self._rate.pause()
+
+    def close(self) -> None:
+        """Ends the bar; calling it twice does no harm."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class _Rate:
+    """Measures tokens per second in the last seconds, without pauses, and the time that is left.
+
+    That time is computed from all steps, pauses included, without the first, which may have been
+    compiled.
+    """
+
+    _SECONDS = 5.0
+
+    def __init__(self, step: int, tokens_per_step: int):
+        self._tokens_per_step = tokens_per_step
+        self._step = step
+        self._last: float | None = None
+        self._seconds = 0.0
+        self._steps = 0.0
+        self._began: tuple[float, int] | None = None
+
+    def update(self, step: int) -> None:
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, step
+        if self._last is not None:
+            self._seconds += now - self._last
+            self._steps += step - self._step
+            if self._seconds > self._SECONDS:
+                keep = self._SECONDS / self._seconds
+                self._seconds *= keep
+                self._steps *= keep
+        self._step = step
+        self._last = now
+
+    def pause(self) -> None:
+        self._last = None
+
+    def tokens_per_second(self) -> float:
+        return self._steps * self._tokens_per_step / self._seconds if self._seconds else 0.0
+
+    def time_left(self, steps: int) -> str:
+        """Returns how long more steps will take, such as "02:05"; "-" where it is not known yet."""
+        if self._began is None or self._step == self._began[1] or self._last is None:
+            return "-"
+        began, first = self._began
+        return tqdm.format_interval((self._last - began) / (self._step - first) * steps)
+
+
+def _bar_width(stream: TextIO) -> dict[str, Any]:
+    """Returns a bar as wide as the terminal, or 80 columns where the terminal says it has none."""
+    try:
+        known = os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        known = False
+    return {"dynamic_ncols": True} if known else {"ncols": 80}
+
+
+def _short(value: Any) -> str:
+    """Returns a field as text: numbers short, a few numbers all, many as their range."""
+    shape = getattr(value, "shape", ())
+    if shape:
+        if value.size > _MOST_NUMBERS and value.dtype.kind in "iuf":
+            return f"{_short(value.min())} to {_short(value.max())}"
+        return str(value.reshape(-1))
+    number = value.item() if hasattr(value, "item") else value
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
+
+
+class MetricsFile:
+    """Writes a JSON object per line: ``step`` and what was measured there."""
+
+    def __init__(self, path: Path, first_step: int):
+        """Opens the file, to append to the lines of the first_step steps that were made before.
+
+        Lines of later steps are deleted: those steps, after a checkpoint, are made again.
+        """
+        self._path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= first_step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(self, step: int, **values: Any) -> None:
+        """Appends a line."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a metrics file, without one that a killed process left half written."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
+
+
+# Seconds of events that a killed run may lose, besides the steps that are made again.
+_FLUSH_SECONDS = 30
+
+
+class EventFile:
+    """Writes scalar summaries to an event file of this session.
+
+    Unlike a ``tf.summary.FileWriter``, whose thread keeps errors to itself, every method raises
+    OSError where it cannot write.
+    """
+
+    def __init__(self, directory: Path, first_step: int):
+        """Creates the file of a session that begins after first_step steps.
+
+        It begins with an event, as TensorFlow's own sessions write it, by which TensorBoard ignores
+        later steps of earlier sessions.
+        """
+        now = time.time()
+        # Files are named by the second; a session may begin within the same one.
+        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.from_step_{first_step:09d}"
+        self._path = free_name(directory / name)
+        self._flushed_at = time.monotonic()
+        with self._writing():
+            self._writer = tf.io.TFRecordWriter(str(self._path))
+        self._add(tf.Event(wall_time=now, file_version="brain.Event:2"))
+        start = tf.SessionLog(status=tf.SessionLog.START)
+        self._add(tf.Event(wall_time=now, step=first_step + 1, session_log=start))
+
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Adds the numbers of a step, by tag; those that are not finite are skipped."""
+        values = [
+            tf.Summary.Value(tag=tag, simple_value=float(value))
+            for tag, value in scalars.items()
+            if math.isfinite(value)
+        ]
+        if values:
+            summary = tf.Summary(value=values)
+            self._add(tf.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def flush(self) -> None:
+        """Puts on disk what was written."""
+        with self._writing():
+            self._writer.flush()
+        self._flushed_at = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the file; calling it twice does no harm."""
+        with self._writing():
+            self._writer.close()
+
+    def _add(self, event: Any) -> None:
+        with self._writing():
+            self._writer.write(event.SerializeToString())
+        if time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
+            self.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        # TensorFlow has errors of its own for some, and Python's for others.
+        except (tf.errors.OpError, LookupError, RuntimeError, ValueError) as error:
+            what = first_line(error).replace(f"{self._path}; ", "")
+            raise OSError(errno.EIO, what, str(self._path)) from error
+
+
+# Names in the metrics file that differ from their tags in the event file, for old files' sake.
+_TAGS = {"held_out_nats": "held_out/nats_per_token"}
+
+
+class Recorder:
+    """Writes the measurements of steps to both files, while it is entered."""
+
+    def __init__(self, directory: Path, metrics_file: str, first_step: int):
+        """Begins a session of a run, after first_step steps, with files in its directory."""
+        self._metrics = MetricsFile(directory / metrics_file, first_step)
+        self._events = EventFile(directory, first_step)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        self._events.close()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds the measurements of a step: numbers, or arrays with one for each shard, by name.
+
+        Of values that are not finite, only the loss is written.
+        """
+        scalars = split_by_shard(values)
+        self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
+        plain = {name: _plain(value) for name, value in values.items()}
+        line = {name: value for name, value in plain.items() if value is not None}
+        if "loss" in values:
+            # To all of its digits, by which runs are compared.
+            line["loss"] = float(values["loss"])
+        self._metrics.write(step, **line)
+
+    def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds numbers that do not change during a run, to the event file alone."""
+        self._events.write(step, scalars)
+
+    def flush(self) -> None:
+        """Puts on disk what was written, before a checkpoint is saved."""
+        self._events.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value for JSON: a number, or a list of one for each shard; None if not finite."""
+    array = np.asarray(value)
+    if not np.all(np.isfinite(array)):
+        return None
+    if array.dtype.kind != "f":
+        return array.ravel().tolist() if array.shape else array.item()
+    rounded = [float(f"{x:.6g}") for x in array.ravel().tolist()]
+    return rounded if array.shape else rounded[0]

@@ -1,1 +1,0 @@
-"""Writes the measurements of a run."""

@@ -1,1 +1,0 @@
-"""Writes the page at the end of a run: what was trained, how it went, and the mesh traffic."""

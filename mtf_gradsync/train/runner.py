@@ -1,0 +1,362 @@
+"""Chooses the runtime of the training steps, and makes steps and checkpoints there."""
+
+from __future__ import annotations
+
+import abc
+import os
+from typing import Any, Callable, NamedTuple, Sequence, get_args
+
+import numpy as np
+
+from mtf_gradsync import simd, xla
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import singular_monitored_session
+from mtf_gradsync.optimizers import OuterOptimizer, traits_of
+from mtf_gradsync.optimizers.skips import ReportsSkips
+from mtf_gradsync.runtimes import sessions
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
+from mtf_gradsync.runtimes.saving import TrainingSaver
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+from mtf_gradsync.runtimes.starting import Start
+from mtf_gradsync.timelines import Timeline, timeline
+from mtf_gradsync.train.config import RunConfig, RuntimeName
+from mtf_gradsync.train.data.batches import TrainingBatches
+from mtf_gradsync.train.train_graph import TrainGraph
+
+RUNTIMES = get_args(RuntimeName)
+
+_WORDS = {
+    "xla": "XLA devices",
+    "cpu_replicas": "CPU replicas of the SIMD program",
+    "placement_mesh": "a placement mesh",
+}
+# Bindings that have no effect except on a placement mesh.
+_OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
+
+
+class Runtime(NamedTuple):
+    """The runtime of the training steps, and why it was chosen.
+
+    Steps run on the server `target`; "" is this process.
+    """
+
+    name: sessions.RuntimeName
+    reason: str
+    target: str = ""
+
+    def __str__(self) -> str:
+        return f"{_WORDS[self.name]} ({self.reason})"
+
+
+def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
+    """Returns the runtime that a config names, or the fastest that this environment has.
+
+    `target` is the server of a cluster's chief where the run's mesh is over its tasks.
+    """
+    asked = config.runtime
+    if asked not in RUNTIMES:
+        raise ConfigError(f"train.run.runtime must be one of {', '.join(RUNTIMES)}; got {asked!r}")
+    if target:
+        if asked not in ("fastest", "placement_mesh"):
+            raise ConfigError(
+                f'train.run.runtime = "{asked}" does not run on a cluster of tf.train.Servers; '
+                '"placement_mesh" does. For XLA devices of several processes give --coordinator, '
+                "--num_processes and --process_id instead."
+            )
+        return Runtime("placement_mesh", "over the tasks of a cluster", target)
+    bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
+    if asked == "fastest":
+        if bound:
+            return Runtime("placement_mesh", f"train.run.{bound[0]} is bound")
+        missing = xla.why_no_xla()
+        if not missing:
+            return Runtime("xla", "the fastest that is installed")
+        return Runtime("cpu_replicas", f"the fastest without jax: {missing}")
+    if bound and asked != "placement_mesh":
+        raise ConfigError(
+            f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
+            f'"{asked}". Remove one of them.'
+        )
+    if asked == "xla" and xla.why_no_xla():
+        raise ConfigError(f'train.run.runtime = "xla": {xla.why_no_xla()}')
+    return Runtime(asked, "train.run.runtime")
+
+
+_BAD_LOSSES = 100
+
+
+class Runner(abc.ABC):
+    """Makes training steps and checkpoints. Entering it restores the checkpoint of its `Start`.
+
+    Attributes:
+      first_step: steps made before, known once it is entered.
+      is_alone: whether no other process has to take part in what this one does.
+      steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
+    """
+
+    first_step: int = 0
+    is_alone: bool = True
+    steps_ahead: int = 0
+
+    @abc.abstractmethod
+    def __enter__(self) -> Runner: ...
+
+    @abc.abstractmethod
+    def __exit__(self, *exception: Any) -> None: ...
+
+    @abc.abstractmethod
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """Begins a step; returns a function that waits for the values of `fetches_of` by name."""
+
+    @abc.abstractmethod
+    def save(self, step: int) -> str:
+        """Writes a checkpoint and returns its path. All steps' results must have been read."""
+
+    @abc.abstractmethod
+    def timeline(self) -> Timeline:
+        """Returns a context manager that records the steps that begin and end inside it."""
+
+    @abc.abstractmethod
+    def waits_too_long(self) -> Exception | None:
+        """Returns an error if there were too many steps without an update, or None."""
+
+    def agreed_stop(self, received: int | None) -> int | None:
+        """Returns the signal for which all processes stop before the next step, or None to go on.
+
+        `received` is the signal that this process has received, or None. All processes of the run
+        call this before each step.
+        """
+        return received
+
+    def should_stop(self) -> bool:
+        """Returns whether something besides the loop, such as a hook, wants to stop."""
+        return False
+
+
+def fetches_of(graph: TrainGraph) -> dict[str, Any]:
+    """Returns what to fetch with a step: "step", "loss", "fields" and "reported" of `TrainGraph`.
+
+    "update_step" is there only if the optimizers count updates.
+    """
+    fetches = {
+        "step": graph.step,
+        "loss": graph.loss,
+        "fields": graph.fields,
+        "reported": graph.reported,
+    }
+    return fetches if graph.update_step is None else {**fetches, "update_step": graph.update_step}
+
+
+def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
+    """Returns whether an optimizer of a stack skips or needs what is not finite."""
+    return any(
+        traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite or _skips_islands(opt)
+        for opt in optimizers
+    )
+
+
+def most_bad_losses(optimizers: Sequence[Any]) -> int:
+    """Returns how many losses in a row, without an update between, may be not finite.
+
+    It is 0 if no optimizer of the stack skips gradients that are not finite.
+    """
+    if not stack_skips_not_finite(optimizers):
+        return 0
+    # An island's losses may be not finite until its outer step, which skips the island.
+    rounds = [opt.inner_steps for opt in optimizers if _skips_islands(opt)]
+    return max([_BAD_LOSSES, *(2 * steps for steps in rounds)])
+
+
+def _skips_islands(opt: Any) -> bool:
+    return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
+
+
+class Waits:
+    """Asks optimizers whether there were too many steps without an update."""
+
+    def __init__(self, optimizers: Sequence[Any]):
+        """Adds what it reads to the default graph."""
+        watched = [x.steps_without_update for x in optimizers if isinstance(x, ReportsSkips)]
+        self._watches = [one.watch() for one in watched if one]
+
+    def ask(self, session: Any) -> Exception | None:
+        """Returns the first error that a watch has (`Watch.ask`), or None."""
+        found = [watch.ask(session) for watch in self._watches]
+        return next((one for one in found if isinstance(one, Exception)), None)
+
+
+class GraphRunner(Runner):
+    """A `Runner` of a training graph: the base of the runners of all runtimes.
+
+    Attributes:
+      copies_slices: whether the saver has to copy slices to masters before it saves.
+    """
+
+    copies_slices: bool
+
+    def __init__(
+        self,
+        graph: TrainGraph,
+        batches: TrainingBatches,
+        model_dir: str,
+        start: Start,
+        keep_checkpoint_max: int | None,
+        place: OnDevices | OnCores,
+        hooks: Sequence[Any] = (),
+    ):
+        """Adds a saver and watches to the default graph, which has to be that of `graph`.
+
+        Checkpoints go to `model_dir`; None for `keep_checkpoint_max` keeps all. `place` makes the
+        sessions, which begin with `start`; `hooks` are for sessions of a placement mesh.
+        """
+        self._prefix = os.path.join(model_dir, "model.ckpt")
+        self._saver = TrainingSaver(
+            stack_skips_not_finite(graph.optimizers),
+            graph.lowering if self.copies_slices else None,
+            # The Saver's own word for "all" is 0.
+            max_to_keep=keep_checkpoint_max or 0,
+        )
+        self._saver.recover_last_checkpoints(list(start.kept))
+        self._waits = Waits(graph.optimizers)
+        self._fetches, self._batches = fetches_of(graph), batches
+        self._global_step = tf.train.get_global_step()
+        self._session: Any = None
+        self._lowering = graph.lowering
+        self._place, self._hooks = place, hooks
+        self.steps_ahead = place.steps_ahead
+        self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
+
+    @abc.abstractmethod
+    def _scaffold(self) -> tf.train.Scaffold:
+        """Returns the scaffold of the sessions."""
+
+    def timeline(self) -> Timeline:
+        """See `Runner`."""
+        return timeline(self._session, lowering=self._lowering)
+
+    @abc.abstractmethod
+    def _raw(self, use: Callable[[Any], Any]) -> Any:
+        """Returns what a function returns for the session, whose hooks do not run."""
+
+    def _begin(self) -> None:
+        """Sets `first_step` to the session's step, and makes the batches begin there."""
+        self.first_step = int(self._session.run(self._global_step))
+        self._batches.begin(self.first_step)
+
+    def waits_too_long(self) -> Exception | None:
+        """See `Runner`."""
+        return self._raw(self._waits.ask)
+
+
+class PlacementMeshRunner(GraphRunner):
+    """Runs the default graph in a monitored session; finalizes the graph."""
+
+    copies_slices = True
+
+    def __enter__(self) -> PlacementMeshRunner:
+        # Copies masters to slices after every restore.
+        hooks = [mtf.MtfRestoreHook(self._lowering), *self._hooks]
+        # Not a session that restarts itself when a device is lost: the loop counts steps.
+        self._session = singular_monitored_session(self._sessions, hooks).__enter__()
+        self._begin()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._session.__exit__(*exception)
+
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """See `Runner`."""
+        values = self._session.run(self._fetches, self._batches.next())
+        return lambda: values
+
+    def save(self, step: int) -> str:
+        """See `Runner`."""
+        # The graph can be rebuilt from the config; its file would be larger than the variables'.
+        return self._raw(
+            lambda session: self._saver.save(session, self._prefix, step, write_meta_graph=False)
+        )
+
+    def should_stop(self) -> bool:
+        """See `Runner`."""
+        return self._session.should_stop()
+
+    def _scaffold(self) -> tf.train.Scaffold:
+        return tf.train.Scaffold(saver=self._saver)
+
+    def _raw(self, use: Callable[[tf.Session], Any]) -> Any:
+        # The argument's name is prescribed.
+        return self._session.run_step_fn(lambda step_context: use(step_context.session))
+
+
+# Every this many steps several processes exchange whether one has received a signal to stop.
+_AGREE_STEPS = 10
+
+
+class SimdProgramRunner(GraphRunner):
+    """Runs a SIMD program of the default graph."""
+
+    copies_slices = False
+    _place: OnCores
+    _calls = 0
+
+    def __enter__(self) -> SimdProgramRunner:
+        try:
+            self._session = self._sessions.open()
+        except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
+            raise self._other_runtime(error) from error
+        cores = getattr(self._session, "cores", None)
+        self.is_alone = cores is None or cores.is_alone
+        self._begin()
+        if not self.is_alone:
+            self._session.steps = self.first_step
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._session.close()
+
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """See `Runner`."""
+        batch = self._batches.next()
+        if self._place.name != "xla":
+            values = self._session.run(self._fetches, batch)
+            return lambda: values
+        try:
+            step = self._session.dispatch(self._fetches, batch)
+        except (xla.DevicesError, simd.UnsupportedProgramError) as error:
+            raise self._other_runtime(error) from error
+
+        def result() -> dict[str, Any]:
+            try:
+                return step.result()
+            except xla.DevicesError as error:
+                raise self._other_runtime(error) from error
+
+        return result
+
+    def save(self, step: int) -> str:
+        """See `Runner`."""
+        return self._session.save(self._prefix, saver=self._saver, global_step=step)
+
+    def agreed_stop(self, received: int | None) -> int | None:
+        """See `Runner`."""
+        if self.is_alone:
+            return received
+        cores = self._session.cores
+        self._calls += 1
+        if self._calls % _AGREE_STEPS:
+            return None
+        mine = [np.int32(received or 0)] * len(cores.local)
+        (signals,) = cores.gather([mine])
+        return int(max(signals)) or None
+
+    def _scaffold(self) -> tf.train.Scaffold:
+        return tf.train.Scaffold(local_init_op=tf.tables_initializer())
+
+    def _raw(self, use: Callable[[Any], Any]) -> Any:
+        return use(self._session)
+
+    def _other_runtime(self, error: Exception) -> TrainingError:
+        name = self._place.name
+        return TrainingError(
+            f'{error} (train.run.runtime = "{name}"; "placement_mesh" runs every model.)'
+        )
