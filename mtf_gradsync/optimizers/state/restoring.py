@@ -326,8 +326,7 @@ class ReshardingSaver(tf.train.Saver):
     def restore(self, sess: Any, save_path: str) -> None:
         """See `tf.train.Saver.restore`."""
         # The parent raises the error for a path that is not a checkpoint.
-        is_there = bool(save_path) and tf.train.checkpoint_exists(save_path)
-        if not is_there or not changes(save_path, sess.graph):
+        if not _is_checkpoint(save_path) or not changes(save_path, sess.graph):
             super().restore(sess, save_path)
             return
         is_elsewhere = "://" in str(save_path) or bool(getattr(sess, "sess_str", ""))
@@ -345,6 +344,11 @@ class ReshardingSaver(tf.train.Saver):
                 tf.io.gfile.rmtree(directory)
 
 
+def _is_checkpoint(path: str) -> bool:
+    # As `tf.train.checkpoint_exists`, which warns that it is deprecated.
+    return bool(path) and any(tf.io.gfile.exists(name) for name in (f"{path}.index", path))
+
+
 def check_what_savers_restore() -> None:
     """Makes TensorFlow's own savers raise errors about wrappers' state that say what to do.
 
@@ -355,7 +359,7 @@ def check_what_savers_restore() -> None:
     def check_and_restore(restore: Any) -> Any:
         def restore_checked(self: tf.train.Saver, sess: Any, save_path: str) -> None:
             graph = getattr(sess, "graph", None)  # None where TensorFlow is eager
-            if graph is None or not save_path or not tf.train.checkpoint_exists(save_path):
+            if graph is None or not _is_checkpoint(save_path):
                 restore(self, sess, save_path)
                 return
             if getattr(self, "_checks_sums", True):
