@@ -38,7 +38,9 @@ def measure(options: report.Options) -> report.Table:
             rows.append(
                 {
                     "model": model.name,
-                    "arithmetic optimizer": "off" if name == "repeatable" else "on",
+                    "arithmetic optimizer, constant folding": "off"
+                    if name == "repeatable"
+                    else "on",
                     "ms": timing.spread([1e3 * s for s in seconds[name]]),
                     "off/on": timing.ratio(seconds, "repeatable", "TensorFlow's")
                     if name == "repeatable"

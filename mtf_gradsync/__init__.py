@@ -43,7 +43,11 @@ from mtf_gradsync.optimizers import (
     skip_large_updates,
     skip_not_finite,
 )
-from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, adapt_checkpoint
+from mtf_gradsync.optimizers.state.restoring import (
+    ReshardingSaver,
+    adapt_checkpoint,
+    check_what_savers_restore,
+)
 from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.planning import plan
 from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
@@ -65,6 +69,7 @@ recompute_each_shard_by_itself()
 call_around_lowering(before_lowering, after_lowering)
 keep_apart_when_combined(StandIn)
 explain_mesh_tensors_to_tensorflow()
+check_what_savers_restore()
 
 __all__ = [
     "LOST_PROCESS_EXIT_CODE",

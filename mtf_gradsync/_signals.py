@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import signal
 import threading
 import time
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, Iterator, TypeVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
 _SAME_KEYSTROKE_SECONDS = 1.0
+# Bytes; the struct of Linux has 152.
+_MOST_OF_SIGACTION = 1024
 _Self = TypeVar("_Self", bound="StopSignal")
 
 
@@ -25,19 +29,19 @@ class StopSignal:
         self.received: int | None = None
         self._on_first = on_first
         self._received_at = 0.0
-        self._previous: dict[int, Any] = {}
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self: _Self) -> _Self:
         # Python only lets the main thread set handlers; elsewhere nobody can press Ctrl-C.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+                self._undo.enter_context(handler_kept(number))
+                before = signal.signal(number, self._handle)  # None if it is no handler of Python's
+                self._undo.callback(signal.signal, number, before or signal.SIG_DFL)
         return self
 
     def __exit__(self, *unused_exception: Any) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        self._undo.close()
 
     def _handle(self, number: int, unused_frame: Any) -> None:
         now = time.monotonic()
@@ -67,6 +71,25 @@ class Interruption(StopSignal):
 def signal_of(error: KeyboardInterrupt) -> int:
     """The number of the signal that an error stands for."""
     return error.args[0] if error.args else signal.SIGINT
+
+
+@contextlib.contextmanager
+def handler_kept(number: int) -> Iterator[None]:
+    """Makes the handler of a signal again what it was before the block, if C code has set another.
+
+    Python knows no handlers but its own; faulthandler and libraries set theirs in C.
+    """
+    action = ctypes.create_string_buffer(_MOST_OF_SIGACTION)
+    try:
+        sigaction = ctypes.CDLL(None).sigaction
+    except (AttributeError, OSError, TypeError):  # no POSIX
+        yield
+        return
+    sigaction(number, None, action)
+    try:
+        yield
+    finally:
+        sigaction(number, action, None)
 
 
 def _interrupt(number: int) -> None:

@@ -20,18 +20,18 @@ def session_config(
 
     Two defaults differ from TensorFlow's. Placement is strict: with soft placement a device
     string that names nothing (``cpu:9`` where there are eight) runs on another device without a
-    word. And Grappler's arithmetic optimizer is off: it regroups sums differently from one
-    session to the next, so that two runs of one program drift apart by about 1e-7 a step, enough
-    to make a restarted run another run. The price is that algebraic simplifications (hoisted
-    common factors, merged reshapes and transposes) are not made; the package's benchmarks have a
-    table of what that costs.
+    word. And Grappler's arithmetic optimizer and its constant folding are off: they regroup sums
+    and products differently from one session to the next, so that two runs of one program drift
+    apart by about 1e-7 a step, enough to make a restarted run another run. The price is that
+    algebraic simplifications (hoisted common factors, merged reshapes and transposes) are not made;
+    the package's benchmarks have a table of what that costs.
 
     Args:
       num_cpu_devices: how many virtual CPU devices the session has, ``/device:CPU:0`` and so on.
         None leaves TensorFlow's default of one.
       allow_soft_placement: whether operations may move to another device than the one asked for.
         Some programs on GPUs need it, for operations without a GPU kernel.
-      repeatable: keep Grappler's arithmetic optimizer off.
+      repeatable: keep Grappler's arithmetic optimizer and its constant folding off.
       inter_op_threads: threads that run operations side by side; 0 is one for each core.
       intra_op_threads: threads inside one operation; 0 is one for each core.
       collective_group_leader: the task, such as "/job:worker/task:0", at which the processes of a
@@ -61,6 +61,8 @@ def session_config(
     if repeatable:
         rewrites = config.graph_options.rewrite_options
         rewrites.arithmetic_optimization = type(rewrites).OFF
+        # It moves constants of products together, in an order that differs between equal graphs.
+        rewrites.constant_folding = type(rewrites).OFF
     if leader is not None:
         config.experimental.collective_group_leader = leader
     return config

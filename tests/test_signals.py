@@ -1,6 +1,7 @@
 """Signals that end work at once, and are not lost."""
 
 import concurrent.futures
+import faulthandler
 import os
 import signal
 
@@ -20,6 +21,24 @@ def test_a_signal_is_a_keyboard_interrupt_that_has_its_number(number):
     with pytest.raises(KeyboardInterrupt) as raised, Interruption() as stop:
         os.kill(os.getpid(), number)
     assert signal_of(raised.value) == stop.received == number
+    assert handlers() == before
+
+
+def test_handlers_of_c_code_are_restored_too(tmp_path):
+    """Python does not know them: it takes the handler for the default one."""
+    number, before = signal.SIGTERM, handlers()
+    with open(tmp_path / "traceback", "w+") as file:
+        faulthandler.register(number, file)
+        try:
+            with pytest.raises(KeyboardInterrupt), Interruption():
+                os.kill(os.getpid(), number)
+            with Interruption():
+                pass
+            os.kill(os.getpid(), number)
+            file.seek(0)
+            assert "test_handlers_of_c_code_are_restored_too" in file.read()
+        finally:
+            faulthandler.unregister(number)
     assert handlers() == before
 
 

@@ -57,7 +57,7 @@ def check_grads_and_variables(
     if len({v.graph for v in variables}) > 1:
         count = len({v.graph for v in variables})
         raise ValueError(
-            f"The variables are of {count} mtf graphs: apply those of each graph by itself."
+            f"The variables are of several mtf graphs, {count}: apply those of each by itself."
         )
     for grad, variable in zip(grads, variables):
         if grad is not None and not grad.dtype.is_floating:

@@ -195,7 +195,8 @@ class AverageOptimizer(KeepsAverages):
 
     Averages change after each update, with the new values, and not on steps without an update, in
     any order with `GradientAccumulationOptimizer`, `SyncReplicasOptimizer` and
-    `LossScaleOptimizer`. Inside `OuterOptimizer`, too, they are of the outer values.
+    `LossScaleOptimizer`. Inside or around `OuterOptimizer` they are of the outer values, and move
+    towards them after each update of the islands.
 
     State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it.
 

@@ -215,11 +215,11 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "before and after its sum are not of one batch: gradient_noise_scale needs another "
             "wrapper."
         )
-    meshes = {g.mesh.name for g in opt.step.received[0].present} if opt.step.received else set()
+    meshes = {g.mesh for g in opt.step.received[0].present} if opt.step.received else set()
     if len(meshes) > 1:
         raise ValueError(
             "gradient_noise_scale compares the shards of one mesh, but the gradients are on "
-            f"the meshes {sorted(meshes)}: use a wrapper for the variables of each mesh."
+            f"{len(meshes)} meshes: use a wrapper for the variables of each mesh."
         )
     axes = axes or opt.axes_now(opt.step.received[0].present)
     steps = [w.step for w in wrappers if w.step is not None]

@@ -286,6 +286,7 @@ class Wrapper(
                 partition=next((p for p in (w.partition() for w in wrappers) if p), None),
                 slots=innermost._slots,
                 arguments=own,
+                keeper=self.innermost(),
             )
             operations = step.build(given)
         for wrapper in wrappers:

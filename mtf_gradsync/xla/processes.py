@@ -17,6 +17,7 @@ from mtf_gradsync._private.jax import (
     distributed_is_initialized,
     use_cpu_collectives,
 )
+from mtf_gradsync._signals import handler_kept
 from mtf_gradsync.processes.meeting import Place, meet
 from mtf_gradsync.processes.members import Member, ProcessesError
 from mtf_gradsync.processes.watchdog import Alarm, Membership, Watchdog
@@ -256,14 +257,15 @@ def start_processes(
     watchdog = Watchdog(me, peers, silence, alarm)
     processes = Processes(me, cluster.num_processes, watchdog, undo)
     try:
-        jax.distributed.initialize(
-            cluster.coordinator,
-            cluster.num_processes,
-            cluster.process_id,
-            cluster.local_device_ids,
-            initialization_timeout=max(30, int(end - time.monotonic())),
-            coordinator_bind_address=place.loopback and str(cluster.coordinator),
-        )
+        with handler_kept(signal.SIGTERM):  # jax sets one that ignores it
+            jax.distributed.initialize(
+                cluster.coordinator,
+                cluster.num_processes,
+                cluster.process_id,
+                cluster.local_device_ids,
+                initialization_timeout=max(30, int(end - time.monotonic())),
+                coordinator_bind_address=place.loopback and str(cluster.coordinator),
+            )
     except BaseException as error:
         processes.__exit__(type(error), error, error.__traceback__)
         raise

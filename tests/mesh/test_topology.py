@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.mesh import devices
+from mtf_gradsync.mesh import devices as topology
 
 
 def placement(devices):
@@ -33,11 +33,11 @@ def gpu(number, links=(), bus=None, task=None):
 
 def of_gpus(attributes, devices=None):
     devices = [a.name for a in attributes] if devices is None else devices
-    return devices.topology_of(placement(devices), attributes)
+    return topology.topology_of(placement(devices), attributes)
 
 
 def test_cpus_of_one_process():
-    found = devices.topology_of(placement(cpus(8)))
+    found = topology.topology_of(placement(cpus(8)))
     assert found.size == 8
     assert set(found.kinds) == {"CPU"}
     assert len(set(found.processes)) == 1
@@ -46,22 +46,22 @@ def test_cpus_of_one_process():
 
 
 def test_processes():
-    found = devices.topology_of(placement(cpus(4, 0) + cpus(4, 1)))
+    found = topology.topology_of(placement(cpus(4, 0) + cpus(4, 1)))
     assert [found.processes.index(p) for p in found.processes] == [0] * 4 + [4] * 4
     assert "2 processes" in found.describe()
 
 
 def test_names_of_one_process_are_one():
     names = ["", "cpu:1", "/device:CPU:2", "/job:localhost/replica:0/task:0/device:CPU:3"]
-    found = devices.topology_of(placement(names))
+    found = topology.topology_of(placement(names))
     assert len(set(found.processes)) == 1
     assert set(found.kinds) == {"CPU"}
-    assert devices.memories(names) == [[0, 1, 2, 3]]
+    assert topology.memories(names) == [[0, 1, 2, 3]]
 
 
 def test_memories():
     devices = [*cpus(2), "/device:GPU:0", "/device:GPU:1", *cpus(2, 1), "gpu:1"]
-    assert devices.memories(devices) == [[0, 1], [2], [3, 6], [4, 5]]
+    assert topology.memories(devices) == [[0, 1], [2], [3, 6], [4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_gpus_that_nobody_describes():
     assert of_gpus([gpu(0, [1])], ["/device:GPU:0", "/device:GPU:1"]).linked is None
     # Those of other processes are not asked for, and there are none here.
     for task in ("", "/job:worker/task:1"):
-        found = devices.topology_of(placement([f"{task}/device:GPU:0"]))
+        found = topology.topology_of(placement([f"{task}/device:GPU:0"]))
         assert found.linked is None
 
 
@@ -104,5 +104,5 @@ def test_parts_of_one_gpu_are_one_chip():
 
 
 def test_strings_that_name_no_device():
-    found = devices.topology_of(placement(["nonsense", "/device:FPGA:0"]))
+    found = topology.topology_of(placement(["nonsense", "/device:FPGA:0"]))
     assert list(found.kinds) == ["unknown", "FPGA"]

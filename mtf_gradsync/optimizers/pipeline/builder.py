@@ -172,6 +172,7 @@ class StepBuilder(StepConditions):
         partition: Partition | None,
         slots: SlotBook,
         arguments: OwnArguments,
+        keeper: Any,
     ):
         """Describes the step of a stack of wrappers; builds nothing.
 
@@ -182,9 +183,10 @@ class StepBuilder(StepConditions):
           partition: how updates are sharded; None if they are not.
           slots: records the variables that the step creates.
           arguments: arguments of opt's `apply_grads` after gradients and variables.
+          keeper: the optimizer that keeps the slots: opt, or one inside of it.
         """
         super().__init__()
-        self._slots, self._arguments = slots, arguments
+        self._slots, self._arguments, self._keeper = slots, arguments, keeper
         self._segments = list(segments)
         self.stages = [stage for segment in segments for stage in segment.stages]
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
@@ -401,6 +403,6 @@ class StepBuilder(StepConditions):
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
         written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
-        self.plan.part(SlotOwners).check(self._opt, written, gradients.variables)
+        self.plan.part(SlotOwners).check(self._keeper, written, gradients.variables)
         self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
         return updates

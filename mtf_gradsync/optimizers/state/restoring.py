@@ -17,6 +17,7 @@ import numpy as np
 
 from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.patches import patch
 
 # The last part of an accumulator's name.
 ACCUMULATOR = "gradient_accumulator"
@@ -325,10 +326,7 @@ class ReshardingSaver(tf.train.Saver):
     def restore(self, sess: Any, save_path: str) -> None:
         """See `tf.train.Saver.restore`."""
         # The parent raises the error for a path that is not a checkpoint.
-        is_there = bool(save_path) and tf.train.checkpoint_exists(save_path)
-        if is_there and self._checks_sums:
-            check_sums_kept(save_path, sess.graph)
-        if not is_there or not changes(save_path, sess.graph):
+        if not _is_checkpoint(save_path) or not changes(save_path, sess.graph):
             super().restore(sess, save_path)
             return
         is_elsewhere = "://" in str(save_path) or bool(getattr(sess, "sess_str", ""))
@@ -344,6 +342,46 @@ class ReshardingSaver(tf.train.Saver):
         finally:
             if tf.io.gfile.exists(directory):
                 tf.io.gfile.rmtree(directory)
+
+
+def _is_checkpoint(path: str) -> bool:
+    # As `tf.train.checkpoint_exists`, which warns that it is deprecated.
+    return bool(path) and any(tf.io.gfile.exists(name) for name in (f"{path}.index", path))
+
+
+def check_what_savers_restore() -> None:
+    """Makes TensorFlow's own savers raise errors about wrappers' state that say what to do.
+
+    A ValueError where sums of gradients in the checkpoint would be lost, and a NotFoundError, in
+    place of TensorFlow's, where the checkpoint has no state of a wrapper.
+    """
+
+    def check_and_restore(restore: Any) -> Any:
+        def restore_checked(self: tf.train.Saver, sess: Any, save_path: str) -> None:
+            graph = getattr(sess, "graph", None)  # None where TensorFlow is eager
+            if graph is None or not _is_checkpoint(save_path):
+                restore(self, sess, save_path)
+                return
+            if getattr(self, "_checks_sums", True):
+                check_sums_kept(save_path, graph)
+            try:
+                restore(self, sess, save_path)
+            except tf.errors.NotFoundError as error:
+                found = changes(save_path, graph)
+                missing = [name for name, change in found.items() if change.saved_shape is None]
+                if not missing:
+                    raise
+                text = (
+                    f"The checkpoint {save_path} does not have {some_of(missing)}: it is of a run "
+                    "without this wrapper, or whose wrapper had other arguments "
+                    "(backward_passes_per_step=1, say). Restore it by gs.ReshardingSaver(...), or "
+                    "restore what gs.adapt_checkpoint(path, directory) returns."
+                )
+                raise tf.errors.NotFoundError(None, None, text) from error
+
+        return restore_checked
+
+    patch(tf.train.Saver, "restore", check_and_restore)
 
 
 class _Lowering(mtf.Lowering):

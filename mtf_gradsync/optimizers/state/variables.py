@@ -6,7 +6,6 @@ import contextlib
 import copy
 from typing import Any, Collection, Iterator, Sequence
 
-from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._variables import root_scope
 from mtf_gradsync.optimizers.state.restoring import note_state
@@ -208,9 +207,7 @@ class SlotOwners(Part):
     def check(
         self, keeper: Any, slots: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]
     ) -> None:
-        """Warns if another keeper has one of the slots of `variables` already.
-
-        It is no error, because a program may build two steps and run one of them.
+        """Raises ValueError if another keeper has one of the slots of `variables` already.
 
         Args:
           keeper: the optimizer or wrapper that writes them.
@@ -222,13 +219,11 @@ class SlotOwners(Part):
         for slot in slots:
             owner = owner_of(_without_scope(slot.name, scope), owners)
             if owner is not None and self._keepers.get(slot, keeper) is not keeper:
-                warn_once(
-                    f"shared slot {slot.name}",
-                    "Two optimizers of one graph update %r and share its slot %r, which is found "
-                    "by its name: where both run, each trains on the other's values. Call "
-                    "apply_grads of each in a tf.variable_scope of its own, or use one for both.",
-                    owner,
-                    slot.name,
+                raise ValueError(
+                    f"Two optimizers of one graph update {owner!r} and would share its slot "
+                    f"{slot.name!r}, which is found by its name, so that each would train on the "
+                    "other's values. Call apply_grads of each in a tf.variable_scope of its own, "
+                    "or use one optimizer for both."
                 )
         self._keepers = {**dict.fromkeys(slots, keeper), **self._keepers}
 

@@ -25,7 +25,7 @@ def accumulation(passes, **given):
 class Program:
     """A scalar w of 0, whose gradient is the mean of the inputs; `make` gets the input "flush"."""
 
-    def __init__(self, kind, make):
+    def __init__(self, kind, make, saver=gs.ReshardingSaver):
         def build(mesh, inputs):
             x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", 2)]))
             w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
@@ -37,7 +37,7 @@ class Program:
         self.built = harness.built(kind, MESH, LAYOUT, build, feed)
         if kind == "placement":
             with self.built.graph.as_default():
-                self.saver = gs.ReshardingSaver(tf.global_variables())
+                self.saver = saver(tf.global_variables())
 
     @contextlib.contextmanager
     def opened(self):
@@ -181,6 +181,32 @@ def test_a_k_of_one_refuses_to_lose_sums(kind, saved, tmp_path):
     Program(kind, lambda flush: accumulation(4)).run(GRADIENTS[:4], save=complete)
     after, _ = program.run(GRADIENTS[4:5], restore=complete)
     np.testing.assert_array_equal(after, [-np.sum(GRADIENTS[:5])])
+
+
+def test_tensorflows_own_saver_refuses_what_it_would_lose_or_lacks(saved):
+    losing = Program("placement", lambda flush: accumulation(1), tf.train.Saver)
+    with losing.opened() as session, pytest.raises(ValueError, match="sums of 2 microbatch steps"):
+        losing.restore(session, saved("placement", 4))
+    path, lacking = (
+        saved("placement", 1),
+        Program("placement", lambda flush: accumulation(3), tf.train.Saver),
+    )
+    text = r"does not have .*mini_step.*gs\.ReshardingSaver.*gs\.adapt_checkpoint"
+    with lacking.opened() as session, pytest.raises(tf.errors.NotFoundError, match=text):
+        lacking.restore(session, path)
+    # What it can restore it does restore, and what is no wrapper's state is TensorFlow's to tell.
+    saved_sums = saved("placement", 4)
+    same = Program("placement", lambda flush: accumulation(4), tf.train.Saver)
+    after, _ = same.run(GRADIENTS[6:8], restore=saved_sums)
+    np.testing.assert_array_equal(
+        after, -np.cumsum([np.sum(GRADIENTS[:4]), np.sum(GRADIENTS[4:8])])
+    )
+    with tf.Graph().as_default(), tf.Session() as session:
+        saver = tf.train.Saver([tf.get_variable("of_no_wrapper", [])])
+        with pytest.raises(tf.errors.NotFoundError, match="of_no_wrapper not found in checkpoint"):
+            saver.restore(session, saved_sums)
+        with pytest.raises(ValueError, match="nothing"):
+            saver.restore(session, "nothing")
 
 
 @KINDS

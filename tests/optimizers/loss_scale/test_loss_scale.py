@@ -124,7 +124,7 @@ def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradien
 
 @pytest.mark.parametrize(
     ("layout", "name", "where"),
-    [("examples:all", "examples", "(shard 1)"), ("hidden:all", "batch", "(sum over shards)")],
+    [("examples:all", "examples", "(shard 1)"), ("hidden:all", "batch", "(shard unknown)")],
 )
 def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
     layout, name, where, mesh_kind, caplog, capfd

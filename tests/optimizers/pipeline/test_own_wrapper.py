@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf
-from tests import documents, harness, models
+from tests import documents, harness, models, reference
 from tests.optimizers.pipeline import test_shard_losses
 from tests.reduce import rounded
 
@@ -54,6 +54,30 @@ def test_a_spike_is_skipped_and_counted(kind, names, without_the_spike):
     for name, expected in without_the_spike.items():
         # Three steps, whose sums over 4 shards and 16 examples round each in float32.
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=200 * 2**-24, err_msg=name)
+
+
+def test_gradients_that_are_not_finite_are_skipped_and_leave_no_trace(mesh_kind, names):
+    """On the first step, which has no norm before it, and on a later one."""
+    nan, infinite, calm, spike = feeds()[0], feeds()[1], feeds()[3], feeds()[2]
+    nan["x"][0], infinite["x"][-1] = np.nan, np.inf
+    steps = [nan, infinite, calm, nan, infinite, spike, calm]
+
+    def make():
+        return names["SkipSpikesOptimizer"](gs.CrossShardOptimizer(sgd()))
+
+    found = harness.run(mesh_kind, SHAPE, LAYOUT, train(make), steps).variables
+    values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
+    norms = []
+    for _ in range(2):
+        grads = reference.mlp_grads(values, *(calm[k].astype(np.float64) for k in ("x", "y")))
+        norms.append(np.sqrt(sum(np.sum(g**2) for g in grads.values())))
+        values = {k: v - 0.1 * grads[k] for k, v in values.items()}
+    assert norms[1] < 3 * norms[0]
+    assert found["SkipSpikesOptimizer/skipped"] == 5
+    # Sums over 4 shards and 16 examples round each in float32.
+    expected = {**values, "SkipSpikesOptimizer/norm": norms[0] + 0.1 * (norms[1] - norms[0])}
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=2**-14, atol=200 * 2**-24, err_msg=name)
 
 
 def test_it_decides_once_an_update_inside_accumulation(names):

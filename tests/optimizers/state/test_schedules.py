@@ -140,12 +140,23 @@ def sgd(rate):
     return mtf.optimize.SgdOptimizer(rate)
 
 
+class OneByOne:
+    """Applies one pair at a time."""
+
+    def __init__(self, opt):
+        self.opt = gs.CrossShardOptimizer(opt)
+
+    def apply_grads(self, grads, variables):
+        return [op for pair in zip(grads, variables) for op in self.opt.apply_grad(*pair)]
+
+
 SHARDS = {"mesh_shape": "b:2", "layout": "batch:b"}
 NAN = float("nan")
 # Wrappers around an optimizer, and the gradients of their steps; 1 where there is no more to see.
 COUNTED = {
     "K of 1": (lambda opt: gs.GradientAccumulationOptimizer(opt, 1), [1] * 8),
     "cross shard": (gs.CrossShardOptimizer, [1] * 8),
+    "pairs": (OneByOne, [1] * 8),
     "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 10.0), [1] * 8),
     "average": (lambda opt: gs.AverageOptimizer(opt, 0.5), [1] * 8),
     "sync": (lambda opt: gs.SyncReplicasOptimizer(opt, 2, **SHARDS), [1, 1, NAN, 1, 1, 1, 1, 1]),

@@ -1,25 +1,19 @@
-"""Two optimizers of one graph that share the slots of a variable give a warning."""
-
-import re
+"""Two optimizers of one graph must not share the slots of a variable that both update."""
 
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._common import reset_warnings
 from mtf_gradsync._private.libraries import mtf, tf
+
+AXES = {"mesh_shape": "b:2", "layout": "batch:b"}
 
 
 def adam():
-    return gs.CrossShardOptimizer(mtf.optimize.AdamWeightDecayOptimizer(0.1))
+    return mtf.optimize.AdamWeightDecayOptimizer(0.1)
 
 
 def sgd():
-    return gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))
-
-
-def accumulating(name):
-    opt = mtf.optimize.SgdOptimizer(0.1)
-    return gs.GradientAccumulationOptimizer(opt, 2, accumulate="synced", name=name)
+    return mtf.optimize.SgdOptimizer(0.1)
 
 
 def apply(opt, *variables):
@@ -27,41 +21,69 @@ def apply(opt, *variables):
     return opt.apply_grads(grads, [v.operation for v in variables])
 
 
+class OfAnotherLibrary(mtf.optimize.Optimizer):
+    """An optimizer around one of this package, as other libraries may have."""
+
+    def __init__(self, opt):
+        self.opt = opt
+
+    def apply_grads(self, grads, variables):
+        return self.opt.apply_grads(grads, variables)
+
+
 @pytest.fixture
 def variables():
-    reset_warnings()
     with tf.Graph().as_default():
-        mesh, dim = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("d", 3)
+        mesh, dim = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("d", 256)
         zeros = tf.zeros_initializer()
         # "w" and "w_b": the slots of one must not be taken for those of the other.
         yield [mtf.get_variable(mesh, n, mtf.Shape([dim]), initializer=zeros) for n in ("w", "w_b")]
 
 
-@pytest.mark.parametrize(
-    ("make", "slot"),
-    [(lambda name: adam(), "w/adam_m"), (accumulating, "w/gradient_accumulator")],
-)
-def test_sharing_warns_and_a_scope_is_a_cure(variables, make, slot, caplog):
+MAKE = {
+    "w/adam_m": lambda name: gs.CrossShardOptimizer(adam()),
+    "w_momentum_v": lambda name: gs.ClipByGlobalNormOptimizer(
+        mtf.optimize.MomentumOptimizer(0.1, 0.9), 1.0
+    ),
+    "w/gradient_accumulator": lambda name: gs.GradientAccumulationOptimizer(
+        sgd(), 2, accumulate="synced", name=name
+    ),
+}
+
+
+@pytest.mark.parametrize("slot", MAKE)
+def test_sharing_is_an_error_and_a_scope_is_a_cure(variables, slot):
     w, other = variables
+    make, graph = MAKE[slot], w.mesh.graph
     apply(make("a"), w, other)
-    graph = w.mesh.graph
-    assert not caplog.text
-    apply(make("b"), w)
-    assert re.search(f"update 'w' .* slot '{slot}'.*tf.variable_scope", caplog.text)
-    caplog.clear()
+    before = list(graph.all_variables)
+    with pytest.raises(ValueError, match=f"update 'w' .* slot '{slot}'.*tf.variable_scope"):
+        apply(make("b"), w)
+    assert graph.all_variables == before
     with tf.variable_scope("second"):
         apply(make("c"), w)
-    assert not caplog.text
     assert f"second/{slot}" in {v.name for v in graph.all_variables}
 
 
-def test_what_shares_nothing_gives_no_warning(variables, caplog):
+def test_other_wrappers_around_another_optimizer_share_as_well(variables):
+    w, _ = variables
+    apply(gs.CrossShardOptimizer(adam()), w)
+    others = (gs.ShardedUpdateOptimizer(adam(), **AXES), OfAnotherLibrary(adam()))
+    for opt in (others[0], gs.AverageOptimizer(others[1], 0.9)):
+        with pytest.raises(ValueError, match=r"update 'w' .* slot 'w/adam_m'"):
+            apply(opt, w)
+
+
+def test_what_shares_nothing_is_no_error(variables):
     w, other = variables
-    opt = adam()
+    inner = adam()
+    opt = gs.CrossShardOptimizer(inner)
     apply(opt, w)
     apply(opt, other)
     apply(opt, w)
-    apply(sgd(), w)
+    # One optimizer keeps the slots, whichever wrappers are around it.
+    apply(gs.ClipByGlobalNormOptimizer(inner, 1.0), w)
+    apply(gs.CrossShardOptimizer(OfAnotherLibrary(gs.AverageOptimizer(inner, 0.5))), w)
+    apply(gs.CrossShardOptimizer(sgd()), w)
     with tf.variable_scope("second"):
-        apply(adam(), other)
-    assert not caplog.text
+        apply(gs.CrossShardOptimizer(adam()), other)

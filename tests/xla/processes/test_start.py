@@ -1,5 +1,8 @@
 """Arguments of `start_processes`, and shares of a mesh that do not fit."""
 
+import signal
+import subprocess
+import sys
 import types
 
 import pytest
@@ -82,3 +85,25 @@ def test_shares_may_be_mixed_and_alone():
     mixed = cores.Cores([device(owner) for owner in (0, 1, 1, 0)])
     assert (mixed.local, mixed.is_alone, mixed.is_first) == ([0, 3], False, True)
     assert cores.Cores([device(1, me=1)] * 2).is_alone
+
+
+_WITH_A_SIGNAL = """
+import os, signal, socket
+from mtf_gradsync import xla
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+with xla.start_processes(address, 1, 0, cpu_devices=1):
+    print("started", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("ignored", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_program_that_has_started_processes():
+    """A handler that jax sets would ignore it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_A_SIGNAL], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "started\n"), done.stderr
