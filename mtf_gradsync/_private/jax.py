@@ -7,6 +7,7 @@ versions are tried first. Each function imports what it needs, because jax belon
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -201,8 +202,11 @@ class Profiler:
         if hasattr(jax.profiler, "ProfileOptions"):  # from 0.5 on
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
-            folder = tempfile.TemporaryDirectory(prefix="mtf_gradsync_")
-            jax.profiler.start_trace(folder.name, profiler_options=options)
+            with contextlib.ExitStack() as stack:
+                folder = tempfile.TemporaryDirectory(prefix="mtf_gradsync_")
+                stack.callback(folder.cleanup)
+                jax.profiler.start_trace(folder.name, profiler_options=options)
+                stack.pop_all()
             # Only now: what did not begin must not end another profiler.
             self._folder = folder
             return

@@ -25,6 +25,12 @@ print(json.dumps([code, "tensorflow" in sys.modules, time.process_time()]))
 TRAIN = ["train", "--gin_file=lm_cpu_mesh.gin"]
 
 
+def _shell(log_level: str | None = None) -> dict[str, str]:
+    """The environment of a user's shell; the level that tests run with is their own choice."""
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    return environment if log_level is None else environment | {"TF_CPP_MIN_LOG_LEVEL": log_level}
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -75,7 +81,7 @@ def test_misspelt_names_are_told_with_similar_ones(tmp_path, monkeypatch, text, 
 def test_a_misspelt_binding_ends_the_command_with_a_similar_name():
     command = [sys.executable, "-m", "mtf_gradsync_command", *TRAIN]
     command.append("--gin_param=train.run.trian_steps=3")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=_shell(), capture_output=True, text=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "'train.run' doesn't have a parameter named 'trian_steps'" in line
@@ -89,9 +95,7 @@ def test_a_run_prints_its_own_lines_alone(tmp_path):
         sys.executable, "-m", "mtf_gradsync_command", "train", f"--gin_file={TINY}",
         f"--model_dir={tmp_path}", *(f"--gin_param={binding}" for binding in bindings),
     ]  # fmt: skip
-    # As in a user's shell: the level is a choice of the tests.
-    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=_shell(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("step 1/1  loss ")
@@ -131,9 +135,6 @@ def test_lines_before_a_log_level_is_read_are_for_those_who_ask(level, is_said):
         "importlib.reload = lambda package: os.write(2, b'of C\\n')\n"
         "import_package(-1)\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
-    if level is not None:
-        environment["TF_CPP_MIN_LOG_LEVEL"] = level
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=_shell(level), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "of C\n" if is_said else "")
