@@ -72,12 +72,19 @@ class HeldOut:
             dataset = eval_dataset_fn(dataset_split="validation", **arguments)
             return dataset[0].dataset_fn() if isinstance(dataset, (list, tuple)) else dataset
 
+        # One more, to know whether there are more.
         held_out = data.read_batches(
-            held_out_dataset, self._model.batch_size, steps, "train.run.eval_dataset_fn"
+            held_out_dataset, self._model.batch_size, steps + 1, "train.run.eval_dataset_fn"
         )
         if not held_out:
             raise ConfigError(
                 f"train.run.eval_dataset_fn = {eval_dataset_fn!r} gives an empty data set"
+            )
+        if len(held_out) > steps:
+            held_out.pop()
+            self._say(
+                f"held-out data are scored to the end of batch {steps} "
+                "(train.run.perplexity_eval_steps); there are more"
             )
         train = data.read_batches(
             lambda: train_dataset_fn(dataset_split="train", **arguments),

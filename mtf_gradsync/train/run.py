@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import gin
 
@@ -126,6 +127,46 @@ def run(
         checkpoint is not accepted.
       TrainingError: if training cannot go on, as `train_loop` says, or nothing can be written.
     """
+    with _log_lines(say):
+        return _run(config, model_dir, say, accepted, part)
+
+
+class _Lines(logging.Handler):
+    """Gives `say` what modules of this room log; each line once."""
+
+    def __init__(self, say: Callable[[str], None]):
+        super().__init__()
+        self._say, self._said = say, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
+
+
+@contextlib.contextmanager
+def _log_lines(say: Callable[[str], None]) -> Iterator[None]:
+    logger, handler = logging.getLogger("mtf_gradsync.train"), _Lines(say)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _run(
+    config: RunConfig,
+    model_dir: str,
+    say: Callable[[str], None],
+    accepted: Accepted,
+    part: Part,
+) -> RunResult:
     check_schedule(config)
     check_pages_installed()
     runtime = choose_runtime(config, part.target)

@@ -56,7 +56,7 @@ def _init(args: argparse.Namespace) -> int:
     text = texts[name].replace(f"{_COMMAND}configs/{name}.gin", f"{_COMMAND}{path}")
     assert path is not None
     try:
-        with open(path, "x", encoding="utf-8") as file:
+        with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} is there already; name another FILE") from None
@@ -215,6 +215,10 @@ def main(argv: list[str] | None = None) -> int:
 
     It is 0 when done, 1 when failed, 2 for bad arguments or config, 128 + n stopped by signal n.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files need not be text, and samples may have letters that a terminal does not.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
     try:
         return args.run_command(args)

@@ -150,6 +150,10 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
 def _sample(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     config_file = config_of_run(args.model_dir)
+    try:
+        args.prompt.encode("utf-8")
+    except UnicodeEncodeError as error:  # Python's arguments hold such bytes as surrogates
+        raise ConfigError(f"--prompt={os.fsencode(args.prompt)!r} is no UTF-8 text") from error
     if args.temperature < 0 or args.keep_top_k < 0:
         raise ConfigError(
             "--temperature and --keep_top_k must not be negative; got "

@@ -7,6 +7,7 @@ dicts of integer vectors, already padded or packed to ``sequence_length``.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import zlib
 from pathlib import Path
@@ -18,6 +19,8 @@ import numpy as np
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.errors import ConfigError, first_line
 from mtf_gradsync.train.data.vocabulary import EOS_ID, PAD_ID
+
+_logger = logging.getLogger(__name__)
 
 # Shorter paragraphs ("Note:", a lone heading) recur everywhere and do not identify their text.
 _MIN_SHARED_PARAGRAPH = 40
@@ -53,71 +56,93 @@ def read_files(files: Sequence[str]) -> dict[str, str]:
             documents[name] = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"text_files.files: cannot read {name!r}: {error}") from error
+        if not documents[name].strip():
+            raise ConfigError(f"text_files.files: {name!r} is empty")
     return documents
 
 
 def split_documents(documents: dict[str, str], split: str, held_out_every: int) -> list[str]:
     """Returns the documents of the split "train" or "validation", in the order of their names.
 
-    Whether a document is held out, about one in held_out_every, depends on its name alone.
-    Documents quote each other, so paragraphs of held-out documents are removed from the training
-    text. A single document is split at a paragraph instead, its last ``1 / held_out_every`` held
-    out.
+    Whether a document is held out, about one in held_out_every, depends on its name alone. Where
+    those would be less than half or more than twice ``1 / held_out_every`` of the text (few
+    documents, or of unequal lengths), the last part of each document is held out instead, from the
+    nearest paragraph or line on. Documents quote each other, so paragraphs of the held-out part are
+    removed from the training text. How long both are is logged.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f'dataset_split must be "train" or "validation", got {split!r}')
     if held_out_every < 2:
         raise ConfigError(f"held_out_every must be at least 2, got {held_out_every!r}")
-    if len(documents) == 1:
-        documents = _cut_in_two(documents, held_out_every)
-        held_out_names = [name for name in documents if name.endswith("#end")]
-    else:
-        held_out_names = [
-            name for name in sorted(documents) if zlib.crc32(name.encode()) % held_out_every == 0
-        ]
-        # A handful of files may all hash to one side.
-        if not held_out_names and documents:
-            held_out_names = [max(documents)]
-    held_out = [documents[name] for name in held_out_names]
-    if split == "validation":
-        texts = held_out
-    else:
-        seen_elsewhere = {
-            key for text in held_out for key in map(_paragraph_key, _paragraphs(text)) if key
-        }
-        texts = [
-            "\n\n".join(
-                paragraph
-                for paragraph in _paragraphs(documents[name])
-                if _paragraph_key(paragraph) not in seen_elsewhere
-            )
-            for name in sorted(documents)
-            if name not in held_out_names
-        ]
+    given, held_out = _divided(documents, held_out_every)
+    seen = {_paragraph_key(one) for text in held_out for one in _paragraphs(text)} - {""}
+    train, removed = [], 0
+    for text in given:
+        kept = [one for one in _paragraphs(text) if _paragraph_key(one) not in seen]
+        removed += sum(map(len, _paragraphs(text))) - sum(map(len, kept))
+        train.append("\n\n".join(kept))
+    left, held = sum(map(len, given)) - removed, sum(map(len, held_out))
+    if removed and left < held:
+        raise ConfigError(
+            f"{removed:,} of the {left + removed:,} characters to train on are paragraphs that "
+            "the held-out part has, too: the text repeats itself. Take the repetitions out, or "
+            "give train.run.eval_dataset_fn a text of its own"
+        )
+    texts = train if split == "train" else held_out
     if not any(text.strip() for text in texts):
         raise ConfigError(
             f"The {split} split is empty: {len(documents)} documents with "
             f"held_out_every={held_out_every} leave no text for it"
         )
+    also = f"; {removed:,} in both are not trained on" if removed else ""
+    _logger.info(
+        "the text has %s characters to train on and %s held out (%.1f %%)%s",
+        f"{left:,}", f"{held:,}", 100 * held / (left + held), also,
+    )  # fmt: skip
     return texts
 
 
+def _divided(documents: dict[str, str], held_out_every: int) -> tuple[list[str], list[str]]:
+    """Returns the texts to train on, and those that are held out."""
+    names = sorted(documents)
+    chosen = {name for name in names if zlib.crc32(name.encode()) % held_out_every == 0}
+    share, total = 1 / held_out_every, sum(map(len, documents.values()))
+    length = sum(len(documents[name]) for name in chosen)
+    if total * share / 2 <= length <= total * min(2 * share, (1 + share) / 2):
+        train = [documents[name] for name in names if name not in chosen]
+        return train, [documents[name] for name in names if name in chosen]
+    parts = [_cut_in_two(documents[name], held_out_every) for name in names]
+    return [first for first, _ in parts], [last for _, last in parts]
+
+
+def _cut_in_two(text: str, held_out_every: int) -> tuple[str, str]:
+    """Returns a text without its last part, and that part.
+
+    Its length is ``1 / held_out_every`` of the text, or by up to a half more or less, so that it
+    begins with a paragraph, or at least with a line.
+    """
+    length = len(text) // held_out_every
+    target = len(text) - length
+    earliest, latest = target - length // 2, target + length // 2
+    for end in (_PARAGRAPH_END, _LINE_END):
+        ends = [match.start() for match in end.finditer(text, earliest, latest)]
+        if ends:
+            cut = max((at for at in ends if at <= target), default=ends[0])
+            return text[:cut], text[cut:]
+    return text[:target], text[target:]
+
+
+_PARAGRAPH_END, _LINE_END = re.compile(r"\n[ \t]*\n"), re.compile(r"\n")
+
+
 def _paragraphs(text: str) -> list[str]:
-    return re.split(r"\n[ \t]*\n", text)
+    return _PARAGRAPH_END.split(text)
 
 
 def _paragraph_key(paragraph: str) -> str:
     """Returns a key that equal paragraphs share, "" for a paragraph too short to matter."""
     key = " ".join(paragraph.split())
     return key if len(key) >= _MIN_SHARED_PARAGRAPH else ""
-
-
-def _cut_in_two(documents: dict[str, str], held_out_every: int) -> dict[str, str]:
-    ((name, text),) = documents.items()
-    target = len(text) * (held_out_every - 1) // held_out_every
-    cut = text.rfind("\n\n", 0, target)
-    cut = target if cut < 0 else cut
-    return {f"{name}#start": text[:cut], f"{name}#end": text[cut:]}
 
 
 # What mesh_tensorflow.transformer models read; data sets often have more (plain text, ids).
@@ -174,7 +199,8 @@ def text_files(
       dataset_split: "train" or "validation".
       files: names of UTF-8 text files, each one document.
       seed: seed of the random windows.
-      held_out_every: about one file in this many is held out; of a single file its last part.
+      held_out_every: about one file in this many is held out; of few files, or of unequal lengths,
+        the last part of each.
 
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.

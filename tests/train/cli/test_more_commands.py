@@ -1,5 +1,9 @@
 """``mtf-gradsync env``, ``init`` and ``sample``."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -10,6 +14,7 @@ from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.evaluation import Evaluator
 from mtf_gradsync.train.model import resolve_job
+from tests.cluster.processes import ROOT
 from tests.train.conftest import ATTENTION, NO_EVAL, TINY
 
 
@@ -87,6 +92,20 @@ def test_sample_writes_from_any_run_s_checkpoint(train, capsys, tmp_path, runtim
         long = "a" * 20
         assert cli.main([*command, f"--prompt={long}"]) == 0
         assert capsys.readouterr().out.startswith(long)
+
+
+def test_bytes_that_are_no_text_are_an_error_of_one_line(capsys, tmp_path):
+    (tmp_path / "operative_config.gin").write_text(f"include '{TINY}'")
+    bad = os.fsdecode(b"a\xff")
+    assert cli.main(["sample", f"--prompt={bad}", f"--model_dir={tmp_path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "mtf-gradsync: error: --prompt=b'a\\xff' is no UTF-8 text"
+    # Names of files may be anything: here that of the copy, which is printed.
+    command = [sys.executable, "-m", "mtf_gradsync_command", "init", "lm_cpu_mesh", f"{bad}.gin"]
+    utf8 = {**os.environ, "PYTHONUTF8": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=utf8, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "a\\udcff.gin is a copy of lm_cpu_mesh.gin" in done.stdout
 
 
 def test_sample_says_what_a_directory_lacks(capsys, tmp_path):

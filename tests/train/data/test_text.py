@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 
 from mtf_gradsync.runtimes.errors import ConfigError
@@ -35,7 +37,7 @@ def test_split_depends_on_names_alone():
 
 def test_shared_paragraph_goes_to_the_held_out_side_only():
     shared = "this paragraph is quoted by another document, word for word"
-    documents = {f"d{i}": f"{shared}\n\nown text of {i}" for i in range(20)}
+    documents = {f"d{i}": f"{shared}\n\nown text, number {i}, of this document" for i in range(20)}
     assert not any(shared in t for t in datasets.split_documents(documents, "train", 5))
     assert any(shared in t for t in datasets.split_documents(documents, "validation", 5))
 
@@ -49,6 +51,81 @@ def test_single_document_is_cut_at_a_paragraph(tmp_path):
     assert train.startswith("paragraph 0")
     assert held_out.strip().startswith("paragraph 1")
     assert train.split()[-1] not in held_out.split()
+
+
+ONE_BLANK_LINE = "station,day,celsius\n\n" + "".join(
+    f"{i % 7},{i},{i % 31 - 5}\n" for i in range(12_000)
+)
+PARAGRAPHS = [f"{i}: the quick brown fox jumps over the lazy dog" for i in range(400)]
+
+
+def two(texts, every=10):
+    """The texts to train on and the held-out ones, each joined."""
+    return [
+        "".join(datasets.split_documents(texts, split, every)) for split in ("train", "validation")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        (ONE_BLANK_LINE, 10),
+        (ONE_BLANK_LINE, 3),
+        ("heading\n\n" + "x" * 50_000, 10),  # no line to cut at
+        ("a\n" * 100 + "\n\n" + "b\n" * 9_000, 10),
+        ("\n\n".join(PARAGRAPHS), 4),
+        ("\n \t\n".join(PARAGRAPHS), 2),
+        ("b" * 40_000 + "\n\nthe end", 10),
+    ],
+)
+def test_the_last_part_of_a_text_is_held_out_within_bounds(text, every):
+    train, held_out = two({"log.csv": text}, every)
+    share = len(held_out) / len(text)
+    assert 0.5 / every <= share <= 1.5 / every
+    # Paragraphs may be joined anew; nothing is lost, and whole lines are cut where there are any.
+    assert (train + held_out).split() == text.split()
+    if text.count("\n") > 10:
+        assert held_out[0] == "\n"
+        assert not train.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [1_000, 1_000_000],
+        [1_000_000, 1_000],
+        [50_000] * 3,
+        [100] * 40 + [100_000],
+        [40, 40],
+    ],
+)
+def test_of_documents_about_a_tenth_is_held_out_whatever_their_lengths(lengths):
+    documents = {f"name{i}": f"{i} " * (size // 2) for i, size in enumerate(lengths)}
+    train, held_out = two(documents)
+    total = sum(map(len, documents.values()))
+    assert len(train) + len(held_out) == total
+    assert 0.05 <= len(held_out) / total <= 0.2
+
+
+def test_how_much_there_is_of_each_is_logged(caplog):
+    caplog.set_level(logging.INFO, "mtf_gradsync.train")
+    train, held_out = two({"log.csv": ONE_BLANK_LINE})
+    said = f"{len(train):,} characters to train on and {len(held_out):,} held out (10.0 %)"
+    assert [r.getMessage() for r in caplog.records] == [f"the text has {said}"] * 2
+    caplog.clear()
+    refrain = "the same line at the end of every verse of this poem"
+    poem = "\n\n".join(f"{one}\n\n{refrain}" if i % 9 == 0 else one
+        for i, one in enumerate(PARAGRAPHS))  # fmt: skip
+    train, held_out = two({"poem": poem})
+    assert refrain in held_out
+    assert refrain not in train
+    removed = len(refrain) * (poem.count(refrain) - held_out.count(refrain))
+    assert caplog.messages[0].endswith(f"; {removed:,} in both are not trained on")
+
+
+def test_a_text_that_repeats_itself_is_no_training_data():
+    with pytest.raises(ConfigError, match=r"of the [\d,]+ characters to train on are paragraphs"):
+        datasets.split_documents({"a": "\n\n".join(PARAGRAPHS[:3] * 200)}, "train", 10)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +144,13 @@ def test_single_document_is_cut_at_a_paragraph(tmp_path):
 def test_says_what_is_wrong(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+def test_files_that_are_no_text_are_named(tmp_path):
+    good, empty, latin = (tmp_path / name for name in ("good", "empty", "latin"))
+    good.write_text("text")
+    empty.write_text(" \n")
+    latin.write_bytes("é".encode("latin-1"))
+    for bad, said in ((empty, f"'{empty}' is empty"), (latin, f"cannot read '{latin}': 'utf-8'")):
+        with pytest.raises(ConfigError, match=said):
+            datasets.read_files([str(good), str(bad)])
