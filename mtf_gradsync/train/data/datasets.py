@@ -96,7 +96,7 @@ def split_documents(documents: dict[str, str], split: str, held_out_every: int) 
         )
     also = f"; {removed:,} in both are not trained on" if removed else ""
     _logger.info(
-        "the text has %s characters to train on and %s held out (%.1f %%)%s",
+        "The text has %s characters to train on and %s held out (%.1f %%)%s",
         f"{left:,}", f"{held:,}", 100 * held / (left + held), also,
     )  # fmt: skip
     return texts

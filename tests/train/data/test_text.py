@@ -111,7 +111,7 @@ def test_how_much_there_is_of_each_is_logged(caplog):
     caplog.set_level(logging.INFO, "mtf_gradsync.train")
     train, held_out = two({"log.csv": ONE_BLANK_LINE})
     said = f"{len(train):,} characters to train on and {len(held_out):,} held out (10.0 %)"
-    assert [r.getMessage() for r in caplog.records] == [f"the text has {said}"] * 2
+    assert [r.getMessage() for r in caplog.records] == [f"The text has {said}"] * 2
     caplog.clear()
     refrain = "the same line at the end of every verse of this poem"
     poem = "\n\n".join(f"{one}\n\n{refrain}" if i % 9 == 0 else one
