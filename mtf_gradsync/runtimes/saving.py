@@ -14,6 +14,7 @@ from mtf_gradsync.runtimes.errors import ACCEPT_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.manifest import (
     UNREADABLE,
     checkpoint_files,
+    damage_of,
     forget_checkpoint,
     note_checkpoint,
 )
@@ -51,10 +52,8 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
             new.append(name)
         elif change is not None and change.fits:
             continue
-        elif shapes[name] != shape:
-            unfit.append(f"{name} has the shape {shapes[name]} there and {shape} here")
-        elif dtypes[name] != dtype:
-            unfit.append(f"{name} has the type {dtypes[name].name} there and {dtype.name} here")
+        elif shapes[name] != shape or dtypes[name] != dtype:
+            unfit.append(_unlike(variable, shapes, dtypes))
     dropped = set(shapes) - {variable.op.name for variable in variables}
     return Differences(
         dropped=tuple(sorted(dropped)),
@@ -62,6 +61,55 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
         adapted=tuple(name for name in sorted(new) if name in changed),
         unfit=tuple(unfit),
     )
+
+
+def _unlike(variable: Any, shapes: Any, dtypes: Any) -> str:
+    """Returns how a variable differs from the checkpoint's of its name; "" where it does not."""
+    name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
+    if shapes[name] != shape:
+        return f"{name} has the shape {shapes[name]} there and {shape} here"
+    if dtypes[name] != dtype:
+        return f"{name} has the type {dtypes[name].name} there and {dtype.name} here"
+    return ""
+
+
+def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
+    """Replaces the initial values of variables by a checkpoint's, where shapes and types agree.
+
+    The others keep their own initial values. Returns text for the log, which names those. A
+    directory stands for its newest checkpoint.
+    """
+    try:
+        path = init_checkpoint
+        if os.path.isdir(path):
+            path = tf.train.latest_checkpoint(path) or path
+        reader = tf.train.load_checkpoint(path)
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"train.run.init_checkpoint = {init_checkpoint!r} is not a checkpoint: "
+            f"{first_line(error)}"
+        ) from error
+    damage = damage_of(path, of_a_run=False)
+    if damage:
+        raise ConfigError(f"train.run.init_checkpoint: {path} is damaged: {damage}")
+    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    there = {v.op.name: (v, _unlike(v, shapes, dtypes)) for v in variables if v.op.name in shapes}
+    chosen = {name: variable for name, (variable, unlike) in there.items() if not unlike}
+    unlike = [sentence for _, sentence in there.values() if sentence]
+    lacking = sorted({v.op.name for v in variables} - set(shapes))
+    if not chosen:
+        raise _error(
+            f"train.run.init_checkpoint = {init_checkpoint!r} has no variable of this model; it "
+            f"has {some_of(sorted(shapes))}",
+            *_listed(unlike),
+        )
+    tf.train.init_from_checkpoint(path, chosen)
+    lines = [f"{len(chosen)} variables begin as in {init_checkpoint}"]
+    if unlike:
+        lines += ["these do not, and keep their own initial values:", *_listed(unlike)]
+    if lacking:
+        lines += ["it does not have these, which keep theirs:", *_listed(lacking)]
+    return "\n".join(lines)
 
 
 def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Differences:

@@ -339,13 +339,14 @@ class RunConfig:
       evaluate_with_averages: whether held-out data are scored, and samples are written, with the
         moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
         variables. Training goes on with the variables.
-      init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
+      init_checkpoint: begin with the variables of this checkpoint where names, shapes and types
+        agree.
       log_steps: measurements are written every this many steps.
       reports: whether to measure what the optimizers report, norms of gradients above all.
       noise_scale: whether to estimate the gradient noise scale, in sequences, and to show it and
         the norms of the shards' gradients beside the loss.
       hooks: functions without arguments that each return a tf.train.SessionRunHook.
-      seed: seed of the initial values.
+      seed: seed of the initial values, and of data sets that are shuffled without one.
       runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
         fastest that is installed.
       timeline_steps: record this many steps, a few after the run's first, and show where their time

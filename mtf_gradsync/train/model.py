@@ -174,6 +174,7 @@ class TrainingJob(NamedTuple):
       variable_filter: see `RunConfig`.
       reports: whether the step returns what its optimizers report.
       noise_scale: whether it estimates the gradient noise scale, in sequences.
+      examples_before: how many examples steps were made of before, if no checkpoint says it.
     """
 
     model: ModelSettings
@@ -183,6 +184,7 @@ class TrainingJob(NamedTuple):
     variable_filter: VariableFilter
     reports: bool = False
     noise_scale: bool = False
+    examples_before: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -209,6 +211,7 @@ class TrainingJob(NamedTuple):
                 "targets": utils.targets_vocabulary(vocabulary).vocab_size,
             },
             self.model.reads,
+            self.model.seed,
         )
 
 

@@ -19,12 +19,11 @@ from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.manifest import write_text
-from mtf_gradsync.runtimes.saving import check_configuration, describe
+from mtf_gradsync.runtimes.saving import check_configuration, describe, initialize_from
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import (
     Start,
     choose_checkpoint,
-    initialize_from,
     latest_checkpoint,
     only_run_in,
     remove_leftovers,
@@ -59,7 +58,7 @@ from mtf_gradsync.train.runner import (
     SimdProgramRunner,
     choose_runtime,
 )
-from mtf_gradsync.train.train_graph import TrainGraph, build_on, list_traffic
+from mtf_gradsync.train.train_graph import EXAMPLES, TrainGraph, build_on, list_traffic
 
 CONFIG_FILE = "operative_config.gin"
 TRACE_FILE = "timeline.trace.json.gz"
@@ -267,10 +266,15 @@ def _check_averages_kept() -> None:
 def _adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
     """Returns a start from a checkpoint whose differences from the default graph are accepted."""
     assert start.path is not None  # the callers have asked
-    found = check_configuration(start.path, tf.global_variables(), accept)
+    variables, counts = tf.global_variables(), True
+    if not tf.train.load_checkpoint(start.path).has_tensor(EXAMPLES):
+        counts, variables = False, [v for v in variables if v.op.name != EXAMPLES]
+        say(f"{start.path} does not say what its steps were made of: batches of today's size")
+    found = check_configuration(start.path, variables, accept)
     if any(found):
         say(f"{words} of another configuration:\n{describe(found)}")
-    return start._replace(new=tuple(name for name in found.new if name not in found.adapted))
+    new = [name for name in found.new if name not in found.adapted]
+    return start._replace(new=tuple(new if counts else [*new, EXAMPLES]))
 
 
 def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:
@@ -281,6 +285,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
         return LoopResult(step, None, 0.0, 0)
     say(f"steps run on {checked.runtime}")
+    job = job._replace(examples_before=step * job.model.batch_size)
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
         graph, program, make_runner = training_graph(job, batches, checked.runtime)
@@ -289,8 +294,9 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
         if start.path:
             start = _adapted(start, accept_differences, say, f"going on from {start.path},")
         elif config.init_checkpoint:
-            count = initialize_from(config.init_checkpoint)
-            say(f"{count} variables begin as in {config.init_checkpoint}")
+            counters = ("global_step", EXAMPLES)
+            variables = [v for v in tf.global_variables() if v.op.name not in counters]
+            say(initialize_from(config.init_checkpoint, variables))
         say(
             f"training {graph.num_parameters:,} parameters on the mesh "
             f"{mesh_text(job.model.mesh.shape)}, from step {step} to {config.train_steps} (graph "
@@ -405,6 +411,7 @@ class TimedRun:
         if checkpoints is not None:
             start = part.chosen(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
         say(f"steps run on {runtime}")
+        job = job._replace(examples_before=start.step * job.model.batch_size)
         with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:
             _, _, make_runner = training_graph(job, batches, runtime)
             if start.path:

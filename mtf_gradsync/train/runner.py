@@ -219,7 +219,7 @@ class GraphRunner(Runner):
         self._saver.recover_last_checkpoints(list(start.kept))
         self._waits = Waits(graph.optimizers)
         self._fetches, self._batches = fetches_of(graph), batches
-        self._global_step = tf.train.get_global_step()
+        self._made = [tf.train.get_global_step(), graph.examples]
         self._session: Any = None
         self._lowering = graph.lowering
         self._place, self._hooks = place, hooks
@@ -240,8 +240,8 @@ class GraphRunner(Runner):
 
     def _begin(self) -> None:
         """Sets `first_step` to the session's step, and makes the batches begin there."""
-        self.first_step = int(self._session.run(self._global_step))
-        self._batches.begin(self.first_step)
+        self.first_step, examples = map(int, self._session.run(self._made))
+        self._batches.begin(self.first_step, examples)
 
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""

@@ -22,6 +22,9 @@ from mtf_gradsync.simd.traffic import has_calls
 from mtf_gradsync.train.config import VariableFilter, transformer_utils
 from mtf_gradsync.train.model import MeshModel, TrainingJob, placeholders
 
+# The variable that counts the examples of all steps made, by which a run goes on with its data.
+EXAMPLES = "train/examples"
+
 
 class TrainGraph(NamedTuple):
     """The graph of a training step.
@@ -30,6 +33,7 @@ class TrainGraph(NamedTuple):
       lowering: the mtf.Lowering.
       loss: float32 scalar.
       step: int64 scalar; fetching it makes a training step and returns the number of steps made.
+      examples: the variable `EXAMPLES`, int64 scalar.
       fields: tensors to show beside the loss, by name.
       reported: tensors for summaries, by name: the learning rate where the config has one, and the
         optimizers' reports (`mtf_gradsync.reported`).
@@ -42,6 +46,7 @@ class TrainGraph(NamedTuple):
     lowering: Any
     loss: tf.Tensor
     step: tf.Tensor
+    examples: tf.Variable
     fields: dict[str, tf.Tensor]
     reported: dict[str, tf.Tensor]
     update_step: tf.Tensor | None
@@ -62,6 +67,13 @@ def build_train_graph(
     global_step = tf.train.get_or_create_global_step()
     # Read once, before anything is assigned: the schedule and the increment use the same step.
     step_now = tf.identity(global_step.read_value())
+    examples = tf.get_variable(
+        EXAMPLES,
+        dtype=tf.int64,
+        initializer=tf.constant(job.examples_before, tf.int64),
+        trainable=False,
+        use_resource=True,
+    )
     with mesh_block() as mesh_impl:
         model = MeshModel(job.model, mesh_impl)
         loss, grads = _loss_and_gradients(model, features)
@@ -100,11 +112,14 @@ def build_train_graph(
             tf_reported["learning_rate"] = tf.cast(exported(rate), tf.float32)
         tf_update_step = exported(update_step)
     with tf.control_dependencies([*updates, step_now]):
+        counted = examples.assign_add(job.model.batch_size, read_value=False)
+    with tf.control_dependencies([counted]):
         step = tf.identity(global_step.assign_add(1, read_value=True), name="train_step")
     return TrainGraph(
         lowering=lowering,
         loss=tf_loss,
         step=step,
+        examples=examples,
         fields=tf_fields,
         reported=tf_reported,
         update_step=tf_update_step,

@@ -14,8 +14,9 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.train import gin_files, held_out
+from mtf_gradsync.train import gin_files, held_out, train_graph
 from mtf_gradsync.train import run as run_module
+from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.metrics import read_metrics
 from mtf_gradsync.train.report import REPORT_FILE
 from tests import grappler
@@ -170,6 +171,67 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain_on, stop_afte
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+@gin.configurable(module="tests.train")
+def numbered(sequence_length, vocabulary, dataset_split):
+    """Examples that say their number."""
+    length = sequence_length["targets"]
+    return tf.data.Dataset.range(200).map(lambda n: {"targets": tf.fill([length], n)})
+
+
+@pytest.fixture
+def examples_seen(monkeypatch):
+    """The numbers of the examples of each batch that a run draws."""
+    seen, original = [], TrainingBatches.next
+
+    def note(self):
+        values = original(self)
+        (batch,) = values.values()
+        seen.append(batch[:, 0].tolist())
+        return values
+
+    monkeypatch.setattr(TrainingBatches, "next", note)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
+def test_a_run_with_another_batch_size_goes_on_with_the_next_examples(
+    train, examples_seen, tmp_path, runtime
+):
+    def go_on(batch_size, train_steps):
+        examples_seen.clear()
+        return train(
+            NO_EVAL,
+            f"train.run.runtime = '{runtime}'",
+            "train.run.train_dataset_fn = @numbered",
+            f"train.run.batch_size = {batch_size}",
+            f"train.run.train_steps = {train_steps}",
+        )[2]
+
+    go_on(8, 2)
+    assert examples_seen == [list(range(8)), list(range(8, 16))]
+    go_on(4, 3)
+    assert examples_seen == [[16, 17, 18, 19]]
+    go_on(6, 5)
+    assert examples_seen == [list(range(20, 26)), list(range(26, 32))]
+    assert variables(tmp_path / "run")[train_graph.EXAMPLES] == 32
+    if runtime == "placement_mesh":
+        return
+    # One that does not count them, as other programs write it.
+    older = {name: value for name, value in variables(tmp_path / "run").items()}
+    del older[train_graph.EXAMPLES]
+    with tf.Graph().as_default(), tf.Session() as session:
+        made = [tf.get_variable(name, initializer=value) for name, value in older.items()]
+        session.run(tf.global_variables_initializer())
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").mkdir()
+        tf.train.Saver(made).save(session, str(tmp_path / "run" / "model.ckpt"), 5)
+    said = go_on(8, 6)
+    assert examples_seen == [list(range(40, 48))]
+    assert any("does not say what its steps were made of" in line for line in said)
+    assert variables(tmp_path / "run")[train_graph.EXAMPLES] == 48
+
+
 @pytest.mark.slow
 def test_optimizer_is_chosen_by_gin_alone(train, plain):
     _, bare, _ = train(NO_EVAL, "train.run.optimizer = @AdafactorOptimizer", model_dir="bare")
@@ -261,12 +323,36 @@ def test_initial_values_come_from_another_run(train, plain):
         "train.run.variable_filter = 'positional'",
         model_dir="second",
     )
-    assert any("variables begin as in" in line for line in said)
+    (line,) = [line for line in said if "variables begin as in" in line]
     before, after = variables(plain), variables(second)
+    counters = {"global_step", train_graph.EXAMPLES}
+    assert line == f"{len((before.keys() & after.keys()) - counters)} variables begin as in {plain}"
     assert after["global_step"] == 1
     changed = {n for n in after if n in before and not np.array_equal(after[n], before[n])}
     assert "transformer/positional_embedding" in {*changed}
     assert not any("DenseReluDense" in name and "slot" not in name for name in changed)
+
+
+def test_initial_values_that_another_run_does_not_have_are_named(train, plain):
+    other = ["Unitransformer.vocab_divisor = 128", "d_ff = 64", "num_layers = 2"]
+    more = ["train.run.train_steps = 1", f"train.run.init_checkpoint = '{plain}'"]
+    _, second, said = train(NO_EVAL, *more, *other, model_dir="second")
+    (text,) = [line for line in said if "variables begin as in" in line]
+    first, *lines = text.splitlines()
+    before, after = variables(plain), variables(second)
+    counters = {"global_step", train_graph.EXAMPLES}
+    alike = {n for n in after if n in before and after[n].shape == before[n].shape} - counters
+    assert first == f"{len(alike)} variables begin as in {plain}"
+    split = lines.index("it does not have these, which keep theirs:")
+    unlike, lacking = lines[1:split], lines[split + 1 :]
+    assert lines[0] == "these do not, and keep their own initial values:"
+    assert "  transformer/embedding has the shape [260, 16] there and [384, 16] here" in unlike
+    assert {line.split()[0] for line in unlike} == {
+        n for n in after if n in before
+    } - alike - counters
+    assert {line.strip() for line in lacking} == set(after) - set(before)
+    assert any("block_001" in line for line in lacking)
+    assert not any("block_001" in line for line in unlike)
 
 
 def test_loss_that_is_not_finite_ends_the_run(train, tmp_path):

@@ -37,17 +37,20 @@ class TrainingBatches:
         feature_length: Callable[[str], int],
         vocab_sizes: Mapping[str, int],
         wanted: Callable[[str], bool] = lambda name: True,
+        seed: int = 0,
     ):
         """Makes the data set, of single examples: vectors of integers by feature name.
 
         Features that are not `wanted` are dropped. feature_length returns the length of a feature,
-        and vocab_sizes has the number of ids of each that holds ids.
+        and vocab_sizes has the number of ids of each that holds ids. `seed` is that of TensorFlow
+        operations without a seed of their own, so that a data set is shuffled alike each time.
         """
         self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
-        self._first = self._step = 0
+        self._first = self._step = self._examples = 0
         self._begun = False
         self._feeds: dict[str, tf.Tensor] = {}
         with tf.Graph().as_default() as graph:
+            tf.set_random_seed(seed)
             dataset = make_dataset()
             specs = _specs(dataset, wanted)
             self._shapes = {
@@ -59,9 +62,11 @@ class TrainingBatches:
                     shape[1] = feature_length(name)
             size = tf.data.experimental.cardinality(dataset)
             self._skipped = tf.placeholder(tf.int64, [])
-            batches = mapped(dataset, lambda example: self._example(example, specs))
-            batches = batches.repeat().batch(batch_size, drop_remainder=True)
-            iterator = tf.data.make_initializable_iterator(batches.skip(self._skipped).prefetch(2))
+            # Examples are skipped, not batches, which may have had another size.
+            rest = dataset.repeat().skip(self._skipped)
+            rest = mapped(rest, lambda example: self._example(example, specs))
+            batches = rest.batch(batch_size, drop_remainder=True).prefetch(2)
+            iterator = tf.data.make_initializable_iterator(batches)
             self._next = iterator.get_next()
             self._initialize = [tf.tables_initializer(), iterator.initializer]
         self._session = tf.Session(graph=graph, config=tf.ConfigProto(device_count={"GPU": 0}))
@@ -82,9 +87,10 @@ class TrainingBatches:
         }
         return self._feeds
 
-    def begin(self, first: int) -> None:
-        """Sets how many batches earlier sessions of the run have drawn."""
-        self._first = self._step = first
+    def begin(self, step: int, examples: int) -> None:
+        """Sets how many steps earlier sessions of the run have made, and of how many examples."""
+        self._first = self._step = step
+        self._examples = examples
         self._begun = False
 
     def next(self) -> dict[tf.Tensor, np.ndarray]:
@@ -95,7 +101,7 @@ class TrainingBatches:
         step = self._step + 1
         try:
             if not self._begun:
-                self._session.run(self._initialize, {self._skipped: self._first})
+                self._session.run(self._initialize, {self._skipped: self._examples})
                 self._begun = True
             features, shapes = self._session.run(self._next)
         except tf.errors.OutOfRangeError as error:

@@ -34,14 +34,32 @@ def test_validation_shows_every_token_once():
     assert {batch["targets"].shape for batch in batches} == {(4, 8)}
 
 
-def test_training_goes_on_where_the_step_says():
-    expected = [batch["targets"] for batch in read("train", 5)]
-    sizes = {"targets": ByteVocabulary().vocab_size}
-    with TrainingBatches(lambda: windows("train"), 4, lambda name: 8, sizes) as batches:
-        (feed,) = batches.placeholders().values()
-        batches.begin(3)
-        for batch in expected[3:]:
-            np.testing.assert_array_equal(batches.next()[feed], batch)
+def shuffled():
+    """Forty examples in an order that nobody has given a seed, another one each time round."""
+    data = tf.data.Dataset.range(40).map(lambda n: {"targets": tf.fill([8], n)})
+    return data.shuffle(30, reshuffle_each_iteration=True)
+
+
+@pytest.mark.parametrize("make", [lambda: windows("train"), shuffled])
+def test_training_goes_on_where_the_checkpoint_says_whatever_the_batch_size(make):
+    def drawn(batch_size, step, examples, count):
+        """Examples `[count, 8]` of a session after `step` steps made of `examples`."""
+        sizes = {"targets": 1 << 40}
+        with TrainingBatches(make, batch_size, lambda name: 8, sizes, seed=3) as batches:
+            (feed,) = batches.placeholders().values()
+            batches.begin(step, examples)
+            steps = [batches.next()[feed] for _ in range(count // batch_size)]
+        return np.concatenate(steps)
+
+    expected = drawn(4, 0, 0, 120)
+    assert len(np.unique(expected, axis=0)) > 30
+    if make is shuffled:
+        assert (np.diff(expected[:40, 0]) != 1).any()
+        assert (expected[:40] != expected[40:80]).any()
+        assert sorted(expected[:40, 0]) == sorted(expected[40:80, 0]) == list(range(40))
+    for batch_size, count in ((4, 108), (6, 108), (2, 20)):
+        rest = drawn(batch_size, 3, 12, count)
+        np.testing.assert_array_equal(rest, expected[12 : 12 + count])
 
 
 def test_features_that_no_model_reads_are_dropped():

@@ -92,7 +92,7 @@ FAULTS = {
 def test_a_step_without_a_batch_is_named(fault):
     make, step, said = FAULTS[fault]
     with batches(make) as drawn:
-        drawn.begin(0)
+        drawn.begin(0, 0)
         for _ in range(step - 1):
             drawn.next()
         with pytest.raises(DataError, match=said) as raised:
@@ -115,7 +115,7 @@ def test_a_step_without_a_batch_is_named(fault):
 def test_what_can_be_trained_on_is_repeated(make):
     with batches(make) as drawn:
         feeds = drawn.placeholders()
-        drawn.begin(1)
+        drawn.begin(1, BATCH)
         for _ in range(6):
             values = drawn.next()
             assert values[feeds["targets"]].dtype == np.int32
