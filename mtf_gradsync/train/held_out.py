@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Callable
 
@@ -9,7 +10,15 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.errors import ConfigError, first_line
 from mtf_gradsync.runtimes.manifest import write_json, write_text
 from mtf_gradsync.train.data import datasets as data
-from mtf_gradsync.train.evaluation import Batches, Evaluator, Score, sample, unigram_score
+from mtf_gradsync.train.data.batches import wrong_id
+from mtf_gradsync.train.evaluation import (
+    Batches,
+    Evaluator,
+    Sampling,
+    Score,
+    sample,
+    unigram_score,
+)
 from mtf_gradsync.train.figures import plot_losses
 from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
 from mtf_gradsync.train.model import ModelSettings
@@ -18,6 +27,8 @@ METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 PLOT_FILE = "loss.png"
 SAMPLES_FILE = "samples.txt"
+# Fields of the result file of a run that has made steps.
+SPEED = ("seconds", "tokens_per_second")
 
 # Batches that the unigram baseline counts in; enough to see every byte or common subword.
 _BASELINE_BATCHES = 100
@@ -43,6 +54,7 @@ class HeldOut:
         Files are written to `directory`. `say` takes each line of the report. With with_averages,
         checkpoints' moving averages are scored in place of the variables.
         """
+        self._sampling: Sampling | None = None
         self._with_averages = with_averages
         self._model = model
         self._directory = directory
@@ -60,9 +72,12 @@ class HeldOut:
     ) -> None:
         """Reads at most `steps` held-out batches, and scores the unigram baseline on them.
 
-        The functions are those of `RunConfig`. Data that is empty or cannot be read is a
-        ConfigError.
+        The functions are those of `RunConfig`. Data that is empty or cannot be read or scored, and
+        settings of gin by which no samples can be written, are a ConfigError.
         """
+        if self._model.model_type == "lm":
+            self._sampling = Sampling()
+            self._sampling.check(self._model.sequence_length["targets"])
         arguments = {
             "sequence_length": self._model.sequence_length,
             "vocabulary": self._model.vocabulary,
@@ -86,6 +101,7 @@ class HeldOut:
                 f"held-out data are scored to the end of batch {steps} "
                 "(train.run.perplexity_eval_steps); there are more"
             )
+        self._check(held_out)
         train = data.read_batches(
             lambda: train_dataset_fn(dataset_split="train", **arguments),
             self._model.batch_size,
@@ -94,6 +110,24 @@ class HeldOut:
         )
         self.unigram = unigram_score(train, held_out, self._model.vocabulary)
         self._held_out = held_out
+
+    def _check(self, batches: Batches) -> None:
+        """Raises ConfigError if the model cannot score the batches."""
+        model, of = self._model, "train.run.eval_dataset_fn"
+        model.check_features(batches[0], of)
+        sizes = model.vocab_sizes
+        for number, batch in enumerate(batches, 1):
+            for name, ids in batch.items():
+                if not model.reads(name):
+                    continue
+                if ids.shape[1:] != (model.feature_length(name),):
+                    raise ConfigError(
+                        f"{of} gives examples of {name!r} the shape {list(ids.shape[1:])}; "
+                        f"train.run.sequence_length wants {[model.feature_length(name)]}"
+                    )
+                wrong = name in sizes and wrong_id(name, ids, sizes[name])
+                if wrong:
+                    raise ConfigError(f"{of}: in batch {number}, {wrong}")
 
     def build(self) -> None:
         """Builds the graph, unless it has been built or there is no held-out data."""
@@ -139,26 +173,39 @@ class HeldOut:
         `path` is the last checkpoint. Returns its held-out score; without held-out data no path is
         needed, and there is none.
         """
-        content: dict[str, Any] = dict(result)
+        self.result = dict(result)
+        if len(result) > 1:
+            # Steps were made: whatever comes, their number and speed are there.
+            write_json(self._directory / RESULT_FILE, self.result)
+        else:
+            self.result = {**self._speed_before(result), **result}
         score = None
         if self._held_out:
             # Held-out data come with a baseline and, since the run is evaluated, a checkpoint.
             assert path is not None
             assert self.unigram is not None
             score = self._score(path)
-            content["held_out"] = _score_fields(score)
-            content["unigram"] = _score_fields(self.unigram)
+            self.result["held_out"] = _score_fields(score)
+            self.result["unigram"] = _score_fields(self.unigram)
             self._say(f"held-out perplexity per token  {_score_text(score)}")
             self._say(f"unigram baseline               {_score_text(self.unigram)}")
             if score.perplexity >= self.unigram.perplexity:
                 self._say("the model has not learned more than how frequent each token is")
-            if self._model.model_type == "lm":
-                self._write_samples()
-        self.result = content
-        write_json(self._directory / RESULT_FILE, content)
+        write_json(self._directory / RESULT_FILE, self.result)
+        if score is not None and self._sampling is not None:
+            self._write_samples(self._sampling)
         self.plot()
         self._say(f"loss curve: {self._directory / PLOT_FILE}")
         return score
+
+    def _speed_before(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the result file says of the speed, where it is of the same step."""
+        try:
+            before = json.loads((self._directory / RESULT_FILE).read_text(encoding="utf-8"))
+            is_same = before["step"] == result["step"]
+            return {name: before[name] for name in SPEED if name in before} if is_same else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def _score(self, path: str) -> Score:
         """Scores a checkpoint, and leaves its variables in the evaluator."""
@@ -169,8 +216,9 @@ class HeldOut:
             self._scored = (path, self._evaluator.score())
         return self._scored[1]
 
-    def _write_samples(self) -> None:
-        samples = sample(self._evaluator)
+    def _write_samples(self, settings: Sampling) -> None:
+        assert self._evaluator is not None  # it has scored
+        samples = sample(self._evaluator, settings)
         texts = []
         for number, one in enumerate(samples, 1):
             texts.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, get_args
+from typing import Any, Callable, Collection, NamedTuple, get_args
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.errors import ConfigError
@@ -58,6 +58,25 @@ class ModelSettings(NamedTuple):
         """Returns whether the model reads a feature of the data."""
         return self.model_type != "lm" or not name.startswith("inputs")
 
+    @property
+    def vocab_sizes(self) -> dict[str, int]:
+        """The number of ids of each feature that holds ids."""
+        utils = transformer_utils()
+        return {
+            "inputs": utils.inputs_vocabulary(self.vocabulary).vocab_size,
+            "targets": utils.targets_vocabulary(self.vocabulary).vocab_size,
+        }
+
+    def check_features(self, features: Collection[str], of: str) -> None:
+        """Raises ConfigError if the model reads a feature that the data set `of` does not have."""
+        needed = ["targets"] if self.model_type == "lm" else ["inputs", "targets"]
+        missing = [name for name in needed if name not in features]
+        if missing:
+            raise ConfigError(
+                f"{of} has the features {sorted(features)}; train.run.model_type = "
+                f'"{self.model_type}" also needs {missing}'
+            )
+
 
 class MeshModel:
     """A model in an mtf graph of its own; calling it adds operations there."""
@@ -90,13 +109,7 @@ class MeshModel:
         that the model reads.
         """
         settings = self.settings
-        needed = ["targets"] if settings.model_type == "lm" else ["inputs", "targets"]
-        missing = [name for name in needed if name not in features]
-        if missing:
-            raise ConfigError(
-                f"The data set has the features {sorted(features)}; train.run.model_type = "
-                f'"{settings.model_type}" also needs {missing}'
-            )
+        settings.check_features(features, "The data set")
         batch_dims = [mtf.Dimension("batch", settings.batch_size)]
         if settings.outer_batch_size:
             outer = settings.outer_batch_size
@@ -193,12 +206,11 @@ class TrainingJob(NamedTuple):
 
     def batches(self) -> TrainingBatches:
         """Returns the training batches, in a graph of their own."""
-        utils, vocabulary = transformer_utils(), self.model.vocabulary
 
         def dataset() -> tf.data.Dataset:
             return self.train_dataset_fn(
                 sequence_length=self.model.sequence_length,
-                vocabulary=vocabulary,
+                vocabulary=self.model.vocabulary,
                 dataset_split="train",
             )
 
@@ -206,10 +218,7 @@ class TrainingJob(NamedTuple):
             dataset,
             self.model.batch_size,
             self.model.feature_length,
-            {
-                "inputs": utils.inputs_vocabulary(vocabulary).vocab_size,
-                "targets": utils.targets_vocabulary(vocabulary).vocab_size,
-            },
+            self.model.vocab_sizes,
             self.model.reads,
             self.model.seed,
         )

@@ -17,7 +17,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
-from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, TrainingError
+from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.runtimes.saving import check_configuration, describe, initialize_from
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
@@ -34,7 +34,7 @@ from mtf_gradsync.train.config import RunConfig, check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.evaluation import Score
 from mtf_gradsync.train.figures import check_drawing, writing_to
-from mtf_gradsync.train.held_out import METRICS_FILE, HeldOut
+from mtf_gradsync.train.held_out import METRICS_FILE, SPEED, HeldOut
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
 from mtf_gradsync.train.model import TrainingJob, resolve_job
@@ -127,7 +127,9 @@ def run(
       TrainingError: if training cannot go on, as `train_loop` says, or nothing can be written.
     """
     with _log_lines(say):
-        return _run(config, model_dir, say, accepted, part)
+        checked = _check(config, model_dir, say, part)
+        with only_run_in(model_dir), checked.evaluation, writing_to(checked.directory):
+            return _run(checked, accepted, part)
 
 
 class _Lines(logging.Handler):
@@ -159,54 +161,65 @@ def _log_lines(say: Callable[[str], None]) -> Iterator[None]:
         logger.propagate = before[1]
 
 
-def _run(
-    config: RunConfig,
-    model_dir: str,
-    say: Callable[[str], None],
-    accepted: Accepted,
-    part: Part,
-) -> RunResult:
+def _run(checked: _CheckedRun, accepted: Accepted, part: Part) -> RunResult:
+    config, evaluation, say = checked.config, checked.evaluation, checked.say
+    remove_leftovers(str(checked.directory))
+    start = part.chosen(lambda: choose_checkpoint(checked.checkpoint_dir, accepted.damage, say))
+    if config.eval_dataset_fn is not None:
+        evaluation.prepare(
+            config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
+        )
+    try:
+        result = _train(checked, start, accepted.differences)
+    except (TrainingError, OSError) as error:
+        # The report fails, too, where nothing can be written any more.
+        with contextlib.suppress(OSError):
+            _write_report(checked, None, f"ended by an error: {error}")
+        raise
+    if result.stopped_by is not None:
+        evaluation.plot()
+        _write_report(checked, result.step, "stopped early")
+        say(
+            f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
+            "the same command goes on from there"
+        )
+        return RunResult(result.step, result.stopped_by, None, None)
+    speed = {}
+    if result.steps_made:
+        rate = result.steps_made * checked.job.tokens_per_step / result.seconds
+        speed = dict(zip(SPEED, (round(result.seconds, 1), round(rate, 1))))
+        say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
+    newest = latest_checkpoint(checked.checkpoint_dir)
+    try:
+        held_out = evaluation.finish(newest, step=result.step, **speed)
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {first_line(error)}"
+        _write_report(checked, result.step, f"finished, but not evaluated to the end: {what}")
+        raise TrainingError(
+            f"All {result.step} steps were made and saved; what comes after them failed: {what}. "
+            "The same command evaluates again."
+        ) from error
+    _write_report(checked, result.step, "finished")
+    return RunResult(result.step, None, held_out, evaluation.unigram)
+
+
+def _check(
+    config: RunConfig, model_dir: str, say: Callable[[str], None], part: Part
+) -> _CheckedRun:
+    """Checks what can be checked before anything is read or written."""
     check_schedule(config)
     check_pages_installed()
     runtime = choose_runtime(config, part.target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
-    directory = Path(model_dir)
     session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
     # Evaluation has a session of its own: on a server it would share variables with training.
     here = job.model._replace(mesh=job.model.mesh.on_one_process()) if part.target else job.model
+    directory = Path(model_dir)
     evaluation = HeldOut(here, directory, session, say, config.evaluate_with_averages)
-    checkpoint_dir = part.checkpoint_dir or model_dir
-    checked = _CheckedRun(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
-    with only_run_in(model_dir), evaluation, writing_to(directory):
-        remove_leftovers(model_dir)
-        start = part.chosen(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
-        if config.eval_dataset_fn is not None:
-            evaluation.prepare(
-                config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
-            )
-        try:
-            result = _train(checked, start, accepted.differences)
-        except (TrainingError, OSError) as error:
-            # The report fails, too, where nothing can be written any more.
-            with contextlib.suppress(OSError):
-                _write_report(checked, None, f"ended by an error: {error}")
-            raise
-        if result.stopped_by is not None:
-            evaluation.plot()
-            _write_report(checked, result.step, "stopped early")
-            say(
-                f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
-                "the same command goes on from there"
-            )
-            return RunResult(result.step, result.stopped_by, None, None)
-        speed = {}
-        if result.steps_made:
-            rate = result.steps_made * job.tokens_per_step / result.seconds
-            speed = {"seconds": round(result.seconds, 1), "tokens_per_second": round(rate, 1)}
-            say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
-        held_out = evaluation.finish(latest_checkpoint(checkpoint_dir), step=result.step, **speed)
-        _write_report(checked, result.step, "finished")
-    return RunResult(result.step, None, held_out, evaluation.unigram)
+    checkpoints = part.checkpoint_dir or model_dir
+    return _CheckedRun(config, job, runtime, directory, checkpoints, session, evaluation, say)
 
 
 class _CheckedRun(NamedTuple):

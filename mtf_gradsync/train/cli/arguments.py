@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import importlib
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -172,11 +173,29 @@ def add_gin_arguments(parser: Any) -> None:
     )
 
 
-def positive_count(text: str) -> int:
-    """Returns the positive whole number in a text; for another text argparse reports an error."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number; got {text!r}")
-    return int(text)
+def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], int]:
+    """Returns a type of arguments for argparse: whole numbers from `least` on."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (below and int(text) >= below):
+            most = f" below {below}" if below else ""
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of {least} or more{most}; got {text!r}"
+            )
+        return int(text)
+
+    return read
+
+
+def number(text: str) -> float:
+    """Returns the number in a text, of 0 or more; for another text argparse reports an error."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more; got {text!r}")
+    return value
 
 
 def config_of_run(model_dir: str) -> str:
@@ -267,10 +286,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help='all tasks, like worker=host1:2222,host2:2222 or {"worker": ["host1:2222", ...]}',
     )
     group.add_argument("--job_name", metavar="JOB", help="the job of this task: chief, worker, ps")
-    group.add_argument("--task_index", type=int, metavar="N", help="its number in the job, from 0")
+    group.add_argument(
+        "--task_index", type=whole_number(0), metavar="N", help="its number in the job, from 0"
+    )
     group.add_argument(
         "--watch_port",
-        type=int,
+        type=whole_number(1, 1 << 16),
         metavar="PORT",
         help="where the tasks meet on the chief's machine (default: the first port after the "
         "chief's that no task has)",
@@ -280,18 +301,22 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="address of process 0; the port is any free one there",
     )
-    group.add_argument("--num_processes", type=int, metavar="N", help="how many there are")
-    group.add_argument("--process_id", type=int, metavar="N", help="which one this is, from 0")
+    group.add_argument(
+        "--num_processes", type=whole_number(1), metavar="N", help="how many there are"
+    )
+    group.add_argument(
+        "--process_id", type=whole_number(0), metavar="N", help="which one this is, from 0"
+    )
     group.add_argument(
         "--timeout",
-        type=float,
+        type=number,
         default=300.0,
         metavar="SECONDS",
         help="how long to wait for the others at the start (default: 300)",
     )
     group.add_argument(
         "--silence",
-        type=float,
+        type=number,
         default=20.0,
         metavar="SECONDS",
         help="without a sign of life for this long a process is lost (default: 20)",

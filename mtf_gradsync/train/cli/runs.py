@@ -18,10 +18,11 @@ from mtf_gradsync.train.cli.arguments import (
     config_of_run,
     gin_file_names,
     loaded_config,
+    number,
     output_paths,
-    positive_count,
     process_of_flags,
     task_of_flags,
+    whole_number,
     writing,
 )
 
@@ -120,30 +121,36 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", required=True, metavar="DIR", help="the run's directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument(
-        "--num_samples", type=positive_count, default=1, metavar="N", help="default: 1"
+        "--num_samples", type=whole_number(), default=1, metavar="N", help="default: 1"
     )
     parser.add_argument(
         "--max_tokens",
-        type=positive_count,
+        type=whole_number(),
         default=160,
         metavar="N",
         help="how long (default: 160)",
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=number,
         default=0.5,
         metavar="T",
         help="0 takes the most likely token, 1 draws from the model's distribution (default: 0.5)",
     )
     parser.add_argument(
         "--keep_top_k",
-        type=int,
+        type=whole_number(0),
         default=0,
         metavar="K",
         help="draw from this many most likely tokens (default: 0, from all)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default: 0")
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, 1 << 32),
+        default=0,
+        metavar="N",
+        help="of the draws; default: 0",
+    )
     add_gin_arguments(parser)
 
 
@@ -154,16 +161,11 @@ def _sample(args: argparse.Namespace) -> int:
         args.prompt.encode("utf-8")
     except UnicodeEncodeError as error:  # Python's arguments hold such bytes as surrogates
         raise ConfigError(f"--prompt={os.fsencode(args.prompt)!r} is no UTF-8 text") from error
-    if args.temperature < 0 or args.keep_top_k < 0:
-        raise ConfigError(
-            "--temperature and --keep_top_k must not be negative; got "
-            f"{args.temperature} and {args.keep_top_k}"
-        )
     with loaded_config(args, [config_file]):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.runtimes.starting import latest_checkpoint
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.evaluation import sample_after
+        from mtf_gradsync.train.evaluation import Sampling, sample_after
         from mtf_gradsync.train.model import resolve_job
 
         path = latest_checkpoint(args.model_dir)
@@ -172,17 +174,15 @@ def _sample(args: argparse.Namespace) -> int:
         config = gin_files.run_config()
         model = resolve_job(config).model
         print(f"from {path}", file=sys.stderr)
-        samples = sample_after(
-            model,
-            path,
-            args.prompt,
+        settings = Sampling(
             num_samples=args.num_samples,
             max_tokens=args.max_tokens,
             temperature=args.temperature,
             keep_top_k=args.keep_top_k,
             seed=args.seed,
-            with_averages=config.evaluate_with_averages,
         )
+        averages = config.evaluate_with_averages
+        samples = sample_after(model, path, args.prompt, settings, averages)
     print("\n---\n".join(one.prompt + one.continuation for one in samples))
     return 0
 
@@ -219,14 +219,14 @@ def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=positive_count,
+        type=whole_number(),
         default=10,
         metavar="N",
         help="steps to record, tens rather than thousands: they are held in memory (default: 10)",
     )
     parser.add_argument(
         "--warm_up",
-        type=positive_count,
+        type=whole_number(),
         default=5,
         metavar="N",
         help="steps before those, which compile and fill caches (default: 5)",

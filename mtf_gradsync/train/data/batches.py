@@ -156,19 +156,24 @@ class TrainingBatches:
 
     def _check_ids(self, step: int, name: str, ids: np.ndarray) -> None:
         size = self._vocab_sizes.get(name)
-        if size is None:
-            return
-        # Mesh-TensorFlow gives a negative target no loss, and still reads its id.
-        low = 1 - size if name == "targets" else 0
-        if ids.min() >= low and ids.max() < size:
-            return
-        example, position = np.argwhere((ids < low) | (ids >= size))[0]
-        also = " (or negative, for a target without loss)" if low else ""
-        raise DataError(
-            f"{_FUNCTION}: example {example} in the batch of step {step} has the id "
-            f"{ids[example, position]} in {name!r}, at {position}; train.run.vocabulary has the "
-            f"ids 0 to {size - 1}{also}. The model would read no token at all there."
-        )
+        wrong = size and wrong_id(name, ids, size)
+        if wrong:
+            raise DataError(f"{_FUNCTION}: in the batch of step {step}, {wrong}")
+
+
+def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
+    """Returns what is wrong with the ids ``[batch, length]`` of a feature; "" if nothing is."""
+    # Mesh-TensorFlow gives a negative target no loss, and still reads its id.
+    low = 1 - size if name == "targets" else 0
+    if ids.min() >= low and ids.max() < size:
+        return ""
+    example, position = np.argwhere((ids < low) | (ids >= size))[0]
+    also = " (or negative, for a target without loss)" if low else ""
+    return (
+        f"example {example} has the id {ids[example, position]} in {name!r}, at {position}; "
+        f"train.run.vocabulary has the ids 0 to {size - 1}{also}. The model would read no token "
+        "at all there."
+    )
 
 
 def _specs(dataset: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:

@@ -115,4 +115,26 @@ def test_sample_says_what_a_directory_lacks(capsys, tmp_path):
     (tmp_path / "operative_config.gin").write_text(f"include '{TINY}'")
     assert cli.main([*command, f"--model_dir={tmp_path}"]) == cli.EXIT_BAD_CONFIG
     assert "has no checkpoint yet" in capsys.readouterr().err
-    assert cli.main([*command, f"--model_dir={tmp_path}", "--temperature=-1"]) == 2
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--temperature=nan", "--temperature=inf", "--temperature=-1", "--temperature=warm",
+     "--keep_top_k=-1", "--num_samples=0", "--max_tokens=1.5", "--seed=4294967296"],
+)  # fmt: skip
+def test_a_bad_number_names_its_flag(capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sample", "--model_dir=no", "--prompt=a", flag])
+    assert ended.value.code == 2
+    name, value = flag.split("=")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"mtf-gradsync sample: error: argument {name}: expected a ")
+    assert error.endswith(f"got '{value}'")
+
+
+@pytest.mark.parametrize("flag", ["--timeout=nan", "--silence=inf", "--watch_port=70000"])
+def test_a_bad_number_of_processes_names_its_flag(capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--gin_file=no.gin", flag])
+    assert ended.value.code == 2
+    assert f"argument {flag.split('=')[0]}: expected a " in capsys.readouterr().err

@@ -11,7 +11,7 @@ from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.data import datasets
-from mtf_gradsync.train.evaluation import build_eval_graph, sample_after
+from mtf_gradsync.train.evaluation import Sampling, build_eval_graph, sample_after
 from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.run import run
 from tests.train.conftest import NO_EVAL, QUICK, TINY
@@ -112,6 +112,6 @@ def test_samples_are_of_the_averages(train, tmp_path):
         session.run(tf.global_variables_initializer())
         tf.train.Saver(made).save(session, copy)
     model = resolve_job(gin_files.run_config()).model
-    given = {"prompt": "import", "temperature": 1.0, "max_tokens": 8}
-    averaged = sample_after(model, path, with_averages=True, **given)
-    assert averaged == sample_after(model, copy, **given)
+    given = "import", Sampling(temperature=1.0, max_tokens=8)
+    averaged = sample_after(model, path, *given, with_averages=True)
+    assert averaged == sample_after(model, copy, *given)

@@ -8,7 +8,7 @@ from mtf_gradsync.session import enable_mesh_defaults, session_config
 from mtf_gradsync.train import evaluation
 from mtf_gradsync.train.config import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.train.evaluation import sample
+from mtf_gradsync.train.evaluation import Sampling, sample
 from mtf_gradsync.train.model import ModelSettings
 from tests.train.conftest import ATTENTION, NO_EVAL, train_tiny
 
@@ -81,22 +81,19 @@ def test_later_targets_have_no_influence(evaluator):
 
 @pytest.mark.slow
 def test_samples_repeat_with_their_seed_and_follow_the_temperature(evaluator):
-    def write(**kwargs):
-        return sample(evaluator, num_samples=2, prompt_tokens=8, max_tokens=6, **kwargs)
+    def write(**given):
+        return sample(evaluator, Sampling(**{"prompt_tokens": 8, "max_tokens": 6, **given}))
 
     assert write(temperature=1.0, seed=1) == write(temperature=1.0, seed=1)
     assert write(temperature=1.0, seed=1) != write(temperature=1.0, seed=2)
     assert write(temperature=0.0, seed=1) == write(temperature=0.0, seed=2)
     assert write(temperature=1.0, keep_top_k=1) == write(temperature=0.0)
     # More than the sequence of 16 holds; the beginning is the same.
-    short, long = (
-        sample(evaluator, num_samples=1, prompt_tokens=8, max_tokens=n, temperature=0)[0]
-        for n in (6, 30)
-    )
+    short, long = (write(num_samples=1, max_tokens=n, temperature=0)[0] for n in (6, 30))
     assert long.prompt == short.prompt
     assert len(long.continuation) > 16
     assert long.continuation.startswith(short.continuation[:3])
-    assert sample(evaluator, num_samples=0, prompt_tokens=8) == []
+    assert write(num_samples=0) == []
 
 
 def test_unigram_baseline_by_hand():
