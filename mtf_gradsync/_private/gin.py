@@ -17,6 +17,47 @@ def bindings() -> dict[tuple[str, str, str], Any]:
     }
 
 
+def take(selector: str) -> dict[str, Any]:
+    """Returns what is bound on the parameters of a configurable, in no scope, and unbinds it."""
+    return gin.config._CONFIG.pop(("", selector), {})
+
+
+def unused_macros() -> list[str]:
+    """Names of the macros that no binding refers to."""
+    macro = gin.get_configurable("gin.macro")
+    used = {
+        scope
+        for one in gin.config.iterate_references(gin.config._CONFIG, to=macro)
+        for scope, _ in [one.config_key]
+    }
+    return [scope for scope, selector, _ in bindings() if selector == _MACRO and scope not in used]
+
+
+def unread() -> list[str]:
+    """Names of the bindings, but for macros, that no call has read yet."""
+    read = {
+        (scope, selector, parameter)
+        for (scope, selector), values in gin.config._OPERATIVE_CONFIG.items()
+        for parameter in values
+    }
+
+    def is_read(scope: str, selector: str, parameter: str) -> bool:
+        return any(
+            (selector, parameter) == (one, name)
+            and (not scope or where == scope or where.startswith(scope + "/"))
+            for where, one, name in read
+        )
+
+    return [
+        f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
+        for scope, selector, parameter in bindings()
+        if selector != _MACRO and not is_read(scope, selector, parameter)
+    ]
+
+
+_MACRO = "gin.macro"
+
+
 def registered() -> dict[str, list[str]]:
     """The parameters of all configurables that gin knows, by full name."""
     found = {}

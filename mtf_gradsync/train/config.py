@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import logging
 import math
 import re
 from types import ModuleType
-from typing import Any, Callable, Dict, Literal, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Literal, NamedTuple, Sequence, Tuple, Union
 
 import gin
 
@@ -66,7 +67,7 @@ def check_callable(name: str, value: Any, example: str, optional: bool = False) 
 
 def check_vocabulary(vocabulary: Any) -> None:
     """Raises ConfigError unless a vocabulary, or an (inputs, targets) pair of them, can be used."""
-    pair = vocabulary if isinstance(vocabulary, tuple) else (vocabulary,)
+    pair = vocabulary if vocabulary and isinstance(vocabulary, tuple) else (vocabulary,)
     for one in pair:
         missing = [name for name in ("vocab_size", "encode", "decode") if not hasattr(one, name)]
         if missing or isinstance(one, type) or len(pair) > 2:
@@ -83,7 +84,8 @@ _logger = logging.getLogger(__name__)
 class MeshSettings(NamedTuple):
     """A mesh, a device for each of its processors, and how many CPU devices the session needs.
 
-    `mesh_impl` makes a placement mesh of shape, layout and devices.
+    `mesh_impl` makes a placement mesh of shape, layout and devices; `rules` are the layout's pairs
+    of a tensor dimension and a mesh dimension, none where they are not known.
     """
 
     shape: mtf.Shape
@@ -91,6 +93,7 @@ class MeshSettings(NamedTuple):
     devices: list[str]
     num_cpu_devices: int
     mesh_impl: Callable[..., Any] = mtf.placement_mesh_impl.PlacementMeshImpl
+    rules: Sequence[tuple[str, str]] = ()
 
     def placement_mesh(self, devices: Sequence[str] | None = None) -> Any:
         """Makes the placement mesh, on its own devices or on others."""
@@ -108,6 +111,52 @@ class MeshSettings(NamedTuple):
         """Returns into how many parts the mesh splits tensor dimensions of a name."""
         return mtf.tensor_dim_to_mesh_dim_size(self.layout, self.shape, mtf.Dimension(dimension, 0))
 
+    def check_splits(self, graph: mtf.Graph, inputs: Collection[str]) -> None:
+        """Checks the layout against the dimensions of a model's tensors.
+
+        `inputs` are the names of the dimensions of its inputs.
+
+        Raises ConfigError for a dimension that the mesh cannot split evenly, and where rules for a
+        mesh dimension name no dimension of a tensor, so that nothing is split over it. Other rules
+        that split no variable and no input are logged: Mesh-TensorFlow's attention takes any name
+        to split its own tensors over a mesh dimension that splits nothing else there.
+        """
+        dims = sorted({dim for op in graph.operations for x in op.outputs for dim in x.shape.dims})
+        names = [dim.name for dim in dims]
+        variables = {dim.name for v in graph.all_variables for dim in v.shape.dims}
+        given = sorted(variables.union(inputs))
+        sizes = {axis.name: axis.size for axis in self.shape.dims}
+        axes = {name: axis for name, axis in self.rules if axis in sizes}
+        uneven = [dim for dim in dims if dim.size % self.split(dim.name)]
+        if uneven:
+            over = {axes.get(dim.name, "?"): self.split(dim.name) for dim in uneven}
+            hint = "Change one of the two"
+            if "vocab" in (dim.name for dim in uneven):
+                hint += (
+                    f"; Unitransformer.vocab_divisor = {self.split('vocab')} pads the vocabulary"
+                )
+            raise ConfigError(
+                f'train.run.mesh_shape = "{mesh_text(self.shape)}" splits by '
+                f"{' and '.join(f'{axis}:{size}' for axis, size in over.items())}, which does not "
+                f"divide {', '.join(f'{dim.name} = {dim.size}' for dim in uneven)} of the model "
+                f"(train.run.layout_rules). {hint}."
+            )
+        for name, axis in self.rules:
+            if name in given or axis not in sizes:
+                continue
+            close = difflib.get_close_matches(name, given, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            if sizes[axis] > 1 and not any(axes.get(one) == axis for one in names):
+                raise ConfigError(
+                    f'train.run.layout_rules: no tensor of this model has the dimension "{name}"'
+                    f"{hint}, and nothing is split over the {sizes[axis]} parts of the mesh "
+                    f'dimension "{axis}". There are {", ".join(given)}.'
+                )
+            _logger.info(
+                "The layout rule %s:%s splits no variable and no input: none has this dimension%s",
+                name, axis, hint,
+            )  # fmt: skip
+
 
 def resolve_mesh(
     mesh_shape: MeshShapeLike,
@@ -120,7 +169,8 @@ def resolve_mesh(
     layout = _convert(
         mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"
     )
-    _check_rules(_layout_pairs(layout_rules), shape)
+    rules = _layout_pairs(layout_rules)
+    _check_rules(rules, shape)
     if mesh_devices is None:
         mesh_devices = [f"/device:CPU:{i}" for i in range(shape.size)]
     if isinstance(mesh_devices, str) or len(mesh_devices) != shape.size:
@@ -137,6 +187,7 @@ def resolve_mesh(
         list(mesh_devices),
         _num_cpu_devices(mesh_devices),
         mesh_impl or mtf.placement_mesh_impl.PlacementMeshImpl,
+        rules,
     )
 
 
@@ -281,6 +332,11 @@ def resolve_learning_rate(
                 "Numbers in train.run.learning_rate_schedule must be finite and not negative; got "
                 f"{learning_rate_schedule!r}"
             )
+    if factors == [] or factors == ():
+        raise ConfigError(
+            "train.run.learning_rate_schedule is empty; give factors to multiply, or None for the "
+            "optimizer's own learning rate"
+        )
     if isinstance(factors, (list, tuple)) and all(callable(f) or is_number(f) for f in factors):
         return functools.partial(
             learning_rate_schedules().product_learning_rate,

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import logging
 import re
 import tokenize
@@ -19,12 +18,13 @@ import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
 import mtf_gradsync.train.evaluation  # noqa: F401
 from mtf_gradsync._configs import configs_dir
-from mtf_gradsync._private.gin import bindings, registered
+from mtf_gradsync._private.gin import bindings, registered, take, unused_macros
 from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.config import RunConfig, transformer_utils
 
 _RUN = "mtf_gradsync.train.run"
 _UTILS_RUN = "mesh_tensorflow.transformer.utils.run"
+_FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 
 
 def load(
@@ -33,9 +33,9 @@ def load(
     """Replaces gin's configuration by that of files and bindings; later ones override.
 
     Files are looked for as named, then in search_paths, then among the files that come with the
-    package. What a file binds on ``utils.run`` (T5's way) and nobody binds on ``train.run`` goes
-    to ``train.run`` where that has a parameter of the name. Returns the ``utils.run`` bindings that
-    have no meaning here.
+    package. What is bound on ``utils.run`` (T5's way) goes to ``train.run`` where that has a
+    parameter of the name; of what files bind, ``train.run`` counts. Returns the ``utils.run``
+    bindings and the macros that have no meaning here.
     """
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()
@@ -47,10 +47,22 @@ def load(
     with _no_search_log():
         for name in gin_files:
             _parse(gin.parse_config_file, name, name)
+        ignored = _take_over_utils_run()
+        unused = unused_macros()
         # One by one, because gin numbers lines where a binding wants to be quoted.
         for binding in gin_params:
             _parse(gin.parse_config, binding, f"--gin_param={binding!r}")
-    ignored = _take_over_utils_run()
+            _take_over_utils_run(overrides=True)
+    # A flag for another binding may well leave a macro of a file without a use.
+    given = re.findall(r"^\s*(\w+)\s*=", "\n".join(gin_params), re.MULTILINE)
+    more = [name for name in unused_macros() if name in given and name not in unused]
+    if more:
+        names = sorted({scope for scope, selector, _ in bindings() if selector == "gin.macro"})
+        hint = _close_to(more[0], [name for name in names if name not in more])
+        raise ConfigError(f"--gin_param: nothing in the config uses the macro {more[0]!r}{hint}")
+    left = [parameter for _, selector, parameter in bindings() if selector == _UTILS_RUN]
+    ignored += [f"utils.run.{name}" for name in left]
+    ignored += [f"{name} (a macro that nothing uses)" for name in unused]
     try:
         gin.finalize()
     except ValueError as error:
@@ -108,6 +120,9 @@ def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
     ) as error:  # fmt: skip
         # `where` has the text of a binding, and the message the token of a value.
         said = re.sub(" In bindings string .*|malformed node or string.*> ", "", _one_line(error))
+        if "os.PathLike object, not NoneType" in said:
+            # gin's words where the folder's name could be a package, which has no such file either.
+            said = "there is no such file, or one that it includes is not there"
         raise ConfigError(f"{where}: {_with_hint(said)}") from error
 
 
@@ -133,8 +148,13 @@ def _with_hint(said: str) -> str:
         names = {name.split(".")[-1] for name in known}
     else:
         return said
-    close = difflib.get_close_matches(given, sorted(names), n=2)
-    return f"{said.rstrip('.')}; did you mean {' or '.join(close)}?" if close else said
+    hint = _close_to(given, sorted(names))
+    return f"{said.rstrip('.')}{hint}" if hint else said
+
+
+def _close_to(given: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(given, names, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 @contextlib.contextmanager
@@ -152,16 +172,16 @@ def _no_search_log() -> Iterator[None]:
         logging.getLogger().removeFilter(keep)
 
 
-def _take_over_utils_run() -> list[str]:
-    ours = {field.name for field in dataclasses.fields(RunConfig)}
+def _take_over_utils_run(overrides: bool = False) -> list[str]:
+    """Moves bindings of ``utils.run`` to ``train.run``; returns those that have no effect."""
     ignored = []
-    for name in inspect.signature(transformer_utils().run).parameters:
-        if not _is_bound(f"{_UTILS_RUN}.{name}"):
-            continue
-        if name not in ours:
-            ignored.append(f"utils.run.{name}")
-        elif not _is_bound(f"{_RUN}.{name}"):
-            gin.bind_parameter(f"{_RUN}.{name}", gin.query_parameter(f"{_UTILS_RUN}.{name}"))
+    for name, value in take(_UTILS_RUN).items():
+        if name not in _FIELDS:
+            gin.bind_parameter(f"{_UTILS_RUN}.{name}", value)
+        elif overrides or not _is_bound(f"{_RUN}.{name}"):
+            gin.bind_parameter(f"{_RUN}.{name}", value)
+        elif value != gin.query_parameter(f"{_RUN}.{name}"):
+            ignored.append(f"utils.run.{name} (train.run.{name} counts)")
     return ignored
 
 

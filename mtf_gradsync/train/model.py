@@ -101,6 +101,15 @@ class MeshModel:
         self.settings = settings
         self.graph = mtf.Graph()
         self.mesh = mtf.Mesh(self.graph, "mesh")
+        sizes = {"outer_batch": settings.outer_batch_size, "batch": settings.batch_size}
+        if settings.outer_batch_size:
+            sizes["batch"] //= settings.outer_batch_size
+        self._batch_dims = [mtf.Dimension(name, size) for name, size in sizes.items() if size]
+
+    @property
+    def input_dims(self) -> list[str]:
+        """The names of the dimensions of features."""
+        return [*(dim.name for dim in self._batch_dims), "length"]
 
     def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Imports int tensors ``[batch_size, length]``, by feature name, into the mtf graph.
@@ -110,13 +119,6 @@ class MeshModel:
         """
         settings = self.settings
         settings.check_features(features, "The data set")
-        batch_dims = [mtf.Dimension("batch", settings.batch_size)]
-        if settings.outer_batch_size:
-            outer = settings.outer_batch_size
-            batch_dims = [
-                mtf.Dimension("outer_batch", outer),
-                mtf.Dimension("batch", settings.batch_size // outer),
-            ]
         imported = {}
         for name, x in sorted(features.items()):
             if not settings.reads(name):
@@ -127,7 +129,7 @@ class MeshModel:
                     f"The data set gives {name!r} the shape {x.shape} in batches; "
                     f"train.run.sequence_length wants {[settings.batch_size, length]}"
                 )
-            shape = mtf.Shape([*batch_dims, mtf.Dimension("length", length)])
+            shape = mtf.Shape([*self._batch_dims, mtf.Dimension("length", length)])
             x = tf.reshape(tf.cast(x, tf.int32), shape.to_integer_list)
             imported[name] = mtf.import_fully_replicated(self.mesh, x, shape, name=name)
         return imported

@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync import simd
+from mtf_gradsync._private.gin import unread
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
 from mtf_gradsync.mesh.axes import mesh_text
@@ -339,6 +340,9 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
                 checked.evaluation.build()
                 # Includes the parameters that evaluation alone takes from gin.
                 write_text(directory / CONFIG_FILE, gin.operative_config_str())
+                unread_bindings = _unread_bindings()
+                if unread_bindings:
+                    say(unread_bindings)
                 check_drawing()
 
             def on_checkpoint(saved: str, at: int, progress: Progress) -> None:
@@ -464,3 +468,15 @@ def _make(runner: Runner, count: int, stop: Interruption) -> Sequence[int]:
     while pending:
         look()
     return updates
+
+
+def _unread_bindings() -> str:
+    """Returns a line about bindings that nothing has read up to now; "" if all were read.
+
+    Those of ``utils.run`` and macros are not in it: the command names them.
+    """
+    most_names = 12
+    names = [name for name in unread() if not name.startswith("utils.run.")]
+    shown, more = ", ".join(names[:most_names]), len(names) - most_names
+    also = f" and {more} more" if more > 0 else ""
+    return f"nothing of this run reads the bindings of {shown}{also}" if names else ""

@@ -77,6 +77,7 @@ def build_train_graph(
     with mesh_block() as mesh_impl:
         model = MeshModel(job.model, mesh_impl)
         loss, grads = _loss_and_gradients(model, features)
+        job.model.mesh.check_splits(model.graph, model.input_dims)
         chosen = _variable_chooser(job.variable_filter)
         pairs = [(g, v) for g, v in zip(grads, model.graph.trainable_variables) if chosen(v)]
         if not pairs:

@@ -14,13 +14,13 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.train import gin_files, held_out, train_graph
+from mtf_gradsync.train import held_out, train_graph
 from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.metrics import read_metrics
 from mtf_gradsync.train.report import REPORT_FILE
 from tests import grappler
-from tests.train.conftest import ATTENTION, FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
+from tests.train.conftest import ATTENTION, FASTEST, NO_EVAL, REPORTS, train_tiny
 from tests.train.metrics.test_metrics import events_shown
 
 in_main_thread = pytest.mark.skipif(
@@ -276,6 +276,27 @@ def test_mesh_is_chosen_by_gin_alone(train, plain):
     assert "placement_mesh_impl.reducer = @FusedAllReduce()" in config
 
 
+def test_bindings_without_effect_are_named(train):
+    more = ["train.run.train_steps = 1", "AdafactorOptimizer.learning_rate = 3.0"]
+    said = train(*more, "nobody/Unitransformer.max_length = 4")[2]
+    (line,) = [line for line in said if line.startswith("nothing of this run reads")]
+    assert ", AdafactorOptimizer.learning_rate, nobody/Unitransformer.max_length" in line
+    # The model has no attention, which the file of T5 that it includes binds.
+    assert "SelfAttention.num_heads" in line
+    assert "DenseReluDense" not in line
+    said = train("train.run.train_steps = 1", ATTENTION, model_dir="other")[2]
+    assert not [line for line in said if "nothing of this run" in line or "layout rule" in line]
+
+
+def test_a_layout_that_splits_nothing_is_refused(train):
+    mesh = [
+        "train.run.mesh_shape = 'batch:2;model:2'",
+        "train.run.layout_rules = 'batch:batch,d_fff:model'",
+    ]
+    with pytest.raises(ConfigError, match=r'has the dimension "d_fff" .did you mean d_ff'):
+        train(NO_EVAL, *mesh)
+
+
 def test_microbatches_make_the_same_step(train, plain):
     _, parts, _ = train(
         NO_EVAL,
@@ -379,20 +400,6 @@ def test_loss_that_is_not_finite_is_accepted_for_a_while_where_the_optimizer_ski
         train(*bindings)
     with pytest.raises(TrainingError, match=r"step 1\d\d is nan, as in the 100 steps before"):
         train(*bindings, "train.run.train_steps = 130")
-
-
-def test_t5_style_bindings_are_taken_over_where_ours_are_not_given(tmp_path):
-    ignored = gin_files.load(
-        [TINY],
-        [
-            "utils.run.keep_checkpoint_max = 1",
-            "utils.run.train_steps = 999",
-            "utils.run.iterations_per_loop = 10",
-        ],
-    )
-    assert ignored == ["utils.run.iterations_per_loop"]
-    assert gin.query_parameter("train.run.keep_checkpoint_max") == 1
-    assert gin.query_parameter("train.run.train_steps") == 12
 
 
 class ShowsFields(mtf.optimize.SgdOptimizer):

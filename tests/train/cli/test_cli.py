@@ -85,6 +85,7 @@ def test_missing_bindings_are_named(capsys, tmp_path):
 
 def test_missing_macro_and_file_are_named(capsys, tmp_path):
     assert "no_such.gin" in fail(capsys, "--gin_file=no_such.gin")
+    assert "configs/no.gin: there is no such file" in fail(capsys, "--gin_file=configs/no.gin")
     assert "Give at least one --gin_file" in fail(capsys)
     text = fail(
         capsys, f"--gin_file={TINY}", "--gin_param=Unitransformer.d_model = %width",

@@ -153,6 +153,6 @@ def test_plans_the_transformer_of_a_config(capsys, tmp_path):
     reasons = {refused["mesh_shape"]: refused["reason"] for refused in plan["refused"]}
     assert reasons["batch:8;model:1"] == "the mesh has 8 cores and the topology 4"
     # Two heads.
-    assert "not divisible" in reasons["batch:1;model:4"]
+    assert "model:4, which does not divide heads = 2" in reasons["batch:1;model:4"]
     assert reasons["batch:1;model:4"] in printed
     assert png_file.stat().st_size

@@ -61,10 +61,37 @@ def test_what_is_required_is_asked_for():
     assert str(raised.value) == f"Missing in the config: {', '.join(missing)}"
 
 
-def test_parameters_of_t5_mean_the_same():
-    gin_files.load([TINY], ["utils.run.keep_checkpoint_max = 3", "utils.run.train_steps = 999"])
+def test_parameters_of_t5_mean_the_same(tmp_path):
+    more = tmp_path / "more.gin"
+    more.write_text("""
+        utils.run.total_run_steps = 5
+        utils.run.train_steps = 999
+        utils.run.iterations_per_loop = 7
+    """)
+    # Of files, train.run counts, which configs of this package bind; a flag overrides both.
+    flags = ["utils.run.keep_checkpoint_max = 3", "utils.run.mesh_shape = 'batch:4'"]
+    ignored = gin_files.load([TINY, str(more)], flags)
     config = gin_files.run_config()
     assert (config.keep_checkpoint_max, config.train_steps) == (3, 12)
+    assert config.total_run_steps == 5
+    assert config.mesh_shape == "batch:4"
+    assert ignored == [
+        "utils.run.train_steps (train.run.train_steps counts)",
+        "utils.run.iterations_per_loop",
+    ]
+    steps = "run.total_run_steps ="
+    gin_files.load([TINY], [f"utils.{steps} 1", f"train.{steps} 2", f"utils.{steps} 1"])
+    assert gin_files.run_config().total_run_steps == 1
+
+
+def test_a_macro_that_nothing_uses_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing .* uses the macro 'num_layer'; .*num_layers\?"):
+        gin_files.load([TINY], ["num_layer = 4"])
+    more = tmp_path / "more.gin"
+    more.write_text("num_layer = 4\nWIDTH = 8\nd_ff = %WIDTH")
+    (ignored,) = gin_files.load([TINY, str(more)], ["num_layer = 5", "WIDTH = 16", "d_model = 8"])
+    assert ignored == "num_layer (a macro that nothing uses)"
+    assert gin.query_parameter("WIDTH/gin.macro.value") == 16
 
 
 def test_nothing_is_left_to_register_once_a_config_is_read():

@@ -1,6 +1,6 @@
 import pytest
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
 from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train import config
@@ -57,6 +57,44 @@ def test_rules_for_other_meshes_have_no_effect():
     assert mesh.shape == mtf.convert_to_shape("batch:4")
 
 
+def test_layouts_are_checked_against_the_tensors_of_a_model(caplog):
+    caplog.set_level("INFO", "mtf_gradsync.train.config")
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    dims = [mtf.Dimension("vocab", 260), mtf.Dimension("d_ff", 12)]
+    with tf.Graph().as_default():
+        mtf.get_variable(mesh, "embedding", mtf.Shape(dims))
+    mtf.zeros(mesh, mtf.Shape([mtf.Dimension("made", 4)]))
+
+    def check(mesh_shape, layout):
+        settings = resolve_mesh(mesh_shape, layout, None)
+        caplog.clear()
+        settings.check_splits(graph, ["batch"])
+        return caplog.text
+
+    assert not check("b:4;m:2", "batch:b,vocab:m,d_ff:m,d_kv:other")
+    with pytest.raises(
+        ConfigError, match=r"by m:3, which does not divide vocab = 260 of.*divisor = 3 p"
+    ):
+        check("b:4;m:3", "vocab:m,d_ff:m")
+    with pytest.raises(
+        ConfigError, match=r"by m:8, which does not divide d_ff = 12 of.*one of the two\.$"
+    ):
+        check("b:4;m:8", "d_ff:m")
+    with pytest.raises(
+        ConfigError, match=r'"d_fff" \(did you mean d_ff\?\), and nothing is split .* 2 .*"m"'
+    ):
+        check("b:4;m:2", "batch:b,d_fff:m")
+    # Other rules of the mesh dimension split something; a dimension of 1 part has nothing to split.
+    for mesh_shape, layout in (("b:4;m:2", "d_fff:m,vocab:m"), ("b:4;m:1", "d_fff:m")):
+        assert (
+            "The layout rule d_fff:m splits no variable and no input: none has this dim"
+            in check(mesh_shape, layout)
+        )
+    # What the model makes itself is split, though no variable is.
+    assert "The layout rule made:m splits no variable" in check("b:4;m:2", "made:m")
+
+
 def test_batch_size_may_be_given_per_replica():
     mesh = resolve_mesh(MESH, LAYOUT, None)
     lengths = config.resolve_sequence_length(64)
@@ -98,9 +136,12 @@ def test_learning_rate_forms():
         config.resolve_learning_rate("fast", 10)
     with pytest.raises(ConfigError, match="learning_rate_schedule"):
         config.resolve_learning_rate([0.1, "fast"], 10)
+    for empty in ([], ()):
+        with pytest.raises(ConfigError, match="learning_rate_schedule is empty"):
+            config.resolve_learning_rate(empty, 10)
 
 
-@pytest.mark.parametrize("vocabulary", [ByteVocabulary, "bytes", (ByteVocabulary(), None)])
+@pytest.mark.parametrize("vocabulary", [ByteVocabulary, "bytes", (ByteVocabulary(), None), ()])
 def test_vocabulary_errors(vocabulary):
     with pytest.raises(ConfigError, match=r"train.run.vocabulary.*@ByteVocabulary\(\)"):
         config.check_vocabulary(vocabulary)
