@@ -334,8 +334,8 @@ def resolve_learning_rate(
             )
     if factors == [] or factors == ():
         raise ConfigError(
-            "train.run.learning_rate_schedule is empty; give factors to multiply, or None for the "
-            "optimizer's own learning rate"
+            f"train.run.learning_rate_schedule needs factors to multiply, or None for the "
+            f"optimizer's own learning rate; got {factors!r}"
         )
     if isinstance(factors, (list, tuple)) and all(callable(f) or is_number(f) for f in factors):
         return functools.partial(

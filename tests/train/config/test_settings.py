@@ -137,7 +137,7 @@ def test_learning_rate_forms():
     with pytest.raises(ConfigError, match="learning_rate_schedule"):
         config.resolve_learning_rate([0.1, "fast"], 10)
     for empty in ([], ()):
-        with pytest.raises(ConfigError, match="learning_rate_schedule is empty"):
+        with pytest.raises(ConfigError, match="learning_rate_schedule needs factors"):
             config.resolve_learning_rate(empty, 10)
 
 
