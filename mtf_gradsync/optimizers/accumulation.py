@@ -284,7 +284,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
             needs_shards=is_local,
             or_else="accumulate reduced gradients, by accumulate='synced'",
             schedules_updates=True,
-            skips_not_finite=getattr(self._skip_fn, "leaves_out_not_finite", False),
+            skips_not_finite=getattr(self._skip_fn, "skips_not_finite", False),
             one_mesh=_SYNCED_INSTEAD if is_local else "",
         )
 

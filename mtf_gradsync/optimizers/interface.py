@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._common import warn_once
@@ -14,7 +13,7 @@ from mtf_gradsync.gradients.copies import check_groups_cover
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
-from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits, shard_names
+from mtf_gradsync.optimizers.pipeline import StepBuilder, shard_names
 from mtf_gradsync.step import Plan, advance_step
 
 
@@ -116,30 +115,6 @@ class TrainOptimizerInterface:
         self._check_arguments(OwnArguments((), kwargs))
         pairs = self.compute_gradients(loss, var_list)
         return self.apply_gradients(pairs, global_step, name, **kwargs)
-
-
-def _deprecated(old: str, *new: str) -> property:
-    """Makes a deprecated attribute: whether one of some traits holds."""
-
-    def warn_and_get(self: DeprecatedNames) -> bool:
-        name = type(self).__name__
-        text = f"{name}.{old} is deprecated: use {name}.traits.{new[0]}."
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return any(getattr(self.traits, trait) for trait in new)
-
-    return property(warn_and_get)
-
-
-class DeprecatedNames:
-    """A mixin for wrappers: deprecated names, which warn and name the new ones."""
-
-    traits: Traits
-
-    skips_updates = _deprecated("skips_updates", "schedules_updates")
-    tells_replicas_apart = _deprecated("tells_replicas_apart", "skips_shards")
-    leaves_out_not_finite = _deprecated(
-        "leaves_out_not_finite", "skips_not_finite", "watches_not_finite"
-    )
 
 
 class ShardShapes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal, NamedTuple, Sequence, Union
 
 import gin
@@ -28,7 +27,7 @@ from mtf_gradsync.optimizers.skips import (
 )
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Gate, Plan, Watched, values_after
+from mtf_gradsync.step import Gate, Plan, values_after
 
 
 class Rule(NamedTuple):
@@ -223,19 +222,6 @@ class LossScaleOptimizer(ReportsSkips):
     def skipped(self) -> mtf.Variable | None:
         """Steps skipped so far (int32); None before gradients were computed or applied."""
         return self._state and self._state.skipped
-
-    @property
-    def skipped_now(self) -> mtf.Tensor | None:
-        """`skipped` after the step that it is fetched with; None before gradients were applied."""
-        now = self._values_now()
-        return now and now.skipped
-
-    @property
-    def told(self) -> Watched | None:
-        """The deprecated name of `skip_report`."""
-        text = "LossScaleOptimizer.told is deprecated: use LossScaleOptimizer.skip_report."
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return self.skip_report
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""

@@ -480,7 +480,7 @@ def skip_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None
     return mtf.greater(not_finite(grads, reducer), 0.0)
 
 
-skip_not_finite.leaves_out_not_finite = True
+skip_not_finite.skips_not_finite = True
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -496,7 +496,7 @@ class skip_large_updates:
       optax.skip_large_updates
     """
 
-    leaves_out_not_finite = True
+    skips_not_finite = True
 
     def __init__(self, max_norm: float):
         """Sets the norm.

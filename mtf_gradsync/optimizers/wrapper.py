@@ -17,7 +17,7 @@ from mtf_gradsync.gradients import checks
 from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
-from mtf_gradsync.optimizers.interface import DeprecatedNames, ShardShapes, TrainOptimizerInterface
+from mtf_gradsync.optimizers.interface import ShardShapes, TrainOptimizerInterface
 from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
@@ -40,9 +40,7 @@ _OF_TENSORFLOW = (tf.Tensor, tf.Variable, tf.Operation, tf.Graph)
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-class Wrapper(
-    AppliesPairs, DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer
-):
+class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
     A subclass calls `_wrap` in its constructor, and defines its `stages` and its `traits`, which

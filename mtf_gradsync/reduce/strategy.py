@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import warnings
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import tf
@@ -24,8 +23,6 @@ from mtf_gradsync.reduce.parts import Cuts, take_parts
 from mtf_gradsync.reduce.scatter_gather import reduce_scatter
 from mtf_gradsync.reduce.state import GradientOfCores, State, StateMaker
 from mtf_gradsync.reduce.sums import simd_wire_dtype
-
-_OLD_NAME = "Strategy.reduces_gradients_apart is deprecated: use Strategy.has_gradient_reduction."
 
 
 class Strategy(abc.ABC):
@@ -93,21 +90,6 @@ class Strategy(abc.ABC):
     def has_gradient_reduction(self) -> bool:
         """Whether gradients of an optimizer are reduced by `reduce_gradients`."""
         return False
-
-    @property
-    def reduces_gradients_apart(self) -> bool:
-        """The old name of `has_gradient_reduction`, deprecated."""
-        warnings.warn(_OLD_NAME, DeprecationWarning, stacklevel=2)
-        return self.has_gradient_reduction
-
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        own = vars(cls)
-        if "reduces_gradients_apart" in own and "has_gradient_reduction" not in own:
-            warnings.warn(_OLD_NAME, DeprecationWarning, stacklevel=2)
-            cls.has_gradient_reduction = vars(cls)[  # type: ignore[method-assign]
-                "reduces_gradients_apart"
-            ]
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         """Makes the variables that this strategy keeps for gradients, when a step is built.
@@ -295,11 +277,7 @@ def reduce_scatter_by(
 
 def has_gradient_reduction(strategy: Any) -> bool:
     """Whether a strategy, which need not be a `Strategy`, has a `reduce_gradients` of its own."""
-    found = getattr(strategy, "has_gradient_reduction", None)
-    if found is None and hasattr(strategy, "reduces_gradients_apart"):
-        warnings.warn(_OLD_NAME, DeprecationWarning, stacklevel=2)
-        found = strategy.reduces_gradients_apart
-    return bool(found)
+    return bool(getattr(strategy, "has_gradient_reduction", False))
 
 
 def check_strategy(reducer: Any) -> Any:

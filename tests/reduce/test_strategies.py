@@ -5,7 +5,6 @@ import pytest
 
 from mtf_gradsync import reduce, simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from tests import harness
 from tests.reduce import on_mesh
 
@@ -195,23 +194,3 @@ def test_what_has_no_sum_is_refused_before_anything_is_built(strategy):
             with pytest.raises(ValueError, match=message):
                 STRATEGIES[strategy]().all_reduce(impl, [values[0], value], groups)
         assert len(graph.get_operations()) == before
-
-
-def test_the_old_name_of_has_gradient_reduction_warns():
-    for strategy in (reduce.FusedAllReduce(), reduce.QuantizedAllReduce()):
-        with pytest.warns(DeprecationWarning, match="has_gradient_reduction"):
-            assert strategy.reduces_gradients_apart == strategy.has_gradient_reduction
-
-    with pytest.warns(DeprecationWarning, match="has_gradient_reduction"):
-
-        class Old(reduce.FusedAllReduce):
-            reduces_gradients_apart = True
-
-    assert Old().has_gradient_reduction
-
-    class NoSubclass:
-        reduces_gradients_apart = True
-
-    with pytest.warns(DeprecationWarning, match="has_gradient_reduction"):
-        assert has_gradient_reduction(NoSubclass())
-    assert not has_gradient_reduction(object())

@@ -383,7 +383,7 @@ def test_loss_that_is_not_finite_ends_the_run(train, tmp_path):
 
 
 class LeavesOut(mtf.optimize.SgdOptimizer):
-    leaves_out_not_finite = True
+    skips_not_finite = True
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def traits_of(opt: Any) -> Traits:
     if isinstance(traits, Traits):
         return traits
     # Optimizers of users may have an attribute for one trait: docs/training.md.
-    skips = bool(getattr(opt, "leaves_out_not_finite", False))
+    skips = bool(getattr(opt, "skips_not_finite", False))
     return Traits(reduces=False, takes_parts=True, skips_not_finite=skips)
 
 

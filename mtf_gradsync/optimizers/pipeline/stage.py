@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import warnings
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._common import warn_once
@@ -271,14 +270,6 @@ class Stage:
     remakes = False
     tells_finite = False
     reads_shown = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Takes the deprecated name `wants_whole` for `wants_reduced`."""
-        super().__init_subclass__(**kwargs)
-        if "wants_whole" in vars(cls):
-            text = f"{cls.__name__}.wants_whole is deprecated: use wants_reduced."
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            cls.wants_reduced = vars(cls)["wants_whole"]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """Returns the gradients for the next stage; may add operations and conditions to the step.
