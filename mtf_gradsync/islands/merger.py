@@ -1,0 +1,550 @@
+"""The merger: makes each version of the outer values from what islands have contributed.
+
+A version is made in two writes: first the decision (whose contributions, with which weights and
+checksums), then the values. What a version is depends on its decision and the objects that this
+names alone, not on when anything arrived, so that a merger that was killed anywhere makes the same
+bits when it is started again, and `replay` does so at any time.
+
+The arithmetic is that of Decoupled DiLoCo (Douillard et al. 2026, arXiv 2604.21428) and of
+`OuterOptimizer`: SGD with (Nesterov) momentum whose gradient is the mean, weighted by tokens, of
+what each island's values have moved from the version that it began with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._common import is_number
+from mtf_gradsync.islands.encoding import decoded
+from mtf_gradsync.islands.folder import SUFFIX, DamagedObjectError, Folder, Spec
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = "settings.json"
+_LEASE = "merger.json"
+_LOCK = ".merger.lock"
+
+
+class MergerError(RuntimeError):
+    """The merger cannot go on: another one has the folder, or an object that it needs is gone."""
+
+
+class MergeSettings(NamedTuple):
+    """How versions are made. The first merger writes these into the folder; they do not change.
+
+    Attributes:
+      outer_learning_rate: of SGD on the outer values.
+      outer_momentum: of SGD, 0 for none.
+      nesterov: whether the momentum is Nesterov's.
+      fragments: into how many sets the variables are cut, which take turns.
+    """
+
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.5
+    nesterov: bool = True
+    fragments: int = 1
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that makes no sense."""
+        if not is_number(self.outer_learning_rate) or not 0.0 < self.outer_learning_rate < 10.0:
+            raise ValueError(
+                f"outer_learning_rate must be positive, got {self.outer_learning_rate!r}."
+            )
+        if not is_number(self.outer_momentum) or not 0.0 <= self.outer_momentum < 1.0:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}.")
+        if not isinstance(self.fragments, int) or self.fragments < 1:
+            raise ValueError(
+                f"fragments must be a whole number of at least 1, got {self.fragments!r}."
+            )
+
+    @classmethod
+    def of(cls, folder: Folder) -> MergeSettings | None:
+        """Returns the settings of a folder; None before a merger has begun there."""
+        found = folder.read_json(SETTINGS)
+        return None if found is None else cls(**found)
+
+
+class Waiting(NamedTuple):
+    """How long a merger waits for contributions.
+
+    Attributes:
+      quorum: how many contributions to the newest version a merge needs.
+      min_grace: seconds to wait for more after the quorum is there, at least.
+      max_grace: at most. Between the two it adapts to how far apart contributions usually come.
+      max_staleness: how many versions old a contribution may be that is still merged.
+    """
+
+    quorum: int = 1
+    min_grace: float = 1.0
+    max_grace: float = 60.0
+    max_staleness: int = 0
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that makes no sense."""
+        for name, least in (("quorum", 1), ("max_staleness", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if not 0.0 <= self.min_grace <= self.max_grace:
+            raise ValueError(
+                "The grace window must have 0 <= min_grace <= max_grace, got "
+                f"min_grace={self.min_grace!r}, max_grace={self.max_grace!r}."
+            )
+
+
+def version_object(version: int) -> str:
+    """The name of the object with the values of a version."""
+    return f"versions/{version:08d}{SUFFIX}"
+
+
+def momentum_object(version: int) -> str:
+    """The name of the object with the momentum after a version."""
+    return f"momenta/{version:08d}{SUFFIX}"
+
+
+def decision_object(version: int) -> str:
+    """The name of the object that says what a version is made of."""
+    return f"decisions/{version:08d}.json"
+
+
+def contribution_object(version: int, island: str) -> str:
+    """The name of an island's contribution to what follows a version."""
+    return f"contributions/{version:08d}/{island}{SUFFIX}"
+
+
+def offer_object(island: str) -> str:
+    """The name of the initial values that an island offers."""
+    return f"offers/{island}{SUFFIX}"
+
+
+def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
+    """The names of the variables that a version changes; all of them in version 0."""
+    ordered = sorted(names)
+    return ordered if version == 0 else ordered[(version - 1) % fragments :: fragments]
+
+
+def newest_version(folder: Folder) -> int | None:
+    """Returns the number of the newest version whose values are there, or None."""
+    names = [name for name in folder.names("versions") if name.endswith(SUFFIX)]
+    return int(names[-1][: -len(SUFFIX)]) if names else None
+
+
+def versions_that_make(version: int, fragments: int) -> list[int]:
+    """The versions whose objects hold the newest values of all variables, in ascending order."""
+    first = max(version - fragments + 1, 0)
+    return sorted({0, *range(first, version + 1)}) if first <= 1 else list(range(first, version + 1))
+
+
+def read_values(
+    folder: Folder, version: int, fragments: int, specs: Mapping[str, Spec] | None = None
+) -> dict[str, np.ndarray]:
+    """Returns the values of all variables as of a version.
+
+    Raises DamagedObjectError for an object that is damaged, foreign or gone.
+    """
+    values: dict[str, np.ndarray] = {}
+    for number in versions_that_make(version, fragments):
+        wanted = specs
+        if specs is not None:
+            wanted = {name: specs[name] for name in fragment_of(number, list(specs), fragments)}
+        found = folder.load(version_object(number), wanted)
+        if found is None:
+            raise DamagedObjectError(f"{version_object(number)} in {folder.url} is gone.")
+        values.update(found.tensors)
+    return values
+
+
+def merged(
+    values: Mapping[str, np.ndarray],
+    momenta: Mapping[str, np.ndarray],
+    parts: Iterator[tuple[float, Mapping[str, np.ndarray]]],
+    settings: MergeSettings,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Makes the outer step: new values and momenta of the variables in `values`.
+
+    `parts` are weights and changes (values at the begin less those now), in the order in which
+    they are added up, in float64.
+    """
+    total, weights = {name: np.zeros(x.shape) for name, x in values.items()}, 0.0
+    for weight, change in parts:
+        weights += weight
+        for name, sum_of in total.items():
+            sum_of += weight * change[name].astype(np.float64)
+    new, velocities, momentum = {}, {}, settings.outer_momentum
+    for name, x in values.items():
+        gradient = total[name] / weights
+        move = gradient
+        if momentum:
+            before = momenta.get(name)
+            velocity = gradient if before is None else momentum * before.astype(float) + gradient
+            velocities[name] = velocity.astype(np.float32)
+            move = gradient + momentum * velocity if settings.nesterov else velocity
+        after = x.astype(np.float64) - settings.outer_learning_rate * move
+        new[name] = after.astype(x.dtype)
+    return new, velocities
+
+
+def make_version(
+    folder: Folder, decision: Mapping[str, Any], settings: MergeSettings
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Makes values and momenta of the version that a decision is about, from what it names.
+
+    Raises DamagedObjectError for an object that is gone or is not what the decision names.
+    """
+    version = decision["version"]
+
+    def load(name: str, checksum: str) -> Any:
+        found = folder.load(name, expected=checksum)
+        if found is None:
+            raise DamagedObjectError(
+                f"{name} in {folder.url}, which {decision_object(version)} names, is gone."
+            )
+        return found
+
+    if version == 0:
+        (offer,) = decision["contributions"]
+        return load(offer["object"], offer["checksum"]).tensors, {}
+    before = read_values(folder, version - 1, settings.fragments)
+    names = fragment_of(version, list(before), settings.fragments)
+    momenta: dict[str, np.ndarray] = {}
+    if settings.outer_momentum and version > settings.fragments:
+        last = momentum_object(version - settings.fragments)
+        found = folder.load(last)
+        if found is None:
+            raise DamagedObjectError(f"{last} in {folder.url} is gone.")
+        momenta = found.tensors
+    specs = {name: Spec.of(before[name]) for name in names}
+
+    def parts() -> Iterator[tuple[float, Mapping[str, np.ndarray]]]:
+        for one in decision["contributions"]:
+            stored = load(one["object"], one["checksum"])
+            yield one["weight"], decoded(stored, specs)
+
+    return merged({name: before[name] for name in names}, momenta, parts(), settings)
+
+
+class Merger:
+    """Makes versions until it is stopped; one at a time for a folder.
+
+    Args:
+      folder: the folder of the islands.
+      settings: how versions are made; None takes the folder's, or the defaults where it is new.
+      waiting: how long to wait for contributions.
+      keep_all: whether to keep all versions and contributions, for `replay`.
+      poll_seconds: how often to look into the folder.
+      clock: for tests, in place of ``time.monotonic``.
+
+    Raises:
+      ValueError: a setting makes no sense, or is another than that of the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        settings: MergeSettings | None = None,
+        waiting: Waiting = Waiting(),
+        keep_all: bool = False,
+        poll_seconds: float = 0.2,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        waiting.check()
+        there = MergeSettings.of(folder)
+        self.settings = settings or there or MergeSettings()
+        self.settings.check()
+        if there is not None and there != self.settings:
+            raise ValueError(
+                f"{folder.url} was begun with {there}, and {self.settings} was given: islands that "
+                "are on the way would be merged otherwise than they began. Give the same, or begin "
+                "in another folder."
+            )
+        self._folder, self._waiting, self._keep_all = folder, waiting, keep_all
+        self._poll, self._clock = poll_seconds, clock
+        self._seen: dict[str, float] = {}  # object -> when this merger first saw it
+        self._refused: dict[str, str] = {}  # object -> why
+        self._checksums: dict[str, Any] = {}  # object -> what it is, once it was read
+
+    def run(
+        self,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_version: Callable[[dict[str, Any]], None] = lambda decision: None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Makes versions until `should_stop`; calls `on_version` with the decision of each.
+
+        Raises MergerError if another merger has the folder.
+        """
+        with lease(self._folder, sleep) as check:
+            self._folder.write_json(SETTINGS, self.settings._asdict())
+            self._finish_begun(on_version)
+            while not should_stop():
+                check()
+                decision = self._decide()
+                if decision is None:
+                    sleep(self._poll)
+                    continue
+                check()
+                self._folder.write_json(decision_object(decision["version"]), decision)
+                self._make(decision, on_version)
+
+    def _finish_begun(self, on_version: Callable[[dict[str, Any]], None]) -> None:
+        """Makes the version of a decision after which a merger was killed."""
+        names, newest = self._folder.names("decisions"), newest_version(self._folder)
+        if not names:
+            return
+        decision = self._folder.read_json(f"decisions/{names[-1]}")
+        if newest is None or decision["version"] > newest:
+            self._make(decision, on_version)
+        else:
+            self._clean_up(decision["version"])
+
+    def _make(self, decision: dict[str, Any], on_version: Callable[[dict[str, Any]], None]) -> None:
+        version = decision["version"]
+        try:
+            values, momenta = make_version(self._folder, decision, self.settings)
+        except DamagedObjectError as error:
+            raise MergerError(f"Version {version} cannot be made again: {error}") from error
+        facts = {"version": version}
+        if momenta:
+            self._folder.store(momentum_object(version), facts, momenta)
+        # Last: what has values has all else.
+        self._folder.store(version_object(version), facts, values)
+        on_version(decision)
+        self._clean_up(version)
+
+    def _decide(self) -> dict[str, Any] | None:
+        """Returns the decision on the next version once it is time for it."""
+        newest = newest_version(self._folder)
+        if newest is None:
+            return self._decide_first()
+        oldest = newest - self._waiting.max_staleness
+        used = self._used_since(oldest)
+        there, dropped = [], []
+        for folder in self._folder.names("contributions"):
+            begun = int(folder)
+            for name in self._folder.names(f"contributions/{folder}"):
+                path = f"contributions/{folder}/{name}"
+                if path in used or not name.endswith(SUFFIX):
+                    continue
+                if begun < oldest:
+                    dropped.append(path)
+                elif (found := self._looked_at(path)) is not None:
+                    there.append(found)
+        current = [c for c in there if c["version"] == newest]
+        if len(current) < self._waiting.quorum or not self._is_time(current, newest):
+            return None
+        # Names decide the order, and not arrival.
+        there.sort(key=lambda c: (c["island"], c["version"]))
+        now = self._clock()
+        first = min(self._seen[c["object"]] for c in current)
+        arrivals = {c["island"]: round(self._seen[c["object"]] - first, 3) for c in current}
+        return {
+            "version": newest + 1,
+            "contributions": there,
+            "dropped": sorted(dropped),
+            "refused": dict(sorted(self._refused.items())),
+            # For people and the next grace window; the values do not depend on these.
+            "time": time.time(),
+            "seconds": {"waited": round(now - first, 3), "arrivals": arrivals},
+        }
+
+    def _decide_first(self) -> dict[str, Any] | None:
+        offers = []
+        for name in self._folder.names("offers"):
+            found = self._looked_at(f"offers/{name}")
+            if found is not None:
+                offers.append(found)
+        if len(offers) < self._waiting.quorum:
+            return None
+        offers.sort(key=lambda c: c["island"])
+        return {"version": 0, "contributions": offers[:1], "dropped": [], "refused": {},
+                "time": time.time(), "seconds": {"waited": 0.0, "arrivals": {}}}  # fmt: skip
+
+    def _used_since(self, oldest: int) -> set[str]:
+        """The contributions to versions from `oldest` on that decisions have merged."""
+        used: set[str] = set()
+        for name in self._folder.names("decisions"):
+            if int(name.split(".")[0]) > oldest:
+                decision = self._folder.read_json(f"decisions/{name}")
+                used.update(c["object"] for c in decision["contributions"])
+        return used
+
+    def _looked_at(self, path: str) -> dict[str, Any] | None:
+        """Returns what a decision says of a contribution; None where it is gone or refused."""
+        if path in self._refused:
+            return None
+        if path not in self._checksums:
+            try:
+                stored = self._folder.load(path)
+                if stored is None:
+                    return None
+                found = _described(path, stored.facts, stored.checksum)
+                if not all(np.isfinite(x).all() for x in stored.tensors.values()
+                           if x.dtype.kind == "f"):  # fmt: skip
+                    raise DamagedObjectError(f"{path} has a NaN or an infinity")
+            except DamagedObjectError as error:
+                self._refused[path] = str(error)
+                logger.warning("%s", error)
+                return None
+            self._seen[path] = self._clock()
+            self._checksums[path] = found
+        return self._checksums[path]
+
+    def _is_time(self, current: Sequence[Mapping[str, Any]], newest: int) -> bool:
+        """Whether the grace window is over, or nobody is missing who was there lately."""
+        seen = sorted(self._seen[c["object"]] for c in current)
+        quorum_at = seen[self._waiting.quorum - 1]
+        lately, spreads = set(), []
+        for version in range(max(newest - 1, 1), newest + 1):
+            decision = self._folder.read_json(decision_object(version))
+            if decision is not None:
+                lately.update(decision["seconds"]["arrivals"])
+        for version in range(max(newest - 7, 1), newest + 1):
+            decision = self._folder.read_json(decision_object(version))
+            if decision is not None:
+                spreads.append(max(decision["seconds"]["arrivals"].values(), default=0.0))
+        if lately and lately <= {c["island"] for c in current}:
+            return True
+        return self._clock() - quorum_at >= self._grace(spreads)
+
+    def _grace(self, spreads: Sequence[float]) -> float:
+        """Seconds to wait: half as long again as contributions have usually come apart."""
+        usual = float(np.median(spreads)) if spreads else self._waiting.max_grace
+        return min(max(1.5 * usual, self._waiting.min_grace), self._waiting.max_grace)
+
+    def _clean_up(self, version: int) -> None:
+        """Removes what no island and no restart needs any more."""
+        if self._keep_all:
+            return
+        fragments = self.settings.fragments
+        # An island may be reading the version before.
+        needed = {*versions_that_make(version, fragments)}
+        needed |= set(versions_that_make(max(version - 1, 0), fragments))
+        for folder, keep in (("versions", needed), ("momenta", range(version - fragments, version + 1))):
+            for name in self._folder.names(folder):
+                if int(name[: -len(SUFFIX)]) not in keep:
+                    self._folder.remove(f"{folder}/{name}")
+        oldest = version - self._waiting.max_staleness
+        for folder in self._folder.names("contributions"):
+            if int(folder) < oldest:
+                for name in self._folder.names(f"contributions/{folder}"):
+                    self._folder.remove(f"contributions/{folder}/{name}")
+        gone = [path for path in self._seen if path.startswith("contributions/")
+                and int(path.split("/")[1]) < oldest]  # fmt: skip
+        for path in gone:
+            self._seen.pop(path), self._checksums.pop(path, None)
+
+
+def _described(path: str, facts: Mapping[str, Any], checksum: str) -> dict[str, Any]:
+    *_, folder, name = path.split("/")
+    island, version = facts.get("island"), facts.get("version")
+    tokens = facts.get("tokens")
+    if name != f"{island}{SUFFIX}" or (folder.isdigit() and int(folder) != version):
+        raise DamagedObjectError(f"{path} says that it is of {island!r}, version {version!r}")
+    if not is_number(tokens) or not 0.0 < tokens < float("inf"):
+        raise DamagedObjectError(f"{path} is of {tokens!r} tokens")
+    return {"object": path, "island": island, "version": version, "weight": float(tokens),
+            "steps": facts.get("steps"), "checksum": checksum}  # fmt: skip
+
+
+_LEASE_SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def lease(folder: Folder, sleep: Callable[[float], None] = time.sleep) -> Iterator[Callable[[], None]]:
+    """Holds a folder for one merger within the block; yields a function that checks that it does.
+
+    On a local disk a lock of the operating system says at once whether another has it; elsewhere a
+    number in the folder that goes on counting does, for as long as its merger lives.
+
+    Raises MergerError if another merger has the folder, or takes it meanwhile.
+    """
+    own = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid()}
+
+    def refuse(holder: Mapping[str, Any]) -> MergerError:
+        return MergerError(
+            f"Another merger has {folder.url}: process {holder.get('pid')} on "
+            f"{holder.get('host')}. One is enough; this one ends."
+        )
+
+    with contextlib.ExitStack() as stack:
+        before = _read_lease(folder)
+        if not _locked(folder, stack):
+            raise refuse(before)
+        is_dead = not before or before.get("released")
+        if folder.is_local and before.get("host") == own["host"]:
+            is_dead = True  # the lock says so
+        if not is_dead:
+            sleep(_LEASE_SECONDS)
+            if _read_lease(folder) != before:
+                raise refuse(_read_lease(folder))
+        beat = 0
+
+        def write(**more: Any) -> None:
+            folder.write_json(_LEASE, {**own, "beat": beat, **more})
+
+        def check() -> None:
+            holder = _read_lease(folder)
+            if holder.get("id") != own["id"]:
+                raise refuse(holder)
+
+        write()
+        if not folder.is_local:
+            sleep(1.0)  # the last one of two that write at once has it
+            check()
+        stopped = threading.Event()
+
+        def go_on() -> None:
+            nonlocal beat
+            while not stopped.wait(_LEASE_SECONDS / 4):
+                beat += 1
+                with contextlib.suppress(Exception):
+                    if _read_lease(folder).get("id") != own["id"]:
+                        return
+                    write()
+
+        thread = threading.Thread(target=go_on, name="merger lease", daemon=True)
+        thread.start()
+        try:
+            yield check
+        finally:
+            stopped.set()
+            thread.join()
+            with contextlib.suppress(Exception):
+                if _read_lease(folder).get("id") == own["id"]:
+                    write(released=True)
+
+
+def _read_lease(folder: Folder) -> dict[str, Any]:
+    try:
+        return folder.read_json(_LEASE) or {}
+    except DamagedObjectError:
+        return {}
+
+
+def _locked(folder: Folder, stack: contextlib.ExitStack) -> bool:
+    """Locks a local folder until the stack is closed; whether nobody else has it."""
+    if not folder.is_local:
+        return True
+    try:
+        import fcntl
+    except ImportError:  # no POSIX
+        return True
+    path = folder.local_path(_LOCK)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    file = stack.enter_context(open(path, "a"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
