@@ -68,7 +68,8 @@ def decoded(stored: Stored, specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
 
 def _other_shape(name: str, value: Any, spec: Spec) -> DamagedObjectError:
     return DamagedObjectError(
-        f"The change of {name!r} has the shape {list(value.shape)}, the variable {list(spec.shape)}."
+        f"The change of {name!r} has the shape {list(value.shape)}, and the variable "
+        f"{list(spec.shape)}."
     )
 
 

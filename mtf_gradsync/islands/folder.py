@@ -59,9 +59,9 @@ def checksum(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str
     """Returns the SHA-256 of facts and tensors, which the order of either does not change."""
     found = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode())
     for name in sorted(tensors):
-        value = np.ascontiguousarray(tensors[name])
+        value = np.asarray(tensors[name], order="C")
         found.update(json.dumps([name, *Spec.of(value)]).encode())
-        found.update(value.view(np.uint8).reshape(-1).data if value.size else b"")
+        found.update(value.reshape(-1).view(np.uint8).data if value.size else b"")
     return found.hexdigest()
 
 
@@ -143,6 +143,11 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
+    def remove_all(self, folder: str) -> None:
+        """Removes a folder of it with all objects, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(self._path(folder), recursive=True)
+
     def read_json(self, name: str) -> Any:
         """Returns what a JSON object holds; None where there is none.
 
@@ -160,9 +165,7 @@ class Folder:
         """Writes a value as JSON, with sorted keys and a line end."""
         self.write(name, f"{json.dumps(value, sort_keys=True)}\n".encode())
 
-    def store(
-        self, name: str, facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
-    ) -> str:
+    def store(self, name: str, facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str:
         """Writes facts and tensors as one object; returns their checksum."""
         from safetensors.numpy import save
 
@@ -173,7 +176,7 @@ class Folder:
             if str(value.dtype) == _BFLOAT16:
                 # Numpy has no such dtype of its own; the bits are kept.
                 value, narrow = value.view(np.uint16), [*narrow, key]
-            kept[key] = np.ascontiguousarray(value)
+            kept[key] = np.asarray(value, order="C")
         self.write(name, save(kept, {_TEXT: text, _BFLOAT16: json.dumps(narrow)}))
         return found
 
@@ -255,8 +258,10 @@ def _check_specs(
         dtype = _BFLOAT16 if key in narrow else _NAMES.get(piece.get_dtype(), piece.get_dtype())
         found = Spec(tuple(piece.get_shape()), dtype)
         if found != specs[key]:
-            raise refuse(f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
-                         f"has {specs[key].dtype} of shape {list(specs[key].shape)}")
+            raise refuse(
+                f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
+                f"has {specs[key].dtype} of shape {list(specs[key].shape)}"
+            )
 
 
 # The names of dtypes in safetensors, and numpy's.

@@ -25,17 +25,31 @@ import numpy as np
 
 from mtf_gradsync._common import is_number
 from mtf_gradsync.islands.encoding import decoded
-from mtf_gradsync.islands.folder import SUFFIX, DamagedObjectError, Folder, Spec
+from mtf_gradsync.islands.folder import (
+    SUFFIX,
+    DamagedObjectError,
+    Folder,
+    Spec,
+    Stored,
+    checksum,
+)
 
 logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"
+ROUND = "round.json"
 _LEASE = "merger.json"
 _LOCK = ".merger.lock"
+# A contribution for an older version than this many is not even counted as late.
+_VERSIONS_LOOKED_AT = 8
 
 
 class MergerError(RuntimeError):
-    """The merger cannot go on: another one has the folder, or an object that it needs is gone."""
+    """The merger cannot go on."""
+
+
+class FolderTakenError(MergerError):
+    """Another merger has the folder."""
 
 
 class MergeSettings(NamedTuple):
@@ -93,7 +107,9 @@ class Waiting(NamedTuple):
         for name, least in (("quorum", 1), ("max_staleness", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+                raise ValueError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}."
+                )
         if not 0.0 <= self.min_grace <= self.max_grace:
             raise ValueError(
                 "The grace window must have 0 <= min_grace <= max_grace, got "
@@ -141,18 +157,26 @@ def newest_version(folder: Folder) -> int | None:
 def versions_that_make(version: int, fragments: int) -> list[int]:
     """The versions whose objects hold the newest values of all variables, in ascending order."""
     first = max(version - fragments + 1, 0)
-    return sorted({0, *range(first, version + 1)}) if first <= 1 else list(range(first, version + 1))
+    return (
+        sorted({0, *range(first, version + 1)}) if first <= 1 else list(range(first, version + 1))
+    )
 
 
 def read_values(
-    folder: Folder, version: int, fragments: int, specs: Mapping[str, Spec] | None = None
+    folder: Folder,
+    version: int,
+    fragments: int,
+    specs: Mapping[str, Spec] | None = None,
+    since: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Returns the values of all variables as of a version.
+    """Returns the values as of a version of the variables that versions have changed `since` one.
 
     Raises DamagedObjectError for an object that is damaged, foreign or gone.
     """
     values: dict[str, np.ndarray] = {}
     for number in versions_that_make(version, fragments):
+        if number < since:
+            continue
         wanted = specs
         if specs is not None:
             wanted = {name: specs[name] for name in fragment_of(number, list(specs), fragments)}
@@ -202,8 +226,8 @@ def make_version(
     """
     version = decision["version"]
 
-    def load(name: str, checksum: str) -> Any:
-        found = folder.load(name, expected=checksum)
+    def load(name: str, expected: str) -> Stored:
+        found = folder.load(name, expected=expected)
         if found is None:
             raise DamagedObjectError(
                 f"{name} in {folder.url}, which {decision_object(version)} names, is gone."
@@ -240,7 +264,7 @@ class Merger:
       settings: how versions are made; None takes the folder's, or the defaults where it is new.
       waiting: how long to wait for contributions.
       keep_all: whether to keep all versions and contributions, for `replay`.
-      poll_seconds: how often to look into the folder.
+      poll_seconds: how often to look into the folder; default 0.2 on a local disk, else 2.
       clock: for tests, in place of ``time.monotonic``.
 
     Raises:
@@ -251,11 +275,12 @@ class Merger:
         self,
         folder: Folder,
         settings: MergeSettings | None = None,
-        waiting: Waiting = Waiting(),
+        waiting: Waiting | None = None,
         keep_all: bool = False,
-        poll_seconds: float = 0.2,
+        poll_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        waiting = waiting or Waiting()
         waiting.check()
         there = MergeSettings.of(folder)
         self.settings = settings or there or MergeSettings()
@@ -266,11 +291,21 @@ class Merger:
                 "are on the way would be merged otherwise than they began. Give the same, or begin "
                 "in another folder."
             )
+        if waiting.max_staleness and self.settings.fragments > 1:
+            raise ValueError(
+                f"max_staleness={waiting.max_staleness} needs fragments=1, got fragments="
+                f"{self.settings.fragments}: an older contribution is of other variables."
+            )
         self._folder, self._waiting, self._keep_all = folder, waiting, keep_all
-        self._poll, self._clock = poll_seconds, clock
+        self._poll = poll_seconds or poll_seconds_of(folder)
+        self._clock = clock
+        self._newest: int | None = None
+        self._decisions: dict[int, dict[str, Any]] = {}
+        self._looked: dict[str, dict[str, Any] | None] = {}  # object -> what it is; None: refused
         self._seen: dict[str, float] = {}  # object -> when this merger first saw it
-        self._refused: dict[str, str] = {}  # object -> why
-        self._checksums: dict[str, Any] = {}  # object -> what it is, once it was read
+        self._refused: dict[str, str] = {}  # object -> why, since the last decision
+        self._counted: set[str] = set()  # late contributions that decisions name
+        self._told: Any = None
 
     def run(
         self,
@@ -286,7 +321,6 @@ class Merger:
             self._folder.write_json(SETTINGS, self.settings._asdict())
             self._finish_begun(on_version)
             while not should_stop():
-                check()
                 decision = self._decide()
                 if decision is None:
                     sleep(self._poll)
@@ -297,153 +331,226 @@ class Merger:
 
     def _finish_begun(self, on_version: Callable[[dict[str, Any]], None]) -> None:
         """Makes the version of a decision after which a merger was killed."""
-        names, newest = self._folder.names("decisions"), newest_version(self._folder)
-        if not names:
+        self._newest = newest_version(self._folder)
+        decisions = self._folder.names("decisions")
+        if not decisions:
             return
-        decision = self._folder.read_json(f"decisions/{names[-1]}")
-        if newest is None or decision["version"] > newest:
+        decision = self._folder.read_json(f"decisions/{decisions[-1]}")
+        if self._newest is None or decision["version"] > self._newest or self._is_damaged():
             self._make(decision, on_version)
         else:
-            self._clean_up(decision["version"])
+            self._clean_up(decision)
+
+    def _is_damaged(self) -> bool:
+        try:
+            assert self._newest is not None
+            self._folder.load(version_object(self._newest))
+        except DamagedObjectError as error:
+            logger.warning("%s; it is made again", error)
+            return True
+        return False
 
     def _make(self, decision: dict[str, Any], on_version: Callable[[dict[str, Any]], None]) -> None:
         version = decision["version"]
         try:
             values, momenta = make_version(self._folder, decision, self.settings)
         except DamagedObjectError as error:
-            raise MergerError(f"Version {version} cannot be made again: {error}") from error
+            raise MergerError(f"Version {version} cannot be made: {error}") from error
         facts = {"version": version}
         if momenta:
             self._folder.store(momentum_object(version), facts, momenta)
         # Last: what has values has all else.
         self._folder.store(version_object(version), facts, values)
+        self._newest = version
+        self._tell(is_closing=False)
         on_version(decision)
-        self._clean_up(version)
+        self._clean_up(decision)
+
+    def _tell(self, is_closing: bool) -> None:
+        """Tells islands which version is the newest, and whether the next one is about to be made.
+
+        An island that has not made all of its steps then contributes those that it has made.
+        """
+        told = {"version": self._newest, "closing": is_closing}
+        if told != self._told:
+            self._folder.write_json(ROUND, told)
+            self._told = told
 
     def _decide(self) -> dict[str, Any] | None:
         """Returns the decision on the next version once it is time for it."""
-        newest = newest_version(self._folder)
-        if newest is None:
+        if self._newest is None:
             return self._decide_first()
-        oldest = newest - self._waiting.max_staleness
-        used = self._used_since(oldest)
-        there, dropped = [], []
+        newest, oldest = self._newest, self._newest - self._waiting.max_staleness
+        used = {c["object"] for v in range(oldest + 1, newest + 1) for c in self._contributions(v)}
+        there, late = [], []
         for folder in self._folder.names("contributions"):
-            begun = int(folder)
+            if not oldest - _VERSIONS_LOOKED_AT <= int(folder) <= newest:
+                continue
             for name in self._folder.names(f"contributions/{folder}"):
                 path = f"contributions/{folder}/{name}"
-                if path in used or not name.endswith(SUFFIX):
+                if path in used or path in self._counted or not name.endswith(SUFFIX):
                     continue
-                if begun < oldest:
-                    dropped.append(path)
-                elif (found := self._looked_at(path)) is not None:
+                found = self._look_at(path)
+                if found and int(folder) >= oldest:
                     there.append(found)
+                elif found and not self._was_counted(path):
+                    late.append(found)
         current = [c for c in there if c["version"] == newest]
-        if len(current) < self._waiting.quorum or not self._is_time(current, newest):
+        if len(current) < self._waiting.quorum:
+            return None
+        self._tell(is_closing=True)
+        now, seen = self._clock(), sorted(self._seen[c["object"]] for c in current)
+        if not self._is_complete(current) and now - seen[self._waiting.quorum - 1] < self._grace():
             return None
         # Names decide the order, and not arrival.
         there.sort(key=lambda c: (c["island"], c["version"]))
-        now = self._clock()
-        first = min(self._seen[c["object"]] for c in current)
-        arrivals = {c["island"]: round(self._seen[c["object"]] - first, 3) for c in current}
+        late.sort(key=lambda c: c["object"])
+        arrivals = {c["island"]: round(self._seen[c["object"]] - seen[0], 3) for c in current}
+        refused, self._refused = self._refused, {}
         return {
             "version": newest + 1,
             "contributions": there,
-            "dropped": sorted(dropped),
-            "refused": dict(sorted(self._refused.items())),
+            "dropped": late,
+            "refused": dict(sorted(refused.items())),
             # For people and the next grace window; the values do not depend on these.
             "time": time.time(),
-            "seconds": {"waited": round(now - first, 3), "arrivals": arrivals},
+            "seconds": {"waited": round(now - seen[0], 3), "arrivals": arrivals},
         }
 
     def _decide_first(self) -> dict[str, Any] | None:
-        offers = []
-        for name in self._folder.names("offers"):
-            found = self._looked_at(f"offers/{name}")
-            if found is not None:
-                offers.append(found)
-        if len(offers) < self._waiting.quorum:
+        offers = [self._look_at(f"offers/{name}") for name in self._folder.names("offers")]
+        found = sorted((o for o in offers if o), key=lambda o: o["island"])
+        if len(found) < self._waiting.quorum:
             return None
-        offers.sort(key=lambda c: c["island"])
-        return {"version": 0, "contributions": offers[:1], "dropped": [], "refused": {},
+        return {"version": 0, "contributions": found[:1], "dropped": [], "refused": {},
                 "time": time.time(), "seconds": {"waited": 0.0, "arrivals": {}}}  # fmt: skip
 
-    def _used_since(self, oldest: int) -> set[str]:
-        """The contributions to versions from `oldest` on that decisions have merged."""
-        used: set[str] = set()
-        for name in self._folder.names("decisions"):
-            if int(name.split(".")[0]) > oldest:
-                decision = self._folder.read_json(f"decisions/{name}")
-                used.update(c["object"] for c in decision["contributions"])
-        return used
+    def _decision(self, version: int) -> dict[str, Any] | None:
+        """Returns the decision on a version; None where there is none."""
+        if version not in self._decisions:
+            found = self._folder.read_json(decision_object(version)) if version >= 0 else None
+            if found is None:
+                return None
+            self._decisions[version] = found
+        return self._decisions[version]
 
-    def _looked_at(self, path: str) -> dict[str, Any] | None:
+    def _contributions(self, version: int) -> list[dict[str, Any]]:
+        decision = self._decision(version)
+        return decision["contributions"] if decision else []
+
+    def _was_counted(self, path: str) -> bool:
+        """Whether a decision has merged or dropped a contribution."""
+        begun = int(path.split("/")[1])
+        was_counted = any(
+            path in {c["object"] for c in (*decision["contributions"], *decision["dropped"])}
+            for version in range(begun + 1, (self._newest or 0) + 1)
+            if (decision := self._decision(version))
+        )
+        if was_counted:
+            self._counted.add(path)
+        return was_counted
+
+    def _look_at(self, path: str) -> dict[str, Any] | None:
         """Returns what a decision says of a contribution; None where it is gone or refused."""
-        if path in self._refused:
-            return None
-        if path not in self._checksums:
+        if path not in self._looked:
             try:
                 stored = self._folder.load(path)
                 if stored is None:
                     return None
-                found = _described(path, stored.facts, stored.checksum)
-                if not all(np.isfinite(x).all() for x in stored.tensors.values()
-                           if x.dtype.kind == "f"):  # fmt: skip
-                    raise DamagedObjectError(f"{path} has a NaN or an infinity")
+                self._looked[path] = _described(path, stored)
             except DamagedObjectError as error:
                 self._refused[path] = str(error)
+                self._looked[path] = None
                 logger.warning("%s", error)
-                return None
             self._seen[path] = self._clock()
-            self._checksums[path] = found
-        return self._checksums[path]
+        return self._looked[path]
 
-    def _is_time(self, current: Sequence[Mapping[str, Any]], newest: int) -> bool:
-        """Whether the grace window is over, or nobody is missing who was there lately."""
-        seen = sorted(self._seen[c["object"]] for c in current)
-        quorum_at = seen[self._waiting.quorum - 1]
-        lately, spreads = set(), []
-        for version in range(max(newest - 1, 1), newest + 1):
-            decision = self._folder.read_json(decision_object(version))
-            if decision is not None:
-                lately.update(decision["seconds"]["arrivals"])
-        for version in range(max(newest - 7, 1), newest + 1):
-            decision = self._folder.read_json(decision_object(version))
-            if decision is not None:
-                spreads.append(max(decision["seconds"]["arrivals"].values(), default=0.0))
-        if lately and lately <= {c["island"] for c in current}:
-            return True
-        return self._clock() - quorum_at >= self._grace(spreads)
+    def _is_complete(self, current: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether nobody is missing who has contributed lately."""
+        assert self._newest is not None
+        lately = {
+            c["island"]
+            for version in (self._newest - 1, self._newest)
+            if version > 0
+            for c in self._contributions(version)
+        }
+        if self._newest == 0:
+            lately = {name[: -len(SUFFIX)] for name in self._folder.names("offers")}
+        return bool(lately) and lately <= {c["island"] for c in current}
 
-    def _grace(self, spreads: Sequence[float]) -> float:
+    def _grace(self) -> float:
         """Seconds to wait: half as long again as contributions have usually come apart."""
-        usual = float(np.median(spreads)) if spreads else self._waiting.max_grace
-        return min(max(1.5 * usual, self._waiting.min_grace), self._waiting.max_grace)
+        assert self._newest is not None
+        spreads = [
+            max(decision["seconds"]["arrivals"].values(), default=0.0)
+            for version in range(max(self._newest - 7, 1), self._newest + 1)
+            if (decision := self._decision(version))
+        ]
+        usual = 1.5 * float(np.median(spreads)) if spreads else self._waiting.max_grace
+        return min(max(usual, self._waiting.min_grace), self._waiting.max_grace)
 
-    def _clean_up(self, version: int) -> None:
+    def _clean_up(self, decision: Mapping[str, Any]) -> None:
         """Removes what no island and no restart needs any more."""
-        if self._keep_all:
-            return
-        fragments = self.settings.fragments
-        # An island may be reading the version before.
-        needed = {*versions_that_make(version, fragments)}
-        needed |= set(versions_that_make(max(version - 1, 0), fragments))
-        for folder, keep in (("versions", needed), ("momenta", range(version - fragments, version + 1))):
-            for name in self._folder.names(folder):
-                if int(name[: -len(SUFFIX)]) not in keep:
-                    self._folder.remove(f"{folder}/{name}")
+        version, fragments = decision["version"], self.settings.fragments
         oldest = version - self._waiting.max_staleness
-        for folder in self._folder.names("contributions"):
-            if int(folder) < oldest:
-                for name in self._folder.names(f"contributions/{folder}"):
-                    self._folder.remove(f"contributions/{folder}/{name}")
-        gone = [path for path in self._seen if path.startswith("contributions/")
-                and int(path.split("/")[1]) < oldest]  # fmt: skip
-        for path in gone:
-            self._seen.pop(path), self._checksums.pop(path, None)
+        gone = [*decision["dropped"], *self._contributions(oldest)] if version else []
+        if not self._keep_all:
+            # An island may be reading the version before.
+            needed = {*versions_that_make(version, fragments)}
+            needed |= set(versions_that_make(max(version - 1, 0), fragments))
+            momenta = range(version - fragments, version + 1)
+            for folder, keep in (("versions", needed), ("momenta", momenta)):
+                for name in self._folder.names(folder):
+                    if int(name[: -len(SUFFIX)]) not in keep:
+                        self._folder.remove(f"{folder}/{name}")
+            for path in [*(c["object"] for c in gone), *decision["refused"]]:
+                self._folder.remove(path)
+            self._folder.remove_all(f"contributions/{oldest - _VERSIONS_LOOKED_AT - 1:08d}")
+        for one in gone:
+            self._seen.pop(one["object"], None)
+            if not self._keep_all:
+                self._looked.pop(one["object"], None)
+        kept = oldest - _VERSIONS_LOOKED_AT
+        self._decisions = {v: d for v, d in self._decisions.items() if v >= kept}
 
 
-def _described(path: str, facts: Mapping[str, Any], checksum: str) -> dict[str, Any]:
+def poll_seconds_of(folder: Folder) -> float:
+    """Returns how often to look into a folder, in seconds."""
+    return 0.2 if folder.is_local else 2.0
+
+
+def replay(
+    folder: Folder, on_version: Callable[[int, bool], None] = lambda version, is_equal: None
+) -> list[int]:
+    """Makes every version again from its contributions; returns those that have other bits.
+
+    Raises DamagedObjectError for a version whose contributions are gone (see `keep_all`).
+    """
+    settings = MergeSettings.of(folder)
+    if settings is None:
+        raise MergerError(f"{folder.url} has no versions yet: no merger has begun there.")
+    wrong = []
+    for version in range((newest_version(folder) or 0) + 1):
+        decision = folder.read_json(decision_object(version))
+        if decision is None:
+            raise DamagedObjectError(f"{decision_object(version)} in {folder.url} is gone.")
+        values, momenta = make_version(folder, decision, settings)
+        is_equal = True
+        for name, made in ((version_object(version), values), (momentum_object(version), momenta)):
+            if made:
+                stored = folder.load(name)
+                is_equal &= stored is not None and stored.checksum == checksum(
+                    {"version": version}, made
+                )
+        if not is_equal:
+            wrong.append(version)
+        on_version(version, is_equal)
+    return wrong
+
+
+def _described(path: str, stored: Stored) -> dict[str, Any]:
+    """Returns what a decision says of a contribution; raises DamagedObjectError for a wrong one."""
+    facts = stored.facts
     *_, folder, name = path.split("/")
     island, version = facts.get("island"), facts.get("version")
     tokens = facts.get("tokens")
@@ -451,15 +558,20 @@ def _described(path: str, facts: Mapping[str, Any], checksum: str) -> dict[str, 
         raise DamagedObjectError(f"{path} says that it is of {island!r}, version {version!r}")
     if not is_number(tokens) or not 0.0 < tokens < float("inf"):
         raise DamagedObjectError(f"{path} is of {tokens!r} tokens")
+    for key, value in stored.tensors.items():
+        if value.dtype.kind not in "iu" and not np.isfinite(value.astype(np.float32)).all():
+            raise DamagedObjectError(f"{path} has a NaN or an infinity in {key!r}")
     return {"object": path, "island": island, "version": version, "weight": float(tokens),
-            "steps": facts.get("steps"), "checksum": checksum}  # fmt: skip
+            "steps": facts.get("steps"), "checksum": stored.checksum}  # fmt: skip
 
 
 _LEASE_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def lease(folder: Folder, sleep: Callable[[float], None] = time.sleep) -> Iterator[Callable[[], None]]:
+def lease(
+    folder: Folder, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[Callable[[], None]]:
     """Holds a folder for one merger within the block; yields a function that checks that it does.
 
     On a local disk a lock of the operating system says at once whether another has it; elsewhere a
@@ -469,8 +581,8 @@ def lease(folder: Folder, sleep: Callable[[float], None] = time.sleep) -> Iterat
     """
     own = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid()}
 
-    def refuse(holder: Mapping[str, Any]) -> MergerError:
-        return MergerError(
+    def refuse(holder: Mapping[str, Any]) -> FolderTakenError:
+        return FolderTakenError(
             f"Another merger has {folder.url}: process {holder.get('pid')} on "
             f"{holder.get('host')}. One is enough; this one ends."
         )
@@ -540,7 +652,7 @@ def _locked(folder: Folder, stack: contextlib.ExitStack) -> bool:
         return True
     path = folder.local_path(_LOCK)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    file = stack.enter_context(open(path, "a"))
+    file = stack.enter_context(open(path, "a"))  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import tempfile
 from types import TracebackType
-from typing import Any, Iterable, Sequence, TypeVar
+from typing import Any, Iterable, Mapping, Sequence, TypeVar
 
 import numpy as np
 
@@ -85,6 +85,7 @@ class ReplicaSession(abc.ABC):
         """Begins a session; the graph of `session` holds these operations under their names."""
         self._session = session
         self._ops = ops
+        self._access: VariableAccess | None = None
 
     def __enter__(self: _Session) -> _Session:
         return self
@@ -141,14 +142,9 @@ class ReplicaSession(abc.ABC):
           ValueError: when there is no such global variable.
         """
         name = variable if isinstance(variable, str) else variable.name
-        name = name.split(":")[0]
-        if name not in self._ops.masters:
-            raise ValueError(
-                f"The graph has no global variable {name!r}. It has: "
-                f"{counted(sorted(self._ops.masters), 'variable')}."
-            )
+        master = self._master(name.split(":")[0])
         self._bring_masters_up_to_date()
-        return self._session.run(self._ops.masters[name])
+        return self._session.run(master)
 
     def save(
         self, path: str, saver: tf.train.Saver | None = None, global_step: int | None = None
@@ -182,6 +178,45 @@ class ReplicaSession(abc.ABC):
         """
         self._read(path)
         self._take_masters()
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Sets variables, given by name: on all cores, each its own slice.
+
+        The counterpart of `read`. The other variables keep their values.
+
+        Raises:
+          ValueError: there is no such global variable, or a value has another shape. Nothing is set
+            then.
+        """
+        wanted = {name.split(":")[0]: np.asarray(value) for name, value in values.items()}
+        tensors = {name: self._master(name) for name in wanted}
+        for name, value in wanted.items():
+            shape = self._ops.graph.as_graph_element(tensors[name]).shape
+            if not shape.is_compatible_with(value.shape):
+                raise ValueError(
+                    f"The variable {name!r} is of shape {shape.as_list()}; got a value of shape "
+                    f"{list(value.shape)}."
+                )
+        # The slices of the others are newer than their masters.
+        self._bring_masters_up_to_date()
+        if self._access is None:
+            self._access = VariableAccess(self._session.graph)
+        self._set_masters(wanted.items())
+
+    def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
+        """Sets masters, and copies all of them into the slices."""
+        assert self._access is not None
+        self._access.set(self._session, values)
+        self._take_masters()
+
+    def _master(self, name: str) -> str:
+        """Returns the name of the tensor with a variable's value; ValueError if there is none."""
+        if name not in self._ops.masters:
+            raise ValueError(
+                f"The graph has no global variable {name!r}. It has: "
+                f"{counted(sorted(self._ops.masters), 'variable')}."
+            )
+        return self._ops.masters[name]
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
         """Writes the masters as they are, and returns the path."""

@@ -307,6 +307,12 @@ class XlaSession(ReplicaSession):
         self._variables.copy_to_tensorflow()
         super()._bring_masters_up_to_date()
 
+    def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
+        # Unlike a checkpoint, values are no point in time to begin random numbers from.
+        state = self._random_state
+        self._cores.together(lambda: super(XlaSession, self)._set_masters(values))
+        self._random_state = state
+
     def _take_masters(self) -> None:
         super()._take_masters()
         self._variables.forget()
