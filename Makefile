@@ -10,7 +10,7 @@ PYTHON ?=
 VENV ?= .venv
 # The exact set of packages; by default the one that fits the Python.
 CONSTRAINTS ?=
-EXTRAS ?= train,examples,test,dev,xla,tpu
+EXTRAS ?= train,examples,test,dev,xla,tpu,islands
 # Extra flags of the command line or of the benchmarks: make train ARGS="--model_dir=runs/mine"
 ARGS ?=
 # A third worker for two cores: tests of several processes wait for half of their time.

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "train,examples,test,dev,xla,tpu"
+EXTRAS = "train,examples,test,dev,xla,tpu,islands"
 
 
 def main() -> None:

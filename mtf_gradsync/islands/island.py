@@ -24,6 +24,7 @@ from mtf_gradsync.islands.merger import (
     Waiting,
     contribution_object,
     fragment_of,
+    member_object,
     newest_version,
     offer_object,
     poll_seconds_of,
@@ -52,8 +53,8 @@ class Island:
     """One island of many: contributes its change every `inner_steps`, and takes merged values.
 
     Each island is a program of its own, on a mesh and a runtime of its own, which may die, lag,
-    come back or be added while the others go on. They meet in a folder, where a merger (see `Merger`)
-    makes versions of the values from what islands contribute.
+    come back or be added while the others go on. They meet in a folder, where a merger (see
+    `Merger`) makes versions of the values from what islands contribute.
 
     Make it when the step has been built and lowered, before a session. Call `begin(session)` once
     its variables are initialized or restored, then `after_step(session, tokens)` after each step.
@@ -65,6 +66,8 @@ class Island:
         merger is about to make a version without it.
       lowering: of the step, for sessions of TensorFlow; see `Values`.
       variables: names of the variables to exchange; default all trainable ones.
+      values: in place of both, what reads and writes the values of another kind of session: an
+        object with `specs`, `read` and `write` as `Values` has them.
       wait: "grace" waits for merged values after a contribution, up to `wait_seconds`; "none" goes
         on with steps at once. Either way merged values that come later are taken after the step
         that sees them, and what the island has learned since it contributed is kept.
@@ -92,6 +95,7 @@ class Island:
         *,
         lowering: Any = None,
         variables: Sequence[str] | None = None,
+        values: Any = None,
         wait: Wait = "grace",
         wait_seconds: float = 60.0,
         begin_seconds: float = 600.0,
@@ -119,7 +123,7 @@ class Island:
             raise ValueError("replay=True writes nothing, so that it has no use for merge=True.")
         self.name, self.inner_steps, self.form = name, inner_steps, form
         self.folder = Folder(folder)
-        self._values = Values(lowering, variables)
+        self._values = Values(lowering, variables) if values is None else values
         self._wait = wait_seconds if wait == "grace" else 0.0
         self._begin_seconds, self._replay = begin_seconds, replay
         self._poll = poll_seconds or poll_seconds_of(self.folder)
@@ -168,6 +172,7 @@ class Island:
             facts = {"island": self.name, "version": None, "tokens": 1.0, "steps": 0}
             self.folder.store(offer_object(self.name), facts, values)
         self._join(session, self._await_version())
+        self.folder.write_json(member_object(self.name), {"version": self.version})
         self._journal.write("joined", step=step, version=self.version)
 
     def _await_version(self) -> int:
@@ -254,6 +259,7 @@ class Island:
         if self._merger:
             self._merger.stop()
         if not self._replay and self.version is not None:
+            self.folder.remove(member_object(self.name))
             self._journal.write("left", step=self.step, version=self.version)
 
     def _look(self) -> tuple[int, bool]:

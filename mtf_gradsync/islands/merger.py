@@ -142,6 +142,11 @@ def offer_object(island: str) -> str:
     return f"offers/{island}{SUFFIX}"
 
 
+def member_object(island: str) -> str:
+    """The name of the object that says that an island is there."""
+    return f"members/{island}.json"
+
+
 def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
     """The names of the variables that a version changes; all of them in version 0."""
     ordered = sorted(names)
@@ -306,6 +311,7 @@ class Merger:
         self._refused: dict[str, str] = {}  # object -> why, since the last decision
         self._counted: set[str] = set()  # late contributions that decisions name
         self._told: Any = None
+        self._specs: dict[str, Spec] | None = None  # of the variables
 
     def run(
         self,
@@ -320,6 +326,8 @@ class Merger:
         with lease(self._folder, sleep) as check:
             self._folder.write_json(SETTINGS, self.settings._asdict())
             self._finish_begun(on_version)
+            if self._newest is not None:
+                self._tell(is_closing=False)
             while not should_stop():
                 decision = self._decide()
                 if decision is None:
@@ -458,6 +466,8 @@ class Merger:
                 if stored is None:
                     return None
                 self._looked[path] = _described(path, stored)
+                if stored.facts["version"] is not None:
+                    self._check_change(stored)
             except DamagedObjectError as error:
                 self._refused[path] = str(error)
                 self._looked[path] = None
@@ -465,18 +475,31 @@ class Merger:
             self._seen[path] = self._clock()
         return self._looked[path]
 
-    def _is_complete(self, current: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether nobody is missing who has contributed lately."""
+    def _check_change(self, stored: Stored) -> None:
+        """Raises DamagedObjectError if a contribution is not of the variables whose turn it is."""
         assert self._newest is not None
+        if self._specs is None:
+            values = read_values(self._folder, self._newest, self.settings.fragments)
+            self._specs = {name: Spec.of(value) for name, value in values.items()}
+        turn = stored.facts["version"] + 1
+        names = fragment_of(turn, list(self._specs), self.settings.fragments)
+        decoded(stored, {name: self._specs[name] for name in names})
+
+    def _is_complete(self, current: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether nobody is missing who has joined or contributed lately, and has not left."""
+        newest = self._newest
+        assert newest is not None
+        members = {name[: -len(".json")] for name in self._folder.names("members")}
+        if members <= {c["island"] for c in current}:
+            return True
         lately = {
-            c["island"]
-            for version in (self._newest - 1, self._newest)
-            if version > 0
-            for c in self._contributions(version)
+            c["island"] for v in (newest - 1, newest) if v > 0 for c in self._contributions(v)
         }
-        if self._newest == 0:
-            lately = {name[: -len(SUFFIX)] for name in self._folder.names("offers")}
-        return bool(lately) and lately <= {c["island"] for c in current}
+        for island in members - lately:
+            member = self._folder.read_json(member_object(island))
+            if member and member["version"] >= newest - 1:
+                lately.add(island)
+        return members & lately <= {c["island"] for c in current}
 
     def _grace(self) -> float:
         """Seconds to wait: half as long again as contributions have usually come apart."""
@@ -493,7 +516,8 @@ class Merger:
         """Removes what no island and no restart needs any more."""
         version, fragments = decision["version"], self.settings.fragments
         oldest = version - self._waiting.max_staleness
-        gone = [*decision["dropped"], *self._contributions(oldest)] if version else []
+        # Those of the newest version stay: it can be made again.
+        gone = [*decision["dropped"], *self._contributions(oldest - 1)] if version else []
         if not self._keep_all:
             # An island may be reading the version before.
             needed = {*versions_that_make(version, fragments)}

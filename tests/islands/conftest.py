@@ -82,7 +82,7 @@ def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
     def run(number: int) -> None:
         try:
             results[number] = works[number]()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(n,)) for n in range(len(works))]
@@ -107,7 +107,7 @@ def merging(
     def run() -> None:
         try:
             merger.run(stop.is_set)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)

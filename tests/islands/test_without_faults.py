@@ -36,7 +36,5 @@ def test_two_islands_are_those_of_numpy(kinds, opt, folder):
     for name, value in expected.items():
         # Each step rounds a gradient and an update a few times, relative to values of about 1.
         np.testing.assert_array_equal(found[0][name], found[1][name])
-        np.testing.assert_allclose(
-            found[0][name], value, rtol=0, atol=INNER * ROUNDS * 32 * 2**-24
-        )
+        np.testing.assert_allclose(found[0][name], value, rtol=0, atol=INNER * ROUNDS * 32 * 2**-24)
     assert replay(Folder(str(folder))) == []
