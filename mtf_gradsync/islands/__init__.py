@@ -1,19 +1,45 @@
-"""Islands that come and go: programs that train apart and meet in a folder."""
+"""Islands that come and go: programs that train apart and meet in a folder.
 
-from mtf_gradsync.islands.folder import DamagedObjectError, Folder
-from mtf_gradsync.islands.island import Island, IslandError, IslandHook
-from mtf_gradsync.islands.journal import plot_status, read_status
-from mtf_gradsync.islands.merger import (
-    FolderTakenError,
-    Merger,
-    MergerError,
-    MergeSettings,
-    Waiting,
-    replay,
-)
+Names are imported when they are first asked for: a merger needs no TensorFlow.
+"""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtf_gradsync.islands.folder import DamagedObjectError, Folder
+    from mtf_gradsync.islands.island import ElasticIslands, Island, IslandError, IslandHook
+    from mtf_gradsync.islands.journal import plot_status, read_status
+    from mtf_gradsync.islands.merger import (
+        FolderTakenError,
+        Merger,
+        MergerError,
+        MergeSettings,
+        Waiting,
+        replay,
+    )
+
+_MODULE_OF = {
+    "DamagedObjectError": "folder",
+    "ElasticIslands": "island",
+    "Folder": "folder",
+    "FolderTakenError": "merger",
+    "Island": "island",
+    "IslandError": "island",
+    "IslandHook": "island",
+    "MergeSettings": "merger",
+    "Merger": "merger",
+    "MergerError": "merger",
+    "Waiting": "merger",
+    "plot_status": "journal",
+    "read_status": "journal",
+    "replay": "merger",
+}
 __all__ = [
     "DamagedObjectError",
+    "ElasticIslands",
     "Folder",
     "FolderTakenError",
     "Island",
@@ -27,3 +53,9 @@ __all__ = [
     "read_status",
     "replay",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequence, get_args
 
+import gin
 import numpy as np
 
 from mtf_gradsync._common import is_number
@@ -436,6 +437,56 @@ class _MergerThread:
             except BaseException as error:
                 self._error = error
                 return
+
+
+@gin.configurable
+class ElasticIslands(NamedTuple):
+    """The island that a run is, as gin binds it: a run with a folder is one of the islands there.
+
+    See `Island`, `MergeSettings` and `Waiting` for the fields, of which the last ones are for the
+    merger where `merge` is True.
+
+    Attributes:
+      folder: path or URL that all islands know; "" for a run by itself.
+      name: of this island; default the name of the run's directory.
+    """
+
+    folder: str = ""
+    name: str = ""
+    inner_steps: int = 50
+    wait: str = "grace"
+    wait_seconds: float = 60.0
+    begin_seconds: float = 600.0
+    form: str = "float32"
+    replay: bool = False
+    merge: bool = False
+    keep_all: bool = False
+    quorum: int = 1
+    min_grace: float = 1.0
+    max_grace: float = 60.0
+    max_staleness: int = 0
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.5
+    nesterov: bool = True
+    fragments: int = 1
+
+    def island(self, lowering: Any, name: str) -> Island | None:
+        """Returns the island for a step that has been lowered; None without a folder.
+
+        Raises ValueError for a field that makes no sense.
+        """
+        if not self.folder:
+            return None
+        settings = MergeSettings(
+            self.outer_learning_rate, self.outer_momentum, self.nesterov, self.fragments
+        )
+        waiting = Waiting(self.quorum, self.min_grace, self.max_grace, self.max_staleness)
+        return Island(
+            self.folder, self.name or name, self.inner_steps, lowering=lowering, wait=self.wait,
+            wait_seconds=self.wait_seconds, begin_seconds=self.begin_seconds, form=self.form,
+            merge=self.merge, merge_settings=settings, waiting=waiting, keep_all=self.keep_all,
+            replay=self.replay,
+        )  # fmt: skip
 
 
 class IslandHook(tf.train.SessionRunHook):

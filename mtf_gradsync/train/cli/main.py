@@ -14,6 +14,7 @@ from typing import Iterator
 
 from mtf_gradsync._configs import configs_dir
 from mtf_gradsync._signals import signal_of
+from mtf_gradsync.islands import command as islands
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train.cli import runs, steps
 from mtf_gradsync.train.cli.arguments import Command, import_package, output_path
@@ -175,6 +176,10 @@ ENV = Command(
     _env,
 )
 
+ISLANDS = Command(
+    islands.HELP, islands.DESCRIPTION, islands.EPILOG, islands.add_arguments, islands.main
+)
+
 _COMMANDS = {
     "init": INIT,
     "train": runs.TRAIN,
@@ -183,6 +188,7 @@ _COMMANDS = {
     "compile": steps.COMPILE,
     "plan": steps.PLAN,
     "timeline": runs.TIMELINE,
+    "islands": ISLANDS,
     "env": ENV,
 }
 

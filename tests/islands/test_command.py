@@ -1,0 +1,77 @@
+"""The command ``mtf-gradsync islands``, and runs of ``train`` that are islands."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mtf_gradsync.islands.folder import Folder
+from mtf_gradsync.train.cli import main as cli
+from tests.islands.test_merger import begun, merge
+from tests.islands.toy import Toy
+
+
+def test_merges_until_it_is_stopped(folder):
+    command = [sys.executable, "-m", "mtf_gradsync_command", "islands", str(folder), "--keep_all"]
+    with subprocess.Popen(
+        [*command, "--outer_learning_rate=1", "--outer_momentum=0", "--min_grace=0"],
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline().startswith(f"merging in {folder}, 1 contributions or more")
+        toy = Toy(folder, "one", 1).begin()
+        toy.step(0.5, tokens=3.0)
+        assert (toy.b, toy.island.version) == (1.5, 1)
+        process.send_signal(signal.SIGTERM)
+        said = process.stdout.read()
+        assert process.wait() == 128 + signal.SIGTERM
+    assert said == "version 0: one (1)\nversion 1: one (3)\n"
+
+
+def test_status_plot_and_replay(folder, tmp_path, capsys):
+    one, two = begun(folder, ["one", "two"])
+    for _ in range(2):
+        one.step(1.0)
+        two.step(float("nan"))
+    merge(folder, 1, keep_all=True)
+    one.step(1.0)
+    plot = tmp_path / "islands.png"
+    assert cli.main(["islands", str(folder), "--status", f"--plot={plot}"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^one +1 +1 +1 +0 +0 +2 .* after step 3$", out, re.MULTILINE)
+    assert re.search(r"^two +1 +0 +0 +0 +0 +0 .* after step 2$", out, re.MULTILINE)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["islands", str(folder), "--replay"]) == 0
+    assert capsys.readouterr().out == "2 versions: equal, bit for bit\n"
+    place = Folder(str(folder))
+    values = place.load("versions/00000001.safetensors").tensors
+    values["a"][0, 0] += 1e-6
+    place.store("versions/00000001.safetensors", {"version": 1}, values)
+    assert cli.main(["islands", str(folder), "--replay"]) == cli.EXIT_FAILED
+    assert "other bits in 1 of 2 versions: [1]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--replay"], cli.EXIT_FAILED, "has no versions yet: no merger has begun there"),
+        (["--plot=x.png"], cli.EXIT_BAD_CONFIG, "--plot draws the status; add --status"),
+        (["--quorum=0"], cli.EXIT_BAD_CONFIG, "quorum must be a whole number of at least 1, got 0"),
+        (["--outer_momentum=2"], cli.EXIT_BAD_CONFIG, "outer_momentum must be in [0, 1), got 2.0"),
+        (["--fragments=2", "--max_staleness=1"], cli.EXIT_BAD_CONFIG, "max_staleness=1 needs frag"),
+    ],
+)
+def test_bad_arguments(folder, capsys, arguments, code, message):
+    assert cli.main(["islands", str(folder), *arguments]) == code
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_answers_without_tensorflow(folder):
+    code = "import sys, mtf_gradsync_command as c; c.main(['islands', sys.argv[1], '--status'])"
+    code += "; print('tensorflow' in sys.modules)"
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.endswith("no island has joined\nFalse\n")
