@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import posixpath
@@ -68,10 +69,16 @@ def checksum(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str
 class Folder:
     """A folder, by the URL or path that `fsspec` takes. Names in it are relative, with ``/``.
 
-    Raises ValueError for a URL that no installed package can open, and names the package.
+    Raises ImportError without the islands extra, and ValueError for a URL that no installed package
+    can open.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
+        for library in ("fsspec", "safetensors"):
+            if importlib.util.find_spec(library) is None:
+                raise ImportError(
+                    f'Islands need {library}: pip install "mtf-gradsync[islands]"', name=library
+                )
         import fsspec
 
         self.url = os.fspath(url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import re
 import threading
@@ -440,7 +441,8 @@ class _MergerThread:
 
 
 @gin.configurable
-class ElasticIslands(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ElasticIslands:
     """The island that a run is, as gin binds it: a run with a folder is one of the islands there.
 
     See `Island`, `MergeSettings` and `Waiting` for the fields, of which the last ones are for the
@@ -454,10 +456,10 @@ class ElasticIslands(NamedTuple):
     folder: str = ""
     name: str = ""
     inner_steps: int = 50
-    wait: str = "grace"
+    wait: Wait = "grace"
     wait_seconds: float = 60.0
     begin_seconds: float = 600.0
-    form: str = "float32"
+    form: Form = "float32"
     replay: bool = False
     merge: bool = False
     keep_all: bool = False

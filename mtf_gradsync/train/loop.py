@@ -157,6 +157,7 @@ class _Loop:
         while len(self._pending) > ahead:
             self._look_at_oldest()
         self.seconds += time.monotonic() - began
+        self._runner.exchange(is_last=self.step == self._settings.train_steps)
         if self.step % self._settings.save_checkpoints_steps == 0:
             self.save()
 

@@ -16,6 +16,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.gin import unread
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
+from mtf_gradsync.islands import ElasticIslands, Island
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, TrainingError, first_line
@@ -305,6 +306,9 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
         graph, program, make_runner = training_graph(job, batches, checked.runtime)
         if config.evaluate_with_averages:
             _check_averages_kept()
+        island = _island(graph, directory)
+        if island:
+            say(f"this run is the island {island.name!r} of {island.folder.url}")
         if start.path:
             start = _adapted(start, accept_differences, say, f"going on from {start.path},")
         elif config.init_checkpoint:
@@ -355,7 +359,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
                 write_recorded(directory, recorded)
 
             return train_loop(
-                make_runner(checked.checkpoint_dir, start, config, checked.session),
+                make_runner(checked.checkpoint_dir, start, config, checked.session, island),
                 graph.optimizers,
                 LoopSettings(
                     train_steps=config.train_steps,
@@ -371,11 +375,17 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
             )
 
 
+def _island(graph: TrainGraph, directory: Path) -> Island | None:
+    """Returns the island that gin makes of a run, or None."""
+    try:
+        return ElasticIslands().island(graph.lowering, directory.absolute().name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"ElasticIslands: {error}") from error
+
+
 def training_graph(
     job: TrainingJob, batches: TrainingBatches, runtime: Runtime
-) -> tuple[
-    TrainGraph, simd.Program | None, Callable[[str, Start, RunConfig, tf.ConfigProto], Runner]
-]:
+) -> tuple[TrainGraph, simd.Program | None, Callable[..., Runner]]:
     """Builds the training step for a runtime; returns it, its program and a runner factory."""
     features = batches.placeholders()
     cores = None
@@ -383,12 +393,20 @@ def training_graph(
         cores = OnCores(runtime.name, job.model.mesh.shape, job.model.mesh.layout)
     graph = build_on(cores or OnDevices(), job, features)
 
-    def runner(model_dir: str, start: Start, config: RunConfig, session: tf.ConfigProto) -> Runner:
+    def runner(
+        model_dir: str,
+        start: Start,
+        config: RunConfig,
+        session: tf.ConfigProto,
+        island: Island | None = None,
+    ) -> Runner:
         given = graph, batches, model_dir, start, config.keep_checkpoint_max
+        exchange = {"island": island, "tokens_per_step": job.tokens_per_step}
         if cores is not None:
-            return SimdProgramRunner(*given, cores)
+            return SimdProgramRunner(*given, cores, **exchange)
         hooks = [hook() for hook in config.hooks]
-        return PlacementMeshRunner(*given, OnDevices(session, runtime.target), hooks)
+        place = OnDevices(session, runtime.target)
+        return PlacementMeshRunner(*given, place, hooks, **exchange)
 
     return graph, None if cores is None else cores.program, runner
 

@@ -11,6 +11,7 @@ import numpy as np
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import singular_monitored_session
+from mtf_gradsync.islands import Island, IslandError
 from mtf_gradsync.optimizers import OuterOptimizer, traits_of
 from mtf_gradsync.optimizers.skips import ReportsSkips
 from mtf_gradsync.runtimes import sessions
@@ -132,6 +133,9 @@ class Runner(abc.ABC):
         """Returns whether something besides the loop, such as a hook, wants to stop."""
         return False
 
+    def exchange(self, is_last: bool) -> None:  # noqa: B027
+        """Lets an island exchange values with others after a step, which may be its last one."""
+
 
 def fetches_of(graph: TrainGraph) -> dict[str, Any]:
     """Returns what to fetch with a step: "step", "loss", "fields" and "reported" of `TrainGraph`.
@@ -203,11 +207,14 @@ class GraphRunner(Runner):
         keep_checkpoint_max: int | None,
         place: OnDevices | OnCores,
         hooks: Sequence[Any] = (),
+        island: Island | None = None,
+        tokens_per_step: float = 1.0,
     ):
         """Adds a saver and watches to the default graph, which has to be that of `graph`.
 
         Checkpoints go to `model_dir`; None for `keep_checkpoint_max` keeps all. `place` makes the
-        sessions, which begin with `start`; `hooks` are for sessions of a placement mesh.
+        sessions, which begin with `start`; `hooks` are for sessions of a placement mesh. `island`
+        exchanges values after steps, which stand for `tokens_per_step` each.
         """
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
@@ -223,6 +230,7 @@ class GraphRunner(Runner):
         self._session: Any = None
         self._lowering = graph.lowering
         self._place, self._hooks = place, hooks
+        self._island, self._tokens = island, tokens_per_step
         self.steps_ahead = place.steps_ahead
         self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
 
@@ -242,6 +250,30 @@ class GraphRunner(Runner):
         """Sets `first_step` to the session's step, and makes the batches begin there."""
         self.first_step, examples = map(int, self._session.run(self._made))
         self._batches.begin(self.first_step, examples)
+        if self._island:
+            island, step = self._island, self.first_step
+            if not self.is_alone:
+                raise ConfigError("An island is one process; this run has several")
+            try:
+                self._raw(lambda session: island.begin(session, step))
+            except IslandError as error:
+                raise TrainingError(str(error)) from error
+
+    def exchange(self, is_last: bool) -> None:
+        """See `Runner`."""
+        if self._island is None:
+            return
+        island, tokens = self._island, self._tokens
+
+        def after_step(session: Any) -> None:
+            island.after_step(session, tokens)
+            if is_last:
+                island.finish(session)
+
+        try:
+            self._raw(after_step)
+        except IslandError as error:
+            raise TrainingError(str(error)) from error
 
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""

@@ -12,6 +12,7 @@ import pytest
 from mtf_gradsync.islands import Island, Merger, MergeSettings, Waiting
 from mtf_gradsync.islands.folder import Folder
 from tests import harness, models
+from tests.train.conftest import after_step, mesh_defaults, train  # noqa: F401
 
 STEPS = 20
 

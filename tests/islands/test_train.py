@@ -1,0 +1,82 @@
+"""Runs of ``mtf-gradsync train`` that are islands."""
+
+import numpy as np
+import pytest
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.islands.folder import Folder
+from mtf_gradsync.islands.journal import read_status
+from mtf_gradsync.islands.merger import replay
+from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
+from mtf_gradsync.runtimes.starting import choose_checkpoint
+from tests.train.conftest import NO_EVAL, train_tiny
+
+
+def bindings(folder, *more):
+    return [
+        NO_EVAL,
+        f"ElasticIslands.folder = '{folder}'",
+        "ElasticIslands.inner_steps = 3",
+        *(f"ElasticIslands.{one}" for one in more),
+    ]
+
+
+def values_of(directory):
+    """All variables of the newest checkpoint of a run."""
+    path = choose_checkpoint(str(directory), False, pytest.fail).path
+    reader = tf.train.load_checkpoint(path)
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "runtime", ["cpu_replicas", "placement_mesh", pytest.param("xla", marks=pytest.mark.xla)]
+)
+def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
+    where = f"train.run.runtime = '{runtime}'"
+    merger = ["merge = True", "keep_all = True", "min_grace = 0.0"]
+
+    class KillError(Exception):
+        pass
+
+    def kill():
+        raise KillError
+
+    after_step(8, kill)
+    with pytest.raises(KillError):
+        train_tiny(tmp_path / "run", where, *bindings(folder, *merger))
+    after_step(None)
+    result, _, said = train_tiny(tmp_path / "run", where, *bindings(folder, *merger))
+    assert result.step == 12
+    assert any(f"this run is the island 'run' of {folder}" in line for line in said)
+    status = read_status(Folder(str(folder)))
+    (row,) = status.rows
+    assert (row.island, row.joined, row.state) == ("run", 2, "left")
+    # 128 tokens a step: to step 6, and killed after step 8 once more from step 6 to step 12.
+    assert [c["steps"] for d in status.decisions[1:] for c in d["contributions"]] == [3] * 4
+    assert len({c["weight"] for d in status.decisions[1:] for c in d["contributions"]}) == 1
+    assert replay(Folder(str(folder))) == []
+    # The last version is in the last checkpoint.
+    merged = Folder(str(folder)).load("versions/00000004.safetensors").tensors
+    live = values_of(tmp_path / "run")
+    for name, value in merged.items():
+        np.testing.assert_array_equal(live[name], value)
+    again = bindings(folder, "name = 'run'", "replay = True")
+    train_tiny(tmp_path / "replayed", where, *again)
+    replayed = values_of(tmp_path / "replayed")
+    assert {k: v.tobytes() for k, v in replayed.items()} == {
+        k: v.tobytes() for k, v in live.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        (["wait = 'long'"], ConfigError, "ElasticIslands: wait must be one of grace, none"),
+        (["quorum = 0", "merge = True"], ConfigError, "ElasticIslands: quorum must be a whole"),
+        (["begin_seconds = 0"], TrainingError, "has no version of the values after 0 s"),
+    ],
+)
+def test_bad_settings(folder, tmp_path, more, error, message):
+    with pytest.raises(error, match=message):
+        train_tiny(tmp_path / "run", *bindings(folder, *more))
