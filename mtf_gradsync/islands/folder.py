@@ -83,7 +83,7 @@ class Folder:
 
         self.url = os.fspath(url)
         if not self.url:
-            raise ValueError("The folder of the islands is missing: give its path or URL.")
+            raise ValueError(f"The folder of the islands needs a path or URL, got {self.url!r}.")
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
@@ -178,7 +178,7 @@ class Folder:
 
         found = checksum(facts, tensors)
         text = json.dumps({"facts": dict(facts), "sha256": found}, sort_keys=True)
-        kept, narrow = {}, []
+        kept, narrow = {}, list[str]()
         for key, value in tensors.items():
             if str(value.dtype) == _BFLOAT16:
                 # Numpy has no such dtype of its own; the bits are kept.

@@ -115,14 +115,14 @@ class Island:
             )
         if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
             raise ValueError(f"inner_steps must be a whole number of at least 1: {inner_steps!r}.")
-        for argument, value, allowed in (("wait", wait, get_args(Wait)), ("form", form, FORMS)):
-            if value not in allowed:
-                raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}.")
+        for argument, choice, allowed in (("wait", wait, get_args(Wait)), ("form", form, FORMS)):
+            if choice not in allowed:
+                raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {choice!r}.")
         for argument, value in (("wait_seconds", wait_seconds), ("begin_seconds", begin_seconds)):
             if not is_number(value) or not value >= 0.0:
                 raise ValueError(f"{argument} must be a number of seconds, got {value!r}.")
         if merge and replay:
-            raise ValueError("replay=True writes nothing, so that it has no use for merge=True.")
+            raise ValueError(f"A replay writes nothing and needs no merger, got merge={merge!r}.")
         self.name, self.inner_steps, self.form = name, inner_steps, form
         self.folder = Folder(folder)
         self._values = Values(lowering, variables) if values is None else values
@@ -205,7 +205,7 @@ class Island:
                     f"{self.folder.url} has no version of the values after "
                     f"{self._begin_seconds:g} s. {refused or way}"
                 )
-            if not is_said:
+            if not is_said and self._merger is None:
                 logger.warning("waiting for the first version in %s", self.folder.url)
                 is_said = True
             time.sleep(self._poll)
@@ -229,7 +229,9 @@ class Island:
           tokens: how much that step's loss stands for; what islands contribute is weighted by it.
         """
         if self.version is None:
-            raise ValueError("Call begin(session) before the first step.")
+            raise ValueError(
+                f"Call begin(session) before the first step of the island {self.name!r}."
+            )
         if not is_number(tokens) or not 0.0 <= tokens < float("inf"):
             raise ValueError(f"tokens must be a finite number, not negative, got {tokens!r}.")
         self.step += 1
@@ -430,7 +432,7 @@ class _MergerThread:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self._merger.run(self._stop.is_set, sleep=lambda s: self._stop.wait(s) and None)
+                self._merger.run(self._stop.is_set, sleep=self._stop.wait)
                 return
             except FolderTakenError:
                 self._stop.wait(5.0)
@@ -440,7 +442,7 @@ class _MergerThread:
                 return
 
 
-@gin.configurable
+@gin.configurable(module="mtf_gradsync")
 @dataclasses.dataclass(frozen=True)
 class ElasticIslands:
     """The island that a run is, as gin binds it: a run with a folder is one of the islands there.

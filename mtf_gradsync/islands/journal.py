@@ -142,7 +142,7 @@ def _row(island: str, events: list[dict[str, Any]], decisions: list[dict[str, An
     late = sum(c["island"] == island for d in decisions for c in d["dropped"])
     refused = sum(path.split("/")[-1].rsplit(".", 1)[0] == island
                   for d in decisions for path in d["refused"])  # fmt: skip
-    last = own[-1] if own else {"time": 0.0, "event": "?"}
+    last: dict[str, Any] = own[-1] if own else {"time": 0.0, "event": "?"}
     state = "left" if last["event"] == "left" else f"after step {last.get('step')}"
     return IslandRow(
         island, count["contributed"], len(merged), late, refused, count["joined"],

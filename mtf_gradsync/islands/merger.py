@@ -317,7 +317,7 @@ class Merger:
         self,
         should_stop: Callable[[], bool] = lambda: False,
         on_version: Callable[[dict[str, Any]], None] = lambda decision: None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """Makes versions until `should_stop`; calls `on_version` with the decision of each.
 
@@ -594,7 +594,7 @@ _LEASE_SECONDS = 10.0
 
 @contextlib.contextmanager
 def lease(
-    folder: Folder, sleep: Callable[[float], None] = time.sleep
+    folder: Folder, sleep: Callable[[float], object] = time.sleep
 ) -> Iterator[Callable[[], None]]:
     """Holds a folder for one merger within the block; yields a function that checks that it does.
 

@@ -401,12 +401,12 @@ def training_graph(
         island: Island | None = None,
     ) -> Runner:
         given = graph, batches, model_dir, start, config.keep_checkpoint_max
-        exchange = {"island": island, "tokens_per_step": job.tokens_per_step}
+        exchange = island, job.tokens_per_step
         if cores is not None:
-            return SimdProgramRunner(*given, cores, **exchange)
+            return SimdProgramRunner(*given, cores, (), *exchange)
         hooks = [hook() for hook in config.hooks]
         place = OnDevices(session, runtime.target)
-        return PlacementMeshRunner(*given, place, hooks, **exchange)
+        return PlacementMeshRunner(*given, place, hooks, *exchange)
 
     return graph, None if cores is None else cores.program, runner
 

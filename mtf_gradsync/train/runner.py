@@ -253,7 +253,9 @@ class GraphRunner(Runner):
         if self._island:
             island, step = self._island, self.first_step
             if not self.is_alone:
-                raise ConfigError("An island is one process; this run has several")
+                raise ConfigError(
+                    f"The island {island.name!r} must be one process; the run has several"
+                )
             try:
                 self._raw(lambda session: island.begin(session, step))
             except IslandError as error:

@@ -14,9 +14,8 @@ from typing import Iterator
 
 from mtf_gradsync._configs import configs_dir
 from mtf_gradsync._signals import signal_of
-from mtf_gradsync.islands import command as islands
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
-from mtf_gradsync.train.cli import runs, steps
+from mtf_gradsync.train.cli import islands, runs, steps
 from mtf_gradsync.train.cli.arguments import Command, import_package, output_path
 
 EXIT_FAILED = 1

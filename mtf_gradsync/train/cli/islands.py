@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         folder = Folder(args.folder)
         if args.plot and not args.status:
-            raise ConfigError("--plot draws the status; add --status")
+            raise ConfigError(f"--plot={args.plot} draws the status; add --status")
         if args.status:
             return _status(folder, args.plot)
         if args.replay:
