@@ -56,7 +56,7 @@ def test_status_plot_and_replay(folder, tmp_path, capsys):
     ("arguments", "code", "message"),
     [
         (["--replay"], cli.EXIT_FAILED, "has no versions yet: no merger has begun there"),
-        (["--plot=x.png"], cli.EXIT_BAD_CONFIG, "--plot draws the status; add --status"),
+        (["--plot=x.png"], cli.EXIT_BAD_CONFIG, "draws the status; add --status"),
         (["--quorum=0"], cli.EXIT_BAD_CONFIG, "quorum must be a whole number of at least 1, got 0"),
         (["--outer_momentum=2"], cli.EXIT_BAD_CONFIG, "outer_momentum must be in [0, 1), got 2.0"),
         (["--fragments=2", "--max_staleness=1"], cli.EXIT_BAD_CONFIG, "max_staleness=1 needs frag"),

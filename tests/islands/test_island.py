@@ -225,9 +225,9 @@ def test_one_of_the_islands_may_be_the_merger(folder):
         ({"wait": "long"}, "wait must be one of grace, none, got 'long'"),
         ({"form": "int4"}, "form must be one of float32, bfloat16, int8"),
         ({"wait_seconds": -1.0}, "wait_seconds must be a number of seconds"),
-        ({"merge": True, "replay": True}, "replay=True writes nothing"),
+        ({"merge": True, "replay": True}, "A replay writes nothing"),
         ({"folder": "nowhere://x"}, "'nowhere://x' cannot be opened"),
-        ({"folder": ""}, "The folder of the islands is missing"),
+        ({"folder": ""}, "needs a path or URL"),
     ],
 )
 def test_arguments_that_make_no_sense(folder, arguments, message):
