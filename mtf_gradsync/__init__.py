@@ -15,6 +15,7 @@ from mtf_gradsync._private.patches import (
     call_around_lowering,
     explain_mesh_tensors_to_tensorflow,
     keep_apart_when_combined,
+    keep_summaries_in_meta_graphs,
     recompute_each_shard_by_itself,
 )
 from mtf_gradsync.cluster import Cluster, join_cluster
@@ -68,6 +69,7 @@ check_imported_shapes()
 recompute_each_shard_by_itself()
 call_around_lowering(before_lowering, after_lowering)
 keep_apart_when_combined(StandIn)
+keep_summaries_in_meta_graphs()
 explain_mesh_tensors_to_tensorflow()
 check_what_savers_restore()
 

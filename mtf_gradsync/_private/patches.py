@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, NoReturn
 
+from tensorflow.python.framework.ops import register_proto_function
+
 from mtf_gradsync._private.libraries import mtf, tf
 
 # The attribute of a function for the names of the patches in it. Not `__wrapped__`, which every
@@ -94,6 +96,36 @@ def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -
         "place of an optimizer of tf.compat.v1.train. After the lowering, its value is "
         "lowering.export_to_tf_tensor(tensor)."
     )
+
+
+def keep_summaries_in_meta_graphs() -> None:
+    """Makes savers write Mesh-TF's summaries, pairs of a name and a tensor, into a graph's file.
+
+    Without it they log a warning, and leave them out.
+    """
+    collection = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
+    try:
+        register_proto_function(collection, tf.train.BytesList, _as_bytes_list, _from_bytes_list)
+    except KeyError:
+        return  # somebody has done it before
+
+
+def _as_bytes_list(
+    summary: tuple[str, tf.Tensor], export_scope: str | None = None
+) -> tf.train.BytesList | None:
+    name, tensor = summary
+    if export_scope and not tensor.name.startswith(export_scope):
+        return None
+    return tf.train.BytesList(value=[name.encode(), tensor.name.encode()])
+
+
+def _from_bytes_list(
+    proto: tf.train.BytesList, import_scope: str | None = None
+) -> tuple[str, tf.Tensor]:
+    name, tensor = (value.decode() for value in proto.value)
+    if import_scope:
+        tensor = f"{import_scope}/{tensor}"
+    return name, tf.get_default_graph().get_tensor_by_name(tensor)
 
 
 # What Mesh-TF multiplies the gradient by: so small that nothing changes by it, but for a NaN.

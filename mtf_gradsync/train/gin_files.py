@@ -13,7 +13,8 @@ from typing import Any, Callable, Iterator, Sequence
 
 import gin
 
-# All of `train` that gin files bind: nothing can be registered once a configuration is read.
+# All that gin files bind: nothing can be registered once a configuration is read.
+import mtf_gradsync.islands.island
 import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
 import mtf_gradsync.train.evaluation  # noqa: F401

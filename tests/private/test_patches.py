@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from mtf_gradsync._private import mesh_tensorflow, patches
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 
 
@@ -65,3 +65,21 @@ def test_no_change_is_skipped_because_another_library_was_there_first(owner, nam
     assert ours is not theirs
     CHANGES[owner, name]()
     assert getattr(owner, name) is ours
+
+
+def test_savers_keep_summaries_of_a_mesh(tmp_path, caplog):
+    with tf.Graph().as_default():
+        tf.get_variable("v", [])
+        with tf.name_scope("scope"):
+            key = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
+            tf.add_to_collection(key, ("loss", tf.constant(1.0, name="loss")))
+        path = str(tmp_path / "model.meta")
+        tf.train.Saver().export_meta_graph(path)
+        tf.train.export_meta_graph(str(tmp_path / "none.meta"), export_scope="other")
+    assert "Issue encountered" not in caplog.text
+    for scope in ("", "again"):
+        with tf.Graph().as_default() as graph:
+            tf.train.import_meta_graph(path, import_scope=scope or None)
+            ((name, tensor),) = tf.get_collection(key)
+            assert (name, tensor.name) == ("loss", f"{scope}/scope/loss:0".lstrip("/"))
+            assert tensor.graph is graph

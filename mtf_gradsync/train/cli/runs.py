@@ -110,7 +110,7 @@ examples:
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt=import --temperature=0
   mtf-gradsync sample --model_dir=runs/mine --prompt=a --gin_param="train.run.mesh_devices = None"
-  mtf-gradsync sample --model_dir=runs/mine --prompt=a \
+  mtf-gradsync sample --model_dir=runs/mine --prompt=a \\
       --gin_param="train.run.evaluate_with_averages = True"
 
 Every token takes a pass of the whole model: that is for a look at a model, not for serving one."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
@@ -53,6 +54,29 @@ def test_init_copies_and_never_overwrites(capsys, tmp_path, monkeypatch):
     assert cli.main(["init", "lm_cpu_mesh", "no/such/x.gin"]) == cli.EXIT_BAD_CONFIG
     # Those that are parts of others are not offered.
     assert cli.main(["init", "unitransformer"]) == cli.EXIT_BAD_CONFIG
+
+
+def test_init_makes_a_config_for_own_text(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "it's.txt").write_text("Once upon a time. " * 20 + "\u00e9", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("Another text.\n" * 99)
+    for name, content, message in (
+        ("no.txt", None, "No such file"),
+        ("latin.txt", b"caf\xe9", "'latin.txt' as UTF-8"),
+        ("empty.txt", b" \n", "'empty.txt' is empty"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        assert cli.main(["init", "--text", "b.txt", name]) == cli.EXIT_BAD_CONFIG
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "lm_cpu_mesh.gin").exists()
+    assert cli.main(["init", "--text", "it's.txt", "b.txt"]) == 0
+    gin_files.load(["lm_cpu_mesh.gin"], [])
+    config = gin_files.run_config()
+    monkeypatch.chdir("/")
+    for dataset_fn in (config.train_dataset_fn, config.eval_dataset_fn):
+        with tf.Graph().as_default():
+            dataset_fn({"targets": 16}, config.vocabulary, dataset_split="train")
 
 
 def greedy(directory, prompt, count):

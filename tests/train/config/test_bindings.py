@@ -99,10 +99,11 @@ def test_nothing_is_left_to_register_once_a_config_is_read():
     package = Path(mtf_gradsync.__file__).parent
     named = [
         ".".join(path.relative_to(package.parent).with_suffix("").parts)
-        for path in sorted((package / "train").rglob("*.py"))
+        for room in ("islands", "train")
+        for path in sorted((package / room).rglob("*.py"))
         if "@gin.configurable" in path.read_text("utf-8")
     ]
-    assert "mtf_gradsync.train.data.datasets" in named
+    assert {"mtf_gradsync.train.data.datasets", "mtf_gradsync.islands.island"} < set(named)
     program = f"""
         import importlib
         from mtf_gradsync.train import gin_files
