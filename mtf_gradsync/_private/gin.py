@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import gin
@@ -56,6 +57,23 @@ def unread() -> list[str]:
 
 
 _MACRO = "gin.macro"
+
+
+def changed_bindings(before: str, after: str) -> list[str]:
+    """Returns a line for each value that two texts of `gin.operative_config_str` give differently.
+
+    Names that only one of them has are left out.
+    """
+    there, here = (dict(_BINDING.findall(text)) for text in (before, after))
+    return [
+        f"{name} = {' '.join(there[name].split())} there and {' '.join(here[name].split())} here"
+        for name in there
+        if name in here and there[name] != here[name]
+    ]
+
+
+# A value goes on in lines that are indented, or that close a bracket.
+_BINDING = re.compile(r"^([^\s#=]+) = (.*(?:\n[ \])}].*)*)", re.MULTILINE)
 
 
 def registered() -> dict[str, list[str]]:

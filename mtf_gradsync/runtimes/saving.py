@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, NamedTuple, Sequence
 
@@ -22,6 +23,9 @@ from mtf_gradsync.runtimes.starting import STATE_FILE, remove_leftovers
 
 # More than these are counted, not listed.
 _MAX_LISTED = 40
+# Of another shape: where one size differs, that of most variables does.
+_MAX_UNFIT = 3
+_logger = logging.getLogger(__name__)
 
 
 class Differences(NamedTuple):
@@ -112,20 +116,30 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     return "\n".join(lines)
 
 
-def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Differences:
+def check_configuration(
+    path: str, variables: Sequence[Any], accept: bool, changed: Sequence[str] = ()
+) -> Differences:
     """Returns how a checkpoint and a configuration differ, or raises a ConfigError if they may not.
 
     With `accept` each may have variables that the other lacks; shapes and types may never differ.
+    `changed` are lines on settings that are not those that the checkpoint was made with.
     """
     found = differences(path, variables)
     parts = _lines(found)
     if found.unfit:
+        names = "\n".join(found.unfit)
+        _logger.info("Variables that differ from those of %s:\n%s", path, names)
+        settings = ["these settings differ:", *_listed(changed)] if changed else []
         raise _error(
             f"The checkpoint {path} was made by another model or optimizer than this config "
-            "describes:",
-            *_listed(found.unfit),
+            f"describes: of another shape or type are {len(found.unfit)} of {len(variables)} "
+            "variables",
+            *settings,
+            "for example:" if len(found.unfit) > _MAX_UNFIT else "they are:",
+            *(f"  {line}" for line in found.unfit[:_MAX_UNFIT]),
             *parts,
-            "Nothing was changed. Use the config that made it, or another --model_dir.",
+            "Nothing was changed. Use the config that made it, or another --model_dir. "
+            "(--verbosity=info names all variables.)",
         )
     if parts and not accept:
         raise _error(

@@ -155,6 +155,9 @@ def _with_hint(said: str) -> str:
 
 def _close_to(given: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(given, names, n=2)
+    # "step" is far from "train_steps", by letters.
+    close += sorted((name for name in names if given in name and name not in close), key=len)
+    close = close[:2]
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 

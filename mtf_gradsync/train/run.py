@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync import simd
-from mtf_gradsync._private.gin import unread
+from mtf_gradsync._private.gin import changed_bindings, unread
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
 from mtf_gradsync.islands import ElasticIslands, Island
@@ -285,11 +285,25 @@ def _adapted(start: Start, accept: bool, say: Callable[[str], None], words: str)
     if not tf.train.load_checkpoint(start.path).has_tensor(EXAMPLES):
         counts, variables = False, [v for v in variables if v.op.name != EXAMPLES]
         say(f"{start.path} does not say what its steps were made of: batches of today's size")
-    found = check_configuration(start.path, variables, accept)
+    changed = _changed_settings(Path(start.path).parent)
+    found = check_configuration(start.path, variables, accept, changed)
     if any(found):
         say(f"{words} of another configuration:\n{describe(found)}")
     new = [name for name in found.new if name not in found.adapted]
     return start._replace(new=tuple(new if counts else [*new, EXAMPLES]))
+
+
+def _changed_settings(directory: Path) -> list[str]:
+    """Returns lines on the bindings of a model or an optimizer that are not those of its run."""
+    try:
+        before = (directory / CONFIG_FILE).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    changed = changed_bindings(before, gin.operative_config_str())
+    # Others of the run itself do not change what variables there are.
+    ours = ("run.", "train.run.", "sample.", "train.sample.")
+    kept = ("run.optimizer ", "train.run.optimizer ")
+    return [line for line in changed if not line.startswith(ours) or line.startswith(kept)]
 
 
 def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import faulthandler
 import importlib
+import importlib.util
 import logging
 import math
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
+from mtf_gradsync._configs import configs_dir
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -100,8 +104,30 @@ def import_package(verbosity: int) -> None:
         # Mesh-TensorFlow's imports raise this warning.
         warnings.filterwarnings("ignore", "pkg_resources is deprecated")
     if not hasattr(package, "__all__"):
-        with _without_lines_of_c() if is_quiet else contextlib.nullcontext():
+        quiet = _without_lines_of_c() if is_quiet else contextlib.nullcontext()
+        with _saying_that_it_loads(), quiet:
             importlib.reload(package)
+
+
+@contextlib.contextmanager
+def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
+    """Prints a line on a terminal if the block takes longer."""
+    if not (sys.stderr and sys.stderr.isatty()):
+        yield
+        return
+
+    def say() -> None:
+        # Where standard error is then: meanwhile it may be hidden from C++ code.
+        print("Loading TensorFlow and Mesh-TensorFlow ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 @contextlib.contextmanager
@@ -224,6 +250,8 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     files = [*before, *gin_file_names(args)]
     if not files and not args.gin_param:
         raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
+    for name in files:
+        _check_is_there(name, paths)
     import_package(args.verbosity)
     # Imported here because it takes seconds, which `--help` need not wait for.
     from absl import flags
@@ -251,6 +279,28 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
         raise
     except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, AssertionError) as error:
         raise ConfigError(gin_files.explain(error)) from error
+
+
+def _check_is_there(name: str, paths: Sequence[str]) -> None:
+    """Raises ConfigError for a gin file that is nowhere, before TensorFlow is imported."""
+    folders = [Path(), *map(Path, paths), configs_dir(), configs_dir().parent]
+    if "://" in name or any(Path(folder, name).exists() for folder in folders):
+        return
+    # gin also finds files of packages, by paths such as mesh_tensorflow/transformer/gin/x.gin.
+    package = Path(name).parts[0]
+    if package.isidentifier() and importlib.util.find_spec(package) is not None:
+        return
+    close = difflib.get_close_matches(Path(name).name, [p.name for p in configs_dir().iterdir()])
+    hint = f"; did you mean {close[0]}?" if close else " (mtf-gradsync init lists configs)"
+    raise ConfigError(f"--gin_file={name}: there is no such file{hint}")
+
+
+def check_model_dir(model_dir: str) -> None:
+    """Raises ConfigError where a file stands in the way of a directory to write to."""
+    path = Path(model_dir)
+    first = next((one for one in (path, *path.parents) if one.exists()), None)
+    if first is not None and not first.is_dir():
+        raise ConfigError(f"--model_dir={model_dir} cannot be written to: {first} is a file")
 
 
 def _split_lists(values: list[str]) -> list[str]:

@@ -230,7 +230,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     version = version_of("mtf-gradsync") or "of a checkout that is not installed"
     parser.add_argument("--version", action="version", version=f"mtf-gradsync {version}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in _COMMANDS.items():
         subparser = subparsers.add_parser(
             name,
@@ -253,7 +253,11 @@ def main(argv: list[str] | None = None) -> int:
         # Names of files need not be text, and samples may have letters that a terminal does not.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run_command"):
+        parser.print_help()
+        return 0
     try:
         return args.run_command(args)
     except (ConfigError, TrainingError) as error:

@@ -15,6 +15,7 @@ from mtf_gradsync.train.cli.arguments import (
     Command,
     add_cluster_arguments,
     add_gin_arguments,
+    check_model_dir,
     config_of_run,
     gin_file_names,
     loaded_config,
@@ -73,6 +74,7 @@ def _train(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     files = gin_file_names(args)
     model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
+    check_model_dir(model_dir)
     with loaded_config(args):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.train import gin_files

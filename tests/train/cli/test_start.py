@@ -1,14 +1,17 @@
 """What the command says before it imports TensorFlow, and that it does."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train import gin_files
+from mtf_gradsync.train.cli import arguments as cli_arguments
 from tests.cluster.processes import ROOT
 from tests.train.conftest import FASTEST, NO_EVAL, QUICK, TINY
 
@@ -34,11 +37,15 @@ def _shell(log_level: str | None = None) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        ([], 0, "sample"),
         (["--help"], 0, "sample"),
         (["--version"], 0, "mtf-gradsync "),
         (["init"], 0, "lm_cpu_mesh\n"),
         (["train", "--help"], 0, "--gin_param"),
         (["plan", "--help"], 0, "--topologies"),
+        (["init", "--text", "no.txt"], 2, "cannot read 'no.txt'"),
+        (["train", "--gin_file=lm_cpu.gin"], 2, "no such file; did you mean lm_cpu_mesh.gin?"),
+        ([*TRAIN, "--model_dir=README.md/x"], 2, "README.md is a file"),
         (["train", "--no_such_flag"], 2, "unrecognized arguments: --no_such_flag"),
     ],
 )
@@ -51,6 +58,22 @@ def test_answers_at_once_and_without_tensorflow(arguments, code, message):
     ended, has_tensorflow, seconds = json.loads(last)
     assert (ended, has_tensorflow) == (code, False)
     assert seconds < 1.0
+
+
+def test_a_terminal_is_told_what_takes_long(monkeypatch):
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    for is_terminal, seconds, line in (
+        (False, 0.0, ""),
+        (True, 60.0, ""),
+        (True, 0.0, "Loading TensorFlow and Mesh-TensorFlow ...\n"),
+    ):
+        monkeypatch.setattr(said, "isatty", lambda found=is_terminal: found)
+        with cli_arguments._saying_that_it_loads(seconds):
+            if line:
+                while not said.getvalue():
+                    time.sleep(0.001)
+        assert said.getvalue() == line
 
 
 @pytest.mark.parametrize(
