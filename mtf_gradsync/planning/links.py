@@ -45,13 +45,14 @@ def exchanges_of(
     report: CommunicationReport,
     axes: Mapping[Any, str],
     cores: int,
+    conditions: bool = True,
 ) -> list[Exchange]:
-    """Returns the collectives of an update step, with how often each runs.
+    """Returns the collectives of a step with all conditions true or false, and how often each runs.
 
     Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
     loops from `report`, which is of the program before compilation and says how often a loop turns
     (once if not known). Those of each core with itself are not listed. `axes` is what
-    `groups_by_axes` returns; `cores` is their number.
+    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step.
     """
     everyone = (tuple(range(cores)),)
     found = []
@@ -62,7 +63,7 @@ def exchanges_of(
             found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
     by_axis = {axis: key for key, axis in axes.items()}
     for row in report.rows:
-        if row.loops:
+        if row.loops and all(taken is conditions for _, taken in row.branches):
             operation = _HLO_NAMES[row.operation]
             axis = row.group if row.group in by_axis else _OTHER
             # Groups that lie along no axes are named by their cores.

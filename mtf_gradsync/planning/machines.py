@@ -13,6 +13,14 @@ from mtf_gradsync.xla.topology.compiling import Lowered, compile_lowered, lower,
 Begun = Callable[["subprocess.Popen[str]"], None]
 
 
+class SkippedStep(NamedTuple):
+    """A step on which all conditions of a program are false, such as one that only accumulates."""
+
+    flops: float  # of one core
+    estimate_seconds: float  # as in `Compiled`
+    collectives: tuple[HloCollective, ...] = ()
+
+
 class Compiled(NamedTuple):
     """The answer of a machine's compiler for one program."""
 
@@ -27,6 +35,7 @@ class Compiled(NamedTuple):
     is_of_update: bool = False  # whether it has conditionals, and these figures have all true
     collectives: tuple[HloCollective, ...] = ()
     seconds: float = 0.0  # how long the compilation took
+    skipped: SkippedStep | None = None  # where there are conditionals and an estimate of it
 
 
 class Machine(Protocol):
@@ -71,6 +80,7 @@ class TpuMachine:
             return Compiled(error=made.error, seconds=made.seconds)
         of_update = made.estimates.get("conditions_true")
         cost = of_update or made.estimates["step"]
+        none_true = made.estimates.get("conditions_false")
         return Compiled(
             bytes_per_core=made.memory.total,
             flops=cost.flops,
@@ -82,6 +92,8 @@ class TpuMachine:
             is_of_update=of_update is not None,
             collectives=made.of_update,
             seconds=made.seconds,
+            skipped=none_true
+            and SkippedStep(none_true.flops, none_true.seconds, made.of_skipped_step),
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:

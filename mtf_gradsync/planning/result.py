@@ -53,8 +53,10 @@ class PlanRow:
       link_seconds: the time that all of them take over the links.
       step_seconds: the predicted time of a step: `estimate_seconds` plus `link_seconds`.
       overlapped_seconds: the longer of the two: the time of a step that hides all of the other.
-      tokens_per_second: predicted; None if the tokens of a step are unknown.
-      share_of_peak: operations per second as a share of the chip's peak; None if that is unknown.
+      tokens_per_second: predicted, over the steps of `mean_step_seconds`; None if the tokens of a
+        step are unknown.
+      share_of_peak: operations per second as a share of the chip's peak, over the same steps; None
+        if that is unknown.
       build_seconds: how long building the program took.
       compile_seconds: how long the compiler took.
       is_repeated: whether an equal program had been compiled before.
@@ -63,6 +65,12 @@ class PlanRow:
         often they turn.
       is_of_update: whether the program has conditionals, and the figures are those of a step on
         which all are true: one that makes the update, where gradients are accumulated.
+      parameters: the number of trainable parameters; None if unknown.
+      steps_per_update: the number of steps of which one makes the update; see `Built`.
+      skipped_step_seconds: the predicted time of a step on which all conditions are false, links
+        included; None without conditionals, and on CPU devices.
+      mean_step_seconds: the mean over `steps_per_update` steps: `step_seconds` where that is 1, or
+        no other step is known.
     """
 
     mesh_shape: str
@@ -88,6 +96,10 @@ class PlanRow:
     unknown_names: tuple[str, ...] = ()
     loops_counted_once: int = 0
     is_of_update: bool = False
+    parameters: int | None = None
+    steps_per_update: int = 1
+    skipped_step_seconds: float | None = None
+    mean_step_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +140,7 @@ class Plan:
 
     def __str__(self) -> str:
         if self.rows:
-            lines = [*_table(self.rows), "", _UNKNOWN]
+            lines = [*_table(self.rows), "", *_parameters(self.rows), _UNKNOWN]
         else:
             lines = ["no mesh was planned" if self.is_partial else "no mesh can be planned"]
         unknown = [row for row in self.rows if row.unknown_operations]
@@ -143,6 +155,13 @@ class Plan:
             lines.append("Of some programs' loops one turn is counted: more is not known.")
         if any(row.is_of_update for row in self.rows):
             lines.append("Of steps with conditionals the figures are those of an update step.")
+        means = {row.steps_per_update for row in self.rows if row.skipped_step_seconds is not None}
+        if max(means, default=1) > 1:
+            steps = " or ".join(map(str, sorted(means)))
+            lines.append(
+                f'"mean ms", tokens/s and the share of the peak are means over {steps} steps, one '
+                "with the update and the others without."
+            )
         if self.refused:
             several = len({r.layout for r in self.rows} | {r.layout for r in self.refused}) > 1
             lines += ["", "skipped:", *_reasons(self.refused, several)]
@@ -193,9 +212,16 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
 
     def key(row: PlanRow) -> Any:
         rate = row.tokens_per_second
-        return (not row.fits, row.step_seconds if rate is None else -rate, _name(row, True))
+        step = row.step_seconds if row.mean_step_seconds is None else row.mean_step_seconds
+        return (not row.fits, step if rate is None else -rate, _name(row, True))
 
     return tuple(sorted(rows, key=key))
+
+
+def _parameters(rows: tuple[PlanRow, ...]) -> list[str]:
+    """A line with the number of parameters, which may depend on the mesh by rounding up."""
+    counts = sorted({row.parameters for row in rows if row.parameters is not None})
+    return [f"{' or '.join(f'{n:,}' for n in counts)} parameters."] if counts else []
 
 
 def _name(row: PlanRow | Refused, with_layout: bool) -> str:
@@ -246,6 +272,8 @@ def _table(rows: tuple[PlanRow, ...]) -> list[str]:
         )
         cells["step ms"] = f"{1e3 * row.step_seconds:,.4g}"
         cells["at best"] = f"{1e3 * row.overlapped_seconds:,.4g}"
+        if row.steps_per_update > 1 and row.skipped_step_seconds is not None:
+            cells["mean ms"] = f"{1e3 * (row.mean_step_seconds or 0.0):,.4g}"
         if row.tokens_per_second is not None:
             cells["tokens/s"] = f"{row.tokens_per_second:,.0f}"
         if row.share_of_peak is not None:

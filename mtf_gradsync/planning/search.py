@@ -19,6 +19,7 @@ from mtf_gradsync.simd.collectives import groups_by_axes, list_collectives
 from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.traffic import CommunicationReport
+from mtf_gradsync.xla.topology.compiled import HloCollective
 from mtf_gradsync.xla.topology.compiling import Lowered
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
 
@@ -34,11 +35,16 @@ class Built(NamedTuple):
       program: what `simd.tpu_program` yielded, with the training step built in it.
       fetches: tensors that a step returns besides the updates, such as the loss.
       tokens: the number of tokens (or examples) that a step trains on; None if unknown.
+      parameters: the number of trainable parameters; None if unknown.
+      steps_per_update: of so many steps one has the program's conditions true, and the others have
+        them false, as in accumulation over so many steps. The plan's means are over these.
     """
 
     program: Program
     fetches: Sequence[Any] = ()
     tokens: int | None = None
+    parameters: int | None = None
+    steps_per_update: int = 1
 
 
 class Candidate(NamedTuple):
@@ -54,7 +60,7 @@ class _Work(NamedTuple):
 
     candidate: Candidate
     lowered: Lowered
-    tokens: int | None
+    built: Built  # without its program
     report: CommunicationReport
     axes: dict[frozenset, str]
     build_seconds: float
@@ -149,9 +155,8 @@ class _Search:
             for candidate in group:
                 self._refuse(candidate, str(error))
             return []
-        return [
-            _Work(c, lowered[type(c.machine)], built.tokens, report, axes, seconds) for c in group
-        ]
+        built = built._replace(program=None, fetches=())
+        return [_Work(c, lowered[type(c.machine)], built, report, axes, seconds) for c in group]
 
     def _start(self, pool: concurrent.futures.Executor, work: _Work) -> None:
         machine, lowered = work.candidate.machine, work.lowered
@@ -227,10 +232,17 @@ def _by_program(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
 
 def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
     mesh_shape, layout, machine = work.candidate
-    exchanges = exchanges_of(compiled.collectives, work.report, work.axes, machine.cores)
-    traffic = _traffic(exchanges, machine)
+    traffic = _traffic_of(compiled.collectives, work, True)
     links = sum(t.seconds for t in traffic)
-    step = compiled.estimate_seconds + links
+    step = mean = compiled.estimate_seconds + links
+    flops, tokens, steps = compiled.flops, work.built.tokens, work.built.steps_per_update
+    skipped_step = None
+    if compiled.skipped is not None:
+        skipped = compiled.skipped
+        others = sum(t.seconds for t in _traffic_of(skipped.collectives, work, False))
+        skipped_step = skipped.estimate_seconds + others
+        mean = (step + (steps - 1) * skipped_step) / steps
+        flops = (compiled.flops + (steps - 1) * skipped.flops) / steps
     peak, limit = machine.peak_flops_per_core, machine.memory_per_core
     return PlanRow(
         mesh_shape=mesh_shape,
@@ -251,12 +263,24 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         link_seconds=links,
         step_seconds=step,
         overlapped_seconds=max(compiled.estimate_seconds, links),
-        tokens_per_second=work.tokens / step if work.tokens and step else None,
-        share_of_peak=compiled.flops / (step * peak) if peak and step else None,
+        tokens_per_second=tokens / mean if tokens and mean else None,
+        share_of_peak=flops / (mean * peak) if peak and mean else None,
         build_seconds=work.build_seconds,
         compile_seconds=compiled.seconds,
         is_repeated=is_repeated,
+        parameters=work.built.parameters,
+        steps_per_update=steps,
+        skipped_step_seconds=skipped_step,
+        mean_step_seconds=mean,
     )
+
+
+def _traffic_of(
+    collectives: Sequence[HloCollective], work: _Work, conditions: bool
+) -> tuple[AxisTraffic, ...]:
+    machine = work.candidate.machine
+    exchanges = exchanges_of(collectives, work.report, work.axes, machine.cores, conditions)
+    return _traffic(exchanges, machine)
 
 
 def _traffic(exchanges: Sequence[Exchange], machine: Machine) -> tuple[AxisTraffic, ...]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, Callable, ContextManager, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, ContextManager, Iterable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import (
     GradientAccumulationOptimizer,
+    OuterOptimizer,
     Wrapper,
     gradient_noise_scale,
     reported,
@@ -152,6 +153,23 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
     graph = build_on(place, job)
     assert place.program is not None  # just built
     return graph, place.program
+
+
+def steps_per_update(optimizers: Sequence[Any]) -> int:
+    """Of how many steps one makes all that a stack of optimizers does, and the others a part.
+
+    They are the microbatch steps of an update, or the inner steps of an outer one. It is 1 where
+    the number changes during training, and where a stack has both, as more than two kinds of steps
+    are made then.
+    """
+    periods = []
+    for one in optimizers:
+        if isinstance(one, GradientAccumulationOptimizer):
+            periods.append(one.backward_passes_per_step)
+        elif isinstance(one, OuterOptimizer):
+            periods.append(one.inner_steps)
+    periods = [period for period in periods if period != 1]
+    return periods[0] if len(periods) == 1 and not callable(periods[0]) else 1
 
 
 def _noise_scale(opt: Any, batch_size: int) -> Any:

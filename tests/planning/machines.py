@@ -52,9 +52,9 @@ class Counting:
 
     peak_flops_per_core = 100.0
 
-    def __init__(self, name="four", cores=4, module=None, memory=1000, before=None):
+    def __init__(self, name="four", cores=4, module=None, memory=1000, before=None, skipped=None):
         self.name, self.cores, self.memory_per_core = name, cores, memory
-        self.module, self.before = module, before
+        self.module, self.before, self.skipped = module, before, skipped
         self.lowered, self.compiled = 0, []
 
     def lower(self, program, fetches):
@@ -74,6 +74,7 @@ class Counting:
             estimate_seconds=2.0,
             collectives=(HloCollective("all-reduce", "r", 3, groups, "main", ()),),
             seconds=0.5,
+            skipped=self.skipped,
         )
 
     def seconds(self, operation, groups, size):

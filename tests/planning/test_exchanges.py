@@ -47,6 +47,19 @@ def test_in_loops_the_turns_are_those_of_the_program_before():
     assert found.groups == ((0, 1), (2, 3))
 
 
+def test_in_loops_only_those_in_branches_that_run_count():
+    in_loop = dataclasses.replace(ROW, loops=("loop",), turns=5)
+    branches = {True: 8, False: 12}
+    rows = [
+        dataclasses.replace(in_loop, branches=(("due", taken),), bytes_per_core=size)
+        for taken, size in branches.items()
+    ]
+    report, named = simd.CommunicationReport((in_loop, *rows)), axes()
+    for conditions, size in branches.items():
+        found = exchanges_of([], report, named, 4, conditions)
+        assert [one.size for one in found] == [8, size]
+
+
 def test_in_loops_other_groups_are_those_of_the_program_and_one_core_exchanges_nothing():
     in_loop = dataclasses.replace(ROW, loops=("loop",), turns=5)
     rows = [dataclasses.replace(in_loop, group=text) for text in ("[0],[1],[2],[3]", "[0,3],[1,2]")]

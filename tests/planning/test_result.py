@@ -73,6 +73,18 @@ def test_it_says_where_figures_are_those_of_an_update_step():
     assert said not in str(PLAN)
 
 
+def test_means_over_the_steps_of_an_update_have_a_column_and_a_line():
+    facts = {"steps_per_update": 4, "skipped_step_seconds": 0.01, "mean_step_seconds": 0.0125}
+    lines = str(planning.Plan((row("batch:8", 0.02, parameters=1234567, **facts),))).splitlines()
+    header, cells = (" ".join(lines[n].split()) for n in (0, 2))
+    assert "step ms at best mean ms tokens/s" in header
+    assert "20 10 12.5 50,000" in cells
+    assert "1,234,567 parameters." in lines
+    assert any("means over 4 steps, one with the update" in line for line in lines)
+    assert "mean" not in str(PLAN)
+    assert "parameters" not in str(PLAN)
+
+
 def test_an_empty_plan_says_so():
     assert str(planning.Plan(())).startswith("no mesh can be planned")
 

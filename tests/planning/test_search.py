@@ -9,8 +9,9 @@ import time
 import pytest
 
 from mtf_gradsync import planning
-from mtf_gradsync.planning.machines import Compiled
+from mtf_gradsync.planning.machines import Compiled, SkippedStep
 from mtf_gradsync.planning.search import Candidate, search
+from mtf_gradsync.xla.topology.compiled import HloCollective
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
 from tests.planning.machines import LAYOUT, Counting, build, interrupted_and_dropped
 
@@ -31,6 +32,26 @@ def test_a_row_adds_links_to_the_estimate():
     assert row.share_of_peak == 200.0 / (5.0 * 100.0)
     assert row.fits
     assert not plan.is_partial
+
+
+def test_under_accumulation_the_means_are_over_all_steps_of_an_update():
+    """An update of 2 s and 3 s of links; the other steps take half a second and 100 operations."""
+    machine = Counting(skipped=SkippedStep(100.0, 0.5))
+
+    def accumulating(shape, layout):
+        return build(shape, layout)._replace(steps_per_update=4, parameters=64)
+
+    (row,) = search(accumulating, candidates(machine, "batch:2;model:2")).rows
+    assert (row.step_seconds, row.skipped_step_seconds, row.parameters) == (5.0, 0.5, 64)
+    assert row.mean_step_seconds == (5.0 + 3 * 0.5) / 4
+    assert row.tokens_per_second == 12 * 4 / 6.5
+    assert row.share_of_peak == (200.0 + 3 * 100.0) / (6.5 * 100.0)
+    # What it sends without an update takes its time, too.
+    sends = SkippedStep(100.0, 0.5, (HloCollective("all-reduce", "r", 2, ((0, 1),), "m", ()),))
+    (row,) = search(accumulating, candidates(Counting(skipped=sends), "batch:2;model:2")).rows
+    assert row.skipped_step_seconds == 0.5 + 2
+    (alone,) = search(build, candidates(machine, "batch:2;model:2")).rows
+    assert (alone.mean_step_seconds, alone.tokens_per_second) == (5.0, 12 / 5.0)
 
 
 def test_what_does_not_fit_comes_last():

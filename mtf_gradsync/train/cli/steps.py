@@ -265,7 +265,7 @@ def plan_config(
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.config import axes_of
     from mtf_gradsync.train.model import TrainingJob, resolve_job
-    from mtf_gradsync.train.train_graph import build_simd
+    from mtf_gradsync.train.train_graph import build_simd, steps_per_update
 
     config = gin_files.run_config()
 
@@ -284,7 +284,13 @@ def plan_config(
         job = job_on(mesh_shape, layout)
         with gin_files.on_mesh(mesh_shape, layout):
             graph, program = build_simd(job)
-        return planning.Built(program, [graph.loss], job.tokens_per_step)
+        return planning.Built(
+            program,
+            [graph.loss],
+            job.tokens_per_step,
+            graph.num_parameters,
+            steps_per_update(graph.optimizers),
+        )
 
     rules = list(layouts or [_as_text(config.layout_rules)])
     begins()

@@ -236,6 +236,8 @@ class CompiledProgram:
         asked for.
       of_update: collectives of the compiled program with all conditions true, as in an update step,
         where it has conditionals; else those in `after`.
+      of_skipped_step: collectives of the compiled program with all conditions false, as in a step
+        that only accumulates; empty where it has no conditionals.
       not_estimated: name of an estimate -> why the program for it was refused.
       bare_lacks_fetches: whether a step of the bare program returns less than the program's, so
         that it is a little cheaper.
@@ -253,6 +255,7 @@ class CompiledProgram:
     estimates: dict[str, CostEstimate] = dataclasses.field(default_factory=dict)
     bare_memory: CoreMemory | None = None
     of_update: tuple[HloCollective, ...] = ()
+    of_skipped_step: tuple[HloCollective, ...] = ()
     not_estimated: dict[str, str] = dataclasses.field(default_factory=dict)
     bare_lacks_fetches: bool = False
 

@@ -34,7 +34,7 @@ from mtf_gradsync.xla.topology.own_process import ask
 
 _LONGEST_ERROR = 600
 _EXAMPLES = ", ".join(g.example for g in GENERATIONS)
-_STAGES = ("before", "after", "after_unsharded", "conditions_true")
+_STAGES = ("before", "after", "after_unsharded", "conditions_true", "conditions_false")
 # Estimate -> the name of its compiled program, where that is another.
 _STAGE_OF = {"step": "after"}
 
@@ -145,7 +145,7 @@ def compile_lowered(
         if "error" in answer:
             refused = f"the TPU compiler: {_short(answer['error'])}"
         found = {stage: Path(folder) / f"{stage}.hlo.pb" for stage in _STAGES}
-        before, after, unsharded, of_update = (
+        before, after, unsharded, of_update, of_skipped_step = (
             tuple(find_hlo_collectives(path.read_bytes())) if path.exists() else ()
             for path in found.values()
         )
@@ -178,6 +178,7 @@ def compile_lowered(
         estimates=estimates,
         bare_memory=CoreMemory(*bare) if bare else None,
         of_update=of_update or after,
+        of_skipped_step=of_skipped_step,
         not_estimated={
             name: _short(said)
             for name, said in answer.get("not_estimated", {}).items()

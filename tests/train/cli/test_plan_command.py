@@ -7,11 +7,15 @@ from pathlib import Path
 import gin
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync import planning, xla
 from mtf_gradsync._private.gin import bindings
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.simd.program import compiled_only
 from mtf_gradsync.train import gin_files, model
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.cli import steps
+from mtf_gradsync.train.train_graph import steps_per_update
 from tests.planning.machines import interrupted_and_dropped
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
@@ -63,6 +67,37 @@ def test_the_configs_own_mesh_need_not_be_possible(monkeypatch, flags, axes):
     arguments = [f"--gin_file={TINY}", *(f"--gin_param={binding}" for binding in own), *flags]
     assert cli.main(["plan", *arguments]) == cli.EXIT_FAILED  # as that plan has no rows
     assert asked == [axes]
+
+
+def test_parameters_and_the_steps_of_an_update_are_those_of_the_config(monkeypatch):
+    made = []
+
+    def plan(build, *unused, **unused_options):
+        with tf.Graph().as_default(), compiled_only():
+            made.append(build("batch:2;model:2", "batch:batch"))
+        return planning.Plan(())
+
+    monkeypatch.setattr(planning, "plan", plan)
+    accumulates = [
+        "train.run.optimizer = @GradientAccumulationOptimizer",
+        "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+        "GradientAccumulationOptimizer.backward_passes_per_step = 4",
+    ]
+    for bindings_ in ([], accumulates):
+        cli.main(["plan", f"--gin_file={TINY}", *(f"--gin_param={one}" for one in bindings_)])
+    # Embeddings of 260 bytes and 16 positions, four projections, two dense layers, three norms.
+    by_hand = 260 * 16 + 16 * 16 + 4 * 16 * 16 + 2 * 16 * 32 + 3 * 16
+    assert [one.parameters for one in made] == [by_hand] * 2
+    assert [one.steps_per_update for one in made] == [1, 4]
+
+
+def test_steps_of_an_update_are_not_known_where_there_are_more_than_two_kinds():
+    inner = mtf.optimize.SgdOptimizer(0.1)
+    accumulation = gs.GradientAccumulationOptimizer(inner, 4)
+    outer = gs.OuterOptimizer(inner, inner_steps=8, mesh_shape="all:8", layout="batch:all")
+    changing = gs.GradientAccumulationOptimizer(inner, lambda step: 4)
+    stacks = [(inner,), (accumulation, inner), (outer, inner), (outer, accumulation), (changing,)]
+    assert [steps_per_update(stack) for stack in stacks] == [1, 4, 8, 1, 1]
 
 
 @pytest.mark.parametrize("flag", ["--json", "--png"])
