@@ -92,8 +92,9 @@ class TpuMachine:
             is_of_update=of_update is not None,
             collectives=made.of_update,
             seconds=made.seconds,
-            skipped=none_true
-            and SkippedStep(none_true.flops, none_true.seconds, made.of_skipped_step),
+            skipped=SkippedStep(none_true.flops, none_true.seconds, made.of_skipped_step)
+            if none_true is not None
+            else None,
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:

@@ -60,7 +60,9 @@ class _Work(NamedTuple):
 
     candidate: Candidate
     lowered: Lowered
-    built: Built  # without its program
+    tokens: int | None
+    parameters: int | None
+    steps_per_update: int
     report: CommunicationReport
     axes: dict[frozenset, str]
     build_seconds: float
@@ -155,8 +157,8 @@ class _Search:
             for candidate in group:
                 self._refuse(candidate, str(error))
             return []
-        built = built._replace(program=None, fetches=())
-        return [_Work(c, lowered[type(c.machine)], built, report, axes, seconds) for c in group]
+        facts = built.tokens, built.parameters, built.steps_per_update, report, axes, seconds
+        return [_Work(c, lowered[type(c.machine)], *facts) for c in group]
 
     def _start(self, pool: concurrent.futures.Executor, work: _Work) -> None:
         machine, lowered = work.candidate.machine, work.lowered
@@ -235,7 +237,7 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
     traffic = _traffic_of(compiled.collectives, work, True)
     links = sum(t.seconds for t in traffic)
     step = mean = compiled.estimate_seconds + links
-    flops, tokens, steps = compiled.flops, work.built.tokens, work.built.steps_per_update
+    flops, tokens, steps = compiled.flops, work.tokens, work.steps_per_update
     skipped_step = None
     if compiled.skipped is not None:
         skipped = compiled.skipped
@@ -268,7 +270,7 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         build_seconds=work.build_seconds,
         compile_seconds=compiled.seconds,
         is_repeated=is_repeated,
-        parameters=work.built.parameters,
+        parameters=work.parameters,
         steps_per_update=steps,
         skipped_step_seconds=skipped_step,
         mean_step_seconds=mean,
