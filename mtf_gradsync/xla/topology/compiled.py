@@ -78,10 +78,11 @@ class HloCollective:
     """One collective of a compiled program.
 
     Attributes:
-      operation: its kind, as in "all-reduce"; one of `COLLECTIVES`.
+      operation: its kind, as in "all-reduce"; one of `COLLECTIVES`. Where the TPU compiler splits a
+        weight update, it writes a fusion of an all-reduce with what cuts its result or joins its
+        operands: that is a "reduce-scatter" or an "all-gather".
       name: its name in the module.
-      bytes_per_core: bytes of its operands on one core, without the padding of the TPU's memory
-        layout.
+      bytes_per_core: bytes that one core puts in, without the padding of the TPU's memory layout.
       groups: the cores that exchange data, group by group; empty for one group of all cores. For
         "collective-permute" the pairs of source and target.
       computation: the name of the computation that contains it.
@@ -127,7 +128,11 @@ def find_hlo_collectives(module: bytes) -> list[HloCollective]:
 
 
 def _walk(
-    module: Any, computations: dict[int, Any], entry: int, inside: tuple[str, ...]
+    module: Any,
+    computations: dict[int, Any],
+    entry: int,
+    inside: tuple[str, ...],
+    is_fused: bool = False,
 ) -> Iterator[HloCollective]:
     computation = computations[entry]
     shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
@@ -135,19 +140,59 @@ def _walk(
         # An operation of a start and an end counts once, at its start.
         operation = _without(instruction.opcode, "-start")
         if operation in COLLECTIVES:
+            size = sum(shape_bytes(shapes[i]) for i in instruction.operand_ids)
+            if operation == "all-reduce" and is_fused:
+                operation, size = _sent_by_fused_all_reduce(instruction, computation, size)
             yield HloCollective(
                 operation=operation,
                 name=instruction.name,
-                bytes_per_core=sum(shape_bytes(shapes[i]) for i in instruction.operand_ids),
+                bytes_per_core=size,
                 groups=groups_of(instruction),
                 computation=computation.name,
                 inside=inside,
             )
         elif not instruction.opcode.endswith(("-update", "-done")):
             # A collective calls only the sum of two numbers; other operations may call collectives.
-            called = instruction.called_computation_ids
+            called, fused = instruction.called_computation_ids, instruction.opcode == "fusion"
             for called_id, around in zip(called, _around(instruction, shapes)):
-                yield from _walk(module, computations, called_id, inside + around)
+                yield from _walk(module, computations, called_id, inside + around, fused)
+
+
+# They only pass on the numbers of their first operand.
+_PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "reshape"))
+
+
+def _sent_by_fused_all_reduce(all_reduce: Any, computation: Any, size: int) -> tuple[str, int]:
+    """What a fusion of an all-reduce of `size` bytes sends: the operation, and bytes put in."""
+    by_id = {instruction.id: instruction for instruction in computation.instructions}
+    users = collections.defaultdict(list)
+    for instruction in computation.instructions:
+        for operand in instruction.operand_ids:
+            users[operand].append(instruction)
+
+    def only_slices(value: int) -> bool:
+        return bool(users[value]) and all(
+            only_slices(user.id) if user.opcode in _PASSED_ON else user.opcode == "dynamic-slice"
+            for user in users[value]
+        )
+
+    def put_in(value: int) -> int | None:
+        """Bytes that are written into zeros; None where a value is made otherwise."""
+        made_by = by_id[value]
+        if made_by.opcode in _PASSED_ON:
+            return put_in(made_by.operand_ids[0])
+        if made_by.opcode != "dynamic-update-slice":
+            return None
+        into, written = (by_id[operand] for operand in made_by.operand_ids[:2])
+        more = 0 if into.opcode in ("broadcast", "constant") else put_in(into.id)
+        return None if more is None else more + shape_bytes(written.shape)
+
+    if only_slices(all_reduce.id):
+        return "reduce-scatter", size
+    parts = [put_in(operand) for operand in all_reduce.operand_ids]
+    if None in parts:
+        return "all-reduce", size
+    return "all-gather", sum(part for part in parts if part is not None)
 
 
 def _without(text: str, end: str) -> str:

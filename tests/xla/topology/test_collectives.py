@@ -159,6 +159,58 @@ def test_the_order_is_that_of_the_schedule_where_there_is_one():
     assert [c.name for c in found] == ["moved", "start", "both", "r", "all", "r"]
 
 
+def split_update(into="zeros", cut="dynamic-slice", call="fusion"):
+    """A weight update that the TPU compiler has split over four cores, as it writes it."""
+    module, i = Module(), instruction
+    whole, part, place = ("F32", 8, 4), ("F32", 2, 4), ("S32",)
+    scatter = module.computation(
+        "all-reduce-scatter",
+        i("g", "parameter", whole),
+        i("h", "parameter", whole),
+        i("sum", "all-reduce", [whole, whole], ["g", "h"]),
+        i("n", "replica-id", place),
+        i("g0", "get-tuple-element", whole, ["sum"]),
+        i("h0", "get-tuple-element", whole, ["sum"]),
+        i("half", "dynamic-slice", part, ["g0", "n"]),
+        i("rest", "dynamic-slice", part, ["g0", "n"]),
+        i("all", cut, part, ["h0", "n"]),
+        i("out", "tuple", [part, part, part], ["half", "rest", "all"]),
+    )
+    # In two pieces, as the compiler sends them on two paths.
+    gather = module.computation(
+        "all-gather",
+        i("p", "parameter", part),
+        i("zero", "constant", ("F32",)),
+        i("zeros", "broadcast", whole, ["zero"]),
+        i("others", "parameter", whole),
+        i("n", "replica-id", place),
+        i("half", "slice", ("F32", 1, 4), ["p"]),
+        i("first", "dynamic-update-slice", whole, [into, "half", "n"]),
+        i("both", "dynamic-update-slice", whole, ["first", "half", "n"]),
+        i("joined", "all-reduce", whole, ["both"]),
+    )
+    module.computation(
+        "main",
+        i("g", "parameter", whole),
+        i("shard", call, [part, part, part], ["g", "g"], [scatter]),
+        i("new", "get-tuple-element", part, ["shard"]),
+        i("value", call, whole, ["new"], [gather]),
+        entry=True,
+    )
+    found = xla.find_hlo_collectives(module.serialized())
+    return [(c.operation, c.bytes_per_core) for c in found]
+
+
+def test_a_split_weight_update_sends_a_reduce_scatter_and_an_all_gather():
+    whole = 8 * 4 * 4
+    assert split_update() == [("reduce-scatter", 2 * whole), ("all-gather", whole // 4)]
+    # Where not all of the result is cut, or not all but a part is zero, all of it is sent.
+    assert split_update(cut="negate")[0] == ("all-reduce", 2 * whole)
+    assert split_update(into="others")[1] == ("all-reduce", whole)
+    # Of operations that no fusion joins each is done by itself.
+    assert split_update(call="call") == [("all-reduce", 2 * whole), ("all-reduce", whole)]
+
+
 def groups(name="all-reduce", **arguments):
     module = Module()
     arg = instruction("arg", "parameter", VECTOR)

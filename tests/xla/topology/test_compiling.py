@@ -13,6 +13,7 @@ from mtf_gradsync import simd, xla
 from mtf_gradsync._private.jax import hlo_from_text
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
+from mtf_gradsync.xla.topology.compiled import bytes_by_operation
 from tests import models
 from tests.harness import MESHES, pairs
 from tests.planning.machines import LAYOUT as LAYER
@@ -161,6 +162,40 @@ def test_sharded_updates_cost_less_than_the_bare_step():
     assert ours.bytes_accessed < 0.9 * bare.bytes_accessed
     assert [c.operation for c in compiled.after].count("all-gather") == 1
     assert not compiled.after_unsharded
+
+
+@pytest.mark.slow
+def test_an_update_that_the_compiler_splits_sends_what_one_all_reduce_does():
+    """By Adafactor, with gradients in bfloat16 and variables in float32."""
+    x = tf.placeholder(tf.float32, [64, 512])
+    with simd.tpu_program("batch:8", "batch:batch") as program:
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        rows, wide = mtf.Dimension("batch", 64), mtf.Dimension("wide", 2048)
+        narrow = mtf.Dimension("narrow", 512)
+        dtype = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
+        values = [
+            mtf.get_variable(mesh, name, shape, dtype=dtype)
+            for name, shape in (("w", [narrow, wide]), ("v", [wide, narrow]))
+        ]
+        h = mtf.cast(mtf.import_tf_tensor(mesh, x, [rows, narrow]), tf.bfloat16)
+        h = mtf.relu(mtf.einsum([h, values[0]], reduced_dims=[narrow]))
+        h = mtf.einsum([h, values[1]], reduced_dims=[wide])
+        loss = mtf.reduce_mean(mtf.square(mtf.cast(h, tf.float32)))
+        variables = graph.trainable_variables
+        grads = mtf.gradients([loss], [v.outputs[0] for v in variables])
+        updates = mtf.optimize.AdafactorOptimizer(0.01).apply_grads(grads, variables)
+        lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
+        fetched = lowering.export_to_tf_tensor(loss)
+        for update in updates:
+            lowering.lowered_operation(update)
+    compiled = xla.compile_for_tpu(program, [fetched], "v5e:2x4")
+    numbers = 2 * 512 * 2048
+    sizes = {name: size for name, (_, size) in bytes_by_operation(compiled.after).items()}
+    assert sizes["reduce-scatter"] == 2 * numbers
+    assert sizes["all-gather"] == 4 * numbers / 8
+    # Statistics of rows and columns, and the loss.
+    assert sizes["all-reduce"] < 0.05 * numbers
 
 
 def test_collectives_stay_in_their_branch_and_loop(tmp_path):
