@@ -1,10 +1,11 @@
 """Predicts what a training step costs on TPU chips, on each mesh, without the chips."""
 
-from mtf_gradsync.planning.links import CHIPS, Chip, bytes_sent
+from mtf_gradsync.planning.links import bytes_sent
 from mtf_gradsync.planning.machines import factorizations
 from mtf_gradsync.planning.plan import plan
 from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused
 from mtf_gradsync.planning.search import Built
+from mtf_gradsync.xla.topology.chips import CHIPS, Chip
 
 __all__ = [
     "CHIPS",

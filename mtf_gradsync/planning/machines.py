@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 from typing import Callable, Iterator, NamedTuple, Protocol, Sequence
 
-from mtf_gradsync.planning.links import Torus, chip_of
+from mtf_gradsync.planning.links import Torus
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.xla.topology.compiled import HloCollective, generation_of
+from mtf_gradsync.xla.topology.chips import slice_of
+from mtf_gradsync.xla.topology.compiled import HloCollective
 from mtf_gradsync.xla.topology.compiling import Lowered, compile_lowered, lower, places_of
 
 Begun = Callable[["subprocess.Popen[str]"], None]
@@ -61,13 +62,12 @@ class TpuMachine:
 
     def __init__(self, topology: str):
         """Asks the compiler where the cores of a topology, as in "v5e:4x4", are."""
-        generation = generation_of(topology)
-        chip, places = chip_of(topology), places_of(topology)
+        named, places = slice_of(topology), places_of(topology)
         self.name = topology
         self.cores = len(places)
-        self.memory_per_core: int | None = generation.memory_per_core
-        self._torus = Torus(chip, places)
-        self.peak_flops_per_core: float | None = chip.peak_flops / self._torus.cores_per_chip
+        self.memory_per_core: int | None = named.generation.memory_per_core
+        self._torus = Torus(named.chip, places)
+        self.peak_flops_per_core: float | None = named.chip.peak_flops / self._torus.cores_per_chip
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
         """See `Machine`."""

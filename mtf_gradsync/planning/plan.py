@@ -16,6 +16,7 @@ from mtf_gradsync.planning.result import Plan, Refused
 from mtf_gradsync.planning.search import Built, Candidate, search
 from mtf_gradsync.planning.this_machine import CpuMachine, cores_of
 from mtf_gradsync.simd.program import Program, compiled_only
+from mtf_gradsync.xla.topology.chips import slice_of
 
 _THIS_MACHINE = "cpu"
 
@@ -41,8 +42,8 @@ def plan(
         program, or a `Built` with the fetches and the number of tokens of a step. It is called
         with a mesh shape ("batch:4;model:2") and a layout, in a graph of its own. A ValueError
         means that the mesh is not possible; its message becomes the reason in the plan.
-      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8". "cpu:8" stands for
-        eight CPU devices of this machine, whose rates are measured first.
+      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8". "cpu:8"
+        stands for eight CPU devices of this machine, whose rates are measured first.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
         `axes`.
@@ -130,7 +131,11 @@ def _read_layout(text: str) -> frozenset[tuple[str, ...]]:
 
 def _split(topologies: str | Sequence[str]) -> list[str]:
     parts = topologies.split(",") if isinstance(topologies, str) else topologies
-    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+    found: dict[Any, str] = {}
+    for name in filter(None, (part.strip() for part in parts)):
+        is_tpu = name.partition(":")[0] != _THIS_MACHINE
+        found.setdefault(slice_of(name) if is_tpu else name, name)
+    return list(found.values())
 
 
 def _axes_of(layout: str) -> list[str]:

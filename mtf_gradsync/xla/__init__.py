@@ -10,11 +10,10 @@ from mtf_gradsync.xla.export import export, to_checkpoint
 from mtf_gradsync.xla.processes import Processes, start_processes
 from mtf_gradsync.xla.runner.errors import DevicesError, StepError
 from mtf_gradsync.xla.session import Dispatched, XlaSession, session
+from mtf_gradsync.xla.topology.chips import GENERATIONS, Generation
 from mtf_gradsync.xla.topology.compiled import (
-    GENERATIONS,
     CompiledProgram,
     CoreMemory,
-    Generation,
     HloCollective,
     find_hlo_collectives,
 )

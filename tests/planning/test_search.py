@@ -92,7 +92,7 @@ def test_cpu_devices_are_planned_first(monkeypatch):
     module = sys.modules[planning.plan.__module__]
     monkeypatch.setattr(module, "CpuMachine", lambda name, cores, most: Counting(name, cores))
     monkeypatch.setattr(module, "TpuMachine", lambda name: Counting(name, 4))
-    planning.plan(recorded, "four,cpu:2", LAYOUT, axes=["batch"])
+    planning.plan(recorded, "v5e:2x2,cpu:2", LAYOUT, axes=["batch"])
     assert built == ["batch:2", "batch:4"]
 
 
@@ -194,7 +194,7 @@ class TestPlan:
             return build(shape, layout)
 
         before = signal.getsignal(number)
-        plan = planning.plan(dropped, "four", LAYOUT)
+        plan = planning.plan(dropped, "v5e:2x2", LAYOUT)
         assert plan.is_partial
         assert plan.stopped_by == number
         assert "batch:1;model:4" not in [row.mesh_shape for row in plan.rows]
@@ -215,12 +215,12 @@ class TestPlan:
             return built
 
         sent, machine.before = threading.Event(), dies
-        plan = planning.plan(dropped, "four", LAYOUT, ["batch:4;model:1", "batch:2;model:2"])
+        plan = planning.plan(dropped, "v5e:2x2", LAYOUT, ["batch:4;model:1", "batch:2;model:2"])
         assert (plan.rows, plan.refused, plan.not_reached) == ((), (), 2)
 
     def test_two_spellings_of_a_mesh_are_planned_once(self, machine):
         layouts = [LAYOUT, "hidden:model,batch:batch", "batch:batch"]
-        plan = planning.plan(build, "four", layouts, ["batch:2;model:2", "batch:2,model:2"])
+        plan = planning.plan(build, "v5e:2x2", layouts, ["batch:2;model:2", "batch:2,model:2"])
         found = [(row.mesh_shape, row.layout) for row in plan.rows]
         assert sorted(found) == [("batch:2;model:2", "batch:batch"), ("batch:2;model:2", LAYOUT)]
 

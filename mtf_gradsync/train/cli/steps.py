@@ -98,7 +98,7 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--topology",
         default="v3:2x2",
         metavar="NAME",
-        help="TPU generation and chips (default: v3:2x2, which has 8 cores)",
+        help="TPU generation and chips, or a slice as in v4-8 (default: v3:2x2, which has 8 cores)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON, too")
     parser.add_argument(
@@ -200,8 +200,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--topologies",
         default="v5e:2x4",
         metavar="NAME[,NAME...]",
-        help="TPU generations and chips (default: v5e:2x4); cpu:8 is eight CPU devices of this "
-        "machine, at rates that are measured first",
+        help="TPU generations and chips, or slices as in v4-8 (default: v5e:2x4); cpu:8 is "
+        "eight CPU devices of this machine, at rates that are measured first",
     )
     parser.add_argument(
         "--mesh_shape",

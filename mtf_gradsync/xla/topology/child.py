@@ -31,9 +31,10 @@ def main(private: Any, folder: str) -> dict[str, Any]:
 
     with open(path("request.json")) as file:
         request = json.load(file)
-    name = request["topology"]
+    name, config = request["topology"], request["chip_config"]
+    options = {**_hosts(name), **({"chip_config_name": config} if config else {})}
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **_hosts(name))
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except RuntimeError as error:
         return {"no_topology": str(error)}
     answer = {

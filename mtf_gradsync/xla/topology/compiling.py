@@ -16,12 +16,11 @@ from mtf_gradsync.xla.bridge import to_hlo
 from mtf_gradsync.xla.devices import check_installed
 from mtf_gradsync.xla.replica_program import replica_program
 from mtf_gradsync.xla.stablehlo import to_stablehlo
+from mtf_gradsync.xla.topology.chips import GENERATIONS, slice_of
 from mtf_gradsync.xla.topology.compiled import (
-    GENERATIONS,
     CompiledProgram,
     CoreMemory,
     find_hlo_collectives,
-    generation_of,
 )
 from mtf_gradsync.xla.topology.estimate import (
     CostEstimate,
@@ -56,8 +55,9 @@ def compile_for_tpu(
     Args:
       program: what `tpu_program` yielded, with the whole model built.
       fetches: tensors of the program that a step returns besides the updates, such as the loss.
-      topology: TPU generation and chips, as in "v3:2x2"; it must have as many cores as the
-        program's mesh. (A "v3" chip has two.)
+      topology: TPU generation and chips, as in "v3:2x2", or a slice of Google Cloud, as in "v4-8";
+        it must have as many cores as the program's mesh. (A "v3" chip has two, and a "v4" chip is
+        one, as users run it; "v4:2x2x1/two_cores" makes it two.)
       save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to.
       bare: the same model's program with the bare optimizer; its estimate is added as "bare".
       update_not_split: whether to compile a second time, without splitting the weight update over
@@ -74,7 +74,7 @@ def compile_for_tpu(
       ValueError: when there is no such topology, its number of cores is not that of the program's
         mesh, `bare` has another number, or a fetch is no tensor of its program.
     """
-    generation_of(topology)
+    slice_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
     if bare is not None and bare.num_replicas != program.num_replicas:
         raise ValueError(
@@ -206,7 +206,7 @@ def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
 
     Cores are in the order of a program's.
     """
-    generation_of(topology)
+    slice_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
     with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
         answer = ask(folder, None, topology, 0)

@@ -16,6 +16,7 @@ from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private import jax as private
 from mtf_gradsync.xla.topology import child
+from mtf_gradsync.xla.topology.chips import slice_of
 
 # As Google's logs have what ends a process, after time and thread.
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ (.+)", re.MULTILINE)
@@ -52,9 +53,10 @@ def ask(
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    place = Path(folder)
+    place, named = Path(folder), slice_of(topology)
     request = {
-        "topology": topology,
+        "topology": named.topology,
+        "chip_config": named.config,
         "num_cores": num_cores,
         "compile": module is not None,
         "estimate": list(estimate),
