@@ -128,13 +128,13 @@ class Slice(NamedTuple):
     chip: Chip
 
 
-def slice_of(name: str) -> Slice:
+def slice_of(topology: str) -> Slice:
     """Reads the name of a slice.
 
     Args:
-      name: libtpu's name of a topology ("v5e:4x4"), or Google Cloud's of a slice ("v5litepod-16").
-        On v4 a core is a chip, as with the runtimes of TensorFlow and JAX; behind a topology
-        "/two_cores" makes it half a chip.
+      topology: libtpu's name of a topology ("v5e:4x4"), or Google Cloud's of a slice
+        ("v5litepod-16"). On v4 a core is a chip, as with the runtimes of TensorFlow and JAX; behind
+        a topology "/two_cores" makes it half a chip.
 
     Returns:
       The slice.
@@ -143,21 +143,21 @@ def slice_of(name: str) -> Slice:
       ValueError: when there is no such generation, or a name of Google Cloud does not say how its
         chips are arranged.
     """
-    topology, slash, config = name.partition("/") if isinstance(name, str) else ("", "", "")
-    topology = _topology_of_cloud(topology)
-    kind, _, shape = topology.partition(":")
+    first, slash, config = topology.partition("/") if isinstance(topology, str) else ("", "", "")
+    name = _topology_of_cloud(first)
+    kind, _, shape = name.partition(":")
     generation = next((g for g in GENERATIONS if g.name == kind and shape), None)
     if generation is None or (slash and (kind, config) != ("v4", _TWO_CORES)):
         raise ValueError(
             f"topology must name a TPU generation and its chips, as in "
             f"{', '.join(repr(g.example) for g in GENERATIONS)} (8 cores each), or a slice of "
             f"Google Cloud, as in 'v4-8' or 'v5litepod-8'; on v4, {_V4_HALF.example!r} has a core "
-            f"for each half of a chip; got {name!r}."
+            f"for each half of a chip; got {topology!r}."
         )
     chip = next(chip for chip in CHIPS if chip.name == kind)
     if slash:
-        return Slice(topology, "default", _V4_HALF, chip)
-    return Slice(topology, "megacore" if kind == "v4" else "", generation, chip)
+        return Slice(name, "default", _V4_HALF, chip)
+    return Slice(name, "megacore" if kind == "v4" else "", generation, chip)
 
 
 def _topology_of_cloud(name: str) -> str:
