@@ -28,6 +28,7 @@ from mtf_gradsync.gradients import (
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers import (
+    AdamWOptimizer,
     AverageOptimizer,
     ClipByGlobalNormOptimizer,
     CrossShardOptimizer,
@@ -75,6 +76,7 @@ check_what_savers_restore()
 
 __all__ = [
     "LOST_PROCESS_EXIT_CODE",
+    "AdamWOptimizer",
     "AverageOptimizer",
     "ClipByGlobalNormOptimizer",
     "Cluster",

@@ -1,6 +1,7 @@
 """Optimizers that wrap Mesh-TF optimizers."""
 
 from mtf_gradsync.optimizers.accumulation import GradientAccumulationOptimizer
+from mtf_gradsync.optimizers.adamw import AdamWOptimizer
 from mtf_gradsync.optimizers.average import AverageOptimizer, moving_average
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
@@ -20,6 +21,7 @@ from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
 __all__ = [
+    "AdamWOptimizer",
     "AverageOptimizer",
     "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",

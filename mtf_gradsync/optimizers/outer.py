@@ -128,7 +128,8 @@ class OuterSteps(Stage):
         """See `Stage.after_update`."""
         wrapper, graph = self._wrapper, step.plan.graph
         made = [v for v in graph.all_variables if v not in self._made_before]
-        differ = [*(v.value for v in self._variables), *self._gradients]
+        counts = [v for v in made if getattr(v, "restarts_with_slots", False)]
+        differ = [*(v.value for v in (*self._variables, *counts)), *self._gradients]
         self._slots = differing_variables(graph.operations, differ, made)
         hold_slots_by_islands(self._slots, self._islands.shard_dims)
         if wrapper.leave_out_not_finite:

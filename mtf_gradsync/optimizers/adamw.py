@@ -1,0 +1,172 @@
+"""AdamWOptimizer: Adam with bias correction and decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Sequence
+
+import gin
+
+from mtf_gradsync._common import is_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.optimizers.state.variables import named_state
+
+
+@gin.configurable(module="mtf_gradsync")
+class AdamWOptimizer(mtf.optimize.Optimizer):
+    """Adam with bias correction and decoupled weight decay, on mesh variables.
+
+    With t updates of a variable so far, this one included:
+
+        m = beta_1 * m + (1 - beta_1) * gradient
+        v = beta_2 * v + (1 - beta_2) * gradient^2
+        step = (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)
+        variable -= learning_rate * (step + weight_decay_rate * variable)
+
+    Arguments are named as those of `mtf.optimize.AdamWeightDecayOptimizer`, which has no bias
+    correction: its first steps are (1 - beta_1) / sqrt(1 - beta_2) times as large, 3.2 with the
+    default betas. It is an optimizer like any other, inside every wrapper or without one.
+
+    State, by name: `<variable>/adam_m` and `<variable>/adam_v`, laid out like the variable and at
+    least float32, and `<variable>/adam_t`, the int32 number of updates of the variable. The first
+    two have the names and values of `AdamWeightDecayOptimizer`: its checkpoints continue, with t as
+    the number of updates that they count.
+
+    References:
+      Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
+      `optax.adamw`
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        weight_decay_rate: float = 0.01,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        exclude_from_weight_decay: str | Sequence[str] | None = None,
+    ):
+        """Sets what an update takes.
+
+        Args:
+          learning_rate: a number, or a scalar tf or mtf tensor, such as a schedule of
+            `get_update_step`.
+          weight_decay_rate: the part of its value, times the learning rate, that a variable loses
+            in an update; 0 or more. 0 is Adam.
+          beta_1: decay of the mean of gradients, from 0 up to 1 (not included).
+          beta_2: decay of the mean of their squares, likewise.
+          epsilon: what is added to the square root, 0 or more.
+          exclude_from_weight_decay: regular expressions; variables with a name in which one of them
+            is found (`re.search`) do not decay. None excludes none.
+
+        Raises:
+          TypeError: learning_rate is no number and no scalar tensor, or an expression no string.
+          ValueError: an argument is out of range, or an expression is not regular.
+        """
+        self.learning_rate = _checked_rate(learning_rate)
+        for name, value, most in (
+            ("weight_decay_rate", weight_decay_rate, math.inf),
+            ("beta_1", beta_1, 1.0),
+            ("beta_2", beta_2, 1.0),
+            ("epsilon", epsilon, math.inf),
+        ):
+            if not is_number(value) or not 0 <= value < most:
+                upper = "" if most == math.inf else f" up to {most:g} (not included)"
+                raise ValueError(f"{name} must be a number from 0{upper}, got {value!r}.")
+        self.weight_decay_rate = float(weight_decay_rate)
+        self.beta_1, self.beta_2 = float(beta_1), float(beta_2)
+        self.epsilon = float(epsilon)
+        self.exclude_from_weight_decay = _checked_patterns(exclude_from_weight_decay)
+
+    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
+        """Makes the update of one variable.
+
+        Args:
+          grad: its gradient, or None for no update.
+          var: the mesh variable.
+
+        Returns:
+          A list of mtf operations.
+        """
+        if grad is None:
+            return []
+        wide = var.slice_dtype if var.slice_dtype.size > 4 else tf.float32
+        zeros = tf.zeros_initializer()
+
+        def slot(name: str) -> mtf.Tensor:
+            name = f"{var.name}/{name}"
+            return mtf.get_variable(
+                var.mesh, name, var.shape, wide, initializer=zeros, trainable=False
+            )
+
+        # One for each variable: it may be trained later than others, or apart from them.
+        t = named_state(
+            var.mesh, f"{var.name}/adam_t", mtf.Shape([]), start="global_step", in_scope=True
+        )
+        t.restarts_with_slots = True
+        m, v, count = slot("adam_m"), slot("adam_v"), t.value + 1
+        grad = mtf.cast(grad, wide)
+        new_m = m * self.beta_1 + grad * (1.0 - self.beta_1)
+        new_v = v * self.beta_2 + mtf.square(grad) * (1.0 - self.beta_2)
+        mean = new_m / _weight(self.beta_1, count, wide)
+        square = new_v / _weight(self.beta_2, count, wide)
+        update = mean / (mtf.sqrt(square) + self.epsilon)
+        if self._decays(var.name):
+            update += mtf.cast(var.value, wide) * self.weight_decay_rate
+        rate = self.learning_rate
+        if isinstance(rate, mtf.Tensor):
+            rate = mtf.cast(on_mesh(rate, var.mesh), wide)
+        elif not is_number(rate):
+            rate = tf.cast(rate, wide)
+        return [
+            # Not `assign`, as the value may be in a narrower dtype than the variable.
+            mtf.assign_sub(var, update * rate),
+            mtf.assign(m.operation, new_m),
+            mtf.assign(v.operation, new_v),
+            mtf.assign(t, count),
+        ]
+
+    def _decays(self, name: str) -> bool:
+        excluded = any(re.search(x, name) for x in self.exclude_from_weight_decay)
+        return self.weight_decay_rate != 0 and not excluded
+
+
+def _weight(beta: float, count: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
+    """Returns 1 - beta^count, the sum of the weights in a mean that began with zeros."""
+    log_beta = math.log(beta) if beta else -math.inf
+    # Not 1 - beta^count, which for a beta near 1 has few correct digits.
+    return mtf.cwise(lambda t: -tf.math.expm1(tf.cast(t, dtype) * log_beta), [count], dtype)
+
+
+def _checked_rate(rate: Any) -> Any:
+    if is_number(rate):
+        return float(rate)
+    if isinstance(rate, mtf.Variable):
+        rate = rate.value
+    is_tensor = isinstance(rate, (mtf.Tensor, tf.Tensor, tf.Variable))
+    if not is_tensor or rate.shape.ndims != 0 or not rate.dtype.is_floating:
+        raise TypeError(
+            "learning_rate must be a number or a floating scalar, a tf or mtf tensor, got "
+            f"{rate!r}. For a schedule give the tensor that it returns, such as "
+            "schedule(gs.get_update_step(mesh))."
+        )
+    return rate
+
+
+def _checked_patterns(patterns: Any) -> tuple[str, ...]:
+    found = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"exclude_from_weight_decay must be regular expressions, strings, got {patterns!r}."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"exclude_from_weight_decay has {pattern!r}, which is no regular expression: "
+                f"{error}."
+            ) from error
+    return found

@@ -1,0 +1,255 @@
+"""AdamWOptimizer against its formula in numpy float64, which is that of optax."""
+
+import importlib.util
+
+import gin
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models, reference
+from tests.optimizers.outer import outer_reference
+
+SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
+AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
+STEPS, RATE, DECAY, BETAS, EPSILON = 6, 0.02, 0.1, (0.8, 0.99), 1e-8
+VARIABLES = {"dense/w": [("in", 6), ("hidden", 8)], "dense/bias": [("hidden", 8)], "scale": []}
+
+
+class AdamW:
+    """Algorithm 2 of the paper, with the learning rate as the schedule multiplier."""
+
+    def __init__(self, rate, decay=0.0, betas=(0.9, 0.999), epsilon=1e-8, spared=()):
+        self.rate, self.decay, self.betas, self.epsilon = rate, decay, betas, epsilon
+        self.spared, self.t, self.m, self.v = spared, 0, {}, {}
+
+    def __call__(self, values, grads):
+        (b1, b2), new = self.betas, dict(values)
+        rate = self.rate(self.t) if callable(self.rate) else self.rate
+        self.t += 1
+        for k, g in grads.items():
+            self.m[k] = b1 * self.m.get(k, 0.0) + (1 - b1) * g
+            self.v[k] = b2 * self.v.get(k, 0.0) + (1 - b2) * g**2
+            mean, square = self.m[k] / (1 - b1**self.t), self.v[k] / (1 - b2**self.t)
+            decay = 0.0 if any(x in k for x in self.spared) else self.decay
+            new[k] = values[k] - rate * (
+                mean / (np.sqrt(square) + self.epsilon) + decay * values[k]
+            )
+        return new
+
+
+def fed(name):
+    return "gradient_of_" + name.replace("/", "_")
+
+
+def given_gradients():
+    """Of very different sizes; the first of "dense/bias" is always zero."""
+    rng = np.random.RandomState(0)
+    feeds = []
+    for step in range(STEPS):
+        feed = {k: rng.randn(*(n for _, n in dims)) * 10.0**-step for k, dims in VARIABLES.items()}
+        feed["dense/bias"][0] = 0.0
+        feeds.append({fed(k): np.asarray(v, "f") for k, v in feed.items()})
+    return feeds
+
+
+def first_values():
+    rng = np.random.RandomState(1)
+    return {k: np.asarray(rng.randn(*(n for _, n in dims)), "f") for k, dims in VARIABLES.items()}
+
+
+def applied(make):
+    """A `harness.Build` that applies gradients that are fed."""
+
+    def build(mesh, inputs):
+        variables, grads = [], []
+        for name, dims in VARIABLES.items():
+            shape = mtf.Shape([mtf.Dimension(*d) for d in dims])
+            first = tf.constant_initializer(first_values()[name])
+            variables.append(mtf.get_variable(mesh, name, shape, initializer=first).operation)
+            grads.append(mtf.import_tf_tensor(mesh, inputs[fed(name)], shape))
+        return make(mesh).apply_grads(grads, variables), {}
+
+    return build
+
+
+def schedule(t):
+    return RATE / (1.0 + t)
+
+
+def by_updates(mesh):
+    count = mtf.cast(gs.get_update_step(mesh, "adam"), tf.float32)
+    return RATE / (count + 1.0)
+
+
+def test_six_updates(mesh_kind):
+    def make(mesh):
+        adam = gs.AdamWOptimizer(by_updates(mesh), DECAY, *BETAS, EPSILON, "bias$")
+        return gs.CrossShardOptimizer(adam, **AXES)
+
+    feeds = given_gradients()
+    program = harness.built(mesh_kind, SHAPE, LAYOUT, applied(make), feeds[0])
+    values = {k: v.astype(np.float64) for k, v in first_values().items()}
+    adam = AdamW(schedule, DECAY, BETAS, EPSILON, spared=("bias",))
+    sizes = {k: np.abs(v) for k, v in values.items()}
+    for number, (feed, after) in enumerate(zip(feeds, program.after_each(feeds)), 1):
+        grads = {k: feed[fed(k)].astype(np.float64) for k in values}
+        values = adam(values, grads)
+        for k, value in values.items():
+            # Each step rounds the update, which is at most RATE, and the value, to 24 bits.
+            sizes[k] = np.maximum(sizes[k], np.abs(value))
+            bound = number * (RATE * 2**-20 + sizes[k] * 2**-24)
+            assert np.all(np.abs(after[k] - value) <= bound), k
+            np.testing.assert_allclose(after[f"{k}/adam_m"], adam.m[k], rtol=2e-6, atol=1e-9)
+            np.testing.assert_allclose(after[f"{k}/adam_v"], adam.v[k], rtol=2e-6, atol=1e-12)
+            assert after[f"{k}/adam_t"] == number
+    assert set(after) == {
+        *(f"{k}{slot}" for k in VARIABLES for slot in ("", "/adam_m", "/adam_v", "/adam_t")),
+        "adam/update_step",
+    }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="it compares with optax")
+def test_the_formula_is_optaxs():
+    import jax
+    import optax
+
+    values = {k: v.astype(np.float64) for k, v in first_values().items()}
+    ours = AdamW(schedule, DECAY, BETAS, EPSILON, spared=("bias",))
+    with jax.experimental.enable_x64():
+        masked = {k: "bias" not in k for k in values}
+        adamw = optax.adamw(
+            schedule, *BETAS, EPSILON, weight_decay=DECAY, mask=lambda params: masked
+        )
+        theirs = dict(values)
+        state = adamw.init(theirs)
+        for feed in given_gradients():
+            grads = {k: feed[fed(k)].astype(np.float64) for k in values}
+            updates, state = adamw.update(grads, state, theirs)
+            theirs = optax.apply_updates(theirs, updates)
+            values = ours(values, grads)
+            for k, value in values.items():
+                np.testing.assert_allclose(theirs[k], value, rtol=1e-12, atol=0)
+
+
+def averaged(opt):
+    return gs.AverageOptimizer(gs.CrossShardOptimizer(opt), 0.5)
+
+
+WRAPPERS = {
+    "cross_shard": (gs.CrossShardOptimizer, 1),
+    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1e3), 1),
+    "loss_scale": (gs.LossScaleOptimizer, 1),
+    "average": (averaged, 1),
+    "sharded": (lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=2, **AXES), 1),
+    "replicas": (lambda opt: gs.SyncReplicasOptimizer(opt, 2, **AXES), 1),
+    "local(sharded)": (
+        lambda opt: gs.GradientAccumulationOptimizer(
+            gs.ShardedUpdateOptimizer(opt, min_size=2, **AXES), 2, True, **AXES
+        ),
+        2,
+    ),
+    "synced": (lambda opt: gs.GradientAccumulationOptimizer(opt, 2, True, accumulate="synced"), 2),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_in_every_wrapper(mesh_kind, wrapper):
+    """One update of each variable counts one, whatever the number of steps."""
+    wrap, passes = WRAPPERS[wrapper]
+    build = models.train(lambda: wrap(gs.AdamWOptimizer(0.01, DECAY, epsilon=1e-3)))
+    feeds = models.mlp_batches(2 * passes)
+    values = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables
+    adam = AdamW(0.01, DECAY, epsilon=1e-3)
+    expected = reference.train(reference.Accumulation(adam, passes, average=True), feeds)
+    for name, value in expected.items():
+        # A gradient's error of some 1e-7 moves an update by less than 0.01 / 1e-3 times as much.
+        np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)
+        assert values[f"{name}/adam_t"] == 2
+        assert values[f"{name}/adam_m"].shape == value.shape
+
+
+def test_islands_count_their_own_updates(mesh_kind, monkeypatch):
+    """A skipped island restarts with slots of zeros, and so with the correction of a first step."""
+    monkeypatch.setitem(reference.OPTIMIZERS, "adamw", lambda: AdamW(0.01, DECAY, epsilon=1e-3))
+    feeds = models.mlp_batches(4)
+
+    def make():
+        adam = gs.AdamWOptimizer(0.01, DECAY, epsilon=1e-3)
+        return gs.OuterOptimizer(adam, 2, 0.7, 0.5, leave_out_not_finite=True, **AXES)
+
+    program = harness.built(mesh_kind, SHAPE, LAYOUT, models.train(make), feeds[0])
+    expected = outer_reference.train("adamw", feeds, 2, 2, 0.7, 0.5, True, outer_reference.ALL)
+    values = program.run(feeds).variables
+    for name, value in expected.outer.items():
+        np.testing.assert_allclose(values[name], value, rtol=0, atol=3e-6, err_msg=name)
+    feeds[1]["x"][models.BATCH // 2] = np.nan  # the second island's
+    after = program.after_each(feeds)
+    assert [list(x["w1/adam_t/island"]) for x in after] == [[1, 1], [2, 0], [3, 1], [4, 2]]
+
+
+def test_a_checkpoint_without_bias_correction_goes_on(tmp_path):
+    """Its slots are means of many gradients, whose number is that of updates."""
+
+    def session(make, path, steps):
+        with tf.Graph().as_default():
+            tf.train.get_or_create_global_step()
+            graph = mtf.Graph()
+            mesh, mesh_impl = mtf.Mesh(graph, "mesh"), harness.placement("all:1", "")
+            w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
+            operations = make().apply_grads([w * 0.5], [w.operation])
+            lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+            updates = [lowering.lowered_operation(op) for op in operations]
+            updates.append(tf.train.get_global_step().assign_add(1))
+            hook = mtf.MtfRestoreHook(lowering)
+            saver = gs.ReshardingSaver()
+            restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
+            del hook
+            with tf.Session() as sess:
+                sess.run(tf.global_variables_initializer())
+                if path:
+                    saver.restore(sess, path)
+                sess.run(restore)
+                for _ in range(steps):
+                    sess.run(updates)
+                sess.run(collect)
+                values = sess.run({v.op.name: v for v in tf.global_variables()})
+                return values, saver.save(sess, str(tmp_path / "model"))
+
+    _, path = session(lambda: mtf.optimize.AdamWeightDecayOptimizer(0.1, 0.1), None, 3)
+    values, _ = session(lambda: gs.AdamWOptimizer(0.1, 0.1), path, 1)
+    assert values["w/adam_t"] == 4
+
+
+def test_gin_binds_it():
+    with gin.unlock_config():
+        gin.parse_config(
+            "CrossShardOptimizer.opt = @AdamWOptimizer\n"
+            "AdamWOptimizer.weight_decay_rate = 0.25\n"
+            "AdamWOptimizer.exclude_from_weight_decay = ['bias', 'scale']"
+        )
+    try:
+        made = gs.CrossShardOptimizer(learning_rate=0.5).opt
+        assert (made.learning_rate, made.weight_decay_rate) == (0.5, 0.25)
+        assert [made._decays(x) for x in ("w", "layer/bias", "scale")] == [True, False, False]
+    finally:
+        gin.clear_config()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"learning_rate": None}, TypeError, "learning_rate must be a number or a floating scalar"),
+        ({"learning_rate": abs}, TypeError, "get_update_step"),
+        ({"weight_decay_rate": -0.1}, ValueError, "weight_decay_rate must be a number from 0, got"),
+        ({"beta_1": 1.0}, ValueError, r"beta_1 must be a number from 0 up to 1 \(not included\)"),
+        ({"beta_2": True}, ValueError, "beta_2 must be a number"),
+        ({"epsilon": "0"}, ValueError, "epsilon must be a number from 0, got '0'"),
+        ({"exclude_from_weight_decay": [3]}, TypeError, "regular expressions, strings, got"),
+        ({"exclude_from_weight_decay": "("}, ValueError, r"'\(', which is no regular expression"),
+    ],
+)
+def test_arguments(arguments, error, match):
+    with pytest.raises(error, match=match):
+        gs.AdamWOptimizer(**{"learning_rate": 0.1, **arguments})
