@@ -37,6 +37,7 @@ WRAPPERS: dict[str, Callable[[Any], Wrapper]] = {
     "ClipByGlobalNormOptimizer": lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1.0),
     "ShardedUpdateOptimizer": lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=1, **MESH),
     "OuterOptimizer": lambda opt: gs.OuterOptimizer(opt, 2, outer_dims=("outer",), **MESH),
+    "OuterOptimizer, one island": lambda opt: gs.OuterOptimizer(opt, 2, outer_dims=(), **MESH),
 }
 _START = """\
 # Which wrapper around which

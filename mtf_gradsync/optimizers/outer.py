@@ -72,12 +72,13 @@ class OuterState(NamedTuple):
 class OuterSteps(Stage):
     """Gives the inner optimizer each island's own gradients, and makes the outer steps."""
 
-    takes = Form.PER_SHARD
     mixed = "refuse"
     adds_up = True  # inside an island; the wrapper's check is for islands
 
     def __init__(self, wrapper: OuterOptimizer):
         self._wrapper, self._islands = wrapper, wrapper.islands
+        # One island takes gradients as they are, and sends nothing.
+        self.takes = Form.PER_SHARD if self._islands.shard_dims else None
         # `apply` sets these for the step that is being built.
         self._variables: list[mtf.Variable] = []
         self._outer: dict[mtf.Variable, OuterVariable] = {}
@@ -101,15 +102,10 @@ class OuterSteps(Stage):
             }
         wrapper._slots.record([*held, *self._momenta.values()], self._variables)
 
-        def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
-            return Agreed(holds, by_any, islands, wrapper.plain_reducer).outputs[0]
-
-        step.agree = agree
-        # An island's term of the mean over the batch becomes the mean over its part of the batch.
-        scaled = [g * float(islands.num_shards) for g in gradients.present]
-        dims = [[d for d in g.shape.dims if d not in islands.shard_dims] for g in scaled]
-        own = SameSlices(scaled, list(map(mtf.Shape, dims))).outputs
-        self._gradients, self._made_before = own, set(gradients.graph.all_variables)
+        if islands.shard_dims:
+            gradients = self._of_islands(gradients, step)
+        self._gradients = gradients.present
+        self._made_before = set(gradients.graph.all_variables)
         if wrapper.leave_out_not_finite:
             period = self._state.inner_step.value // (wrapper.inner_steps // wrapper.fragments) + 1
             given = [g for g in step.received[0].grads if g is not None]
@@ -119,8 +115,22 @@ class OuterSteps(Stage):
             wrapper._slots.record([self._losses.variable], self._variables)
             now = self._losses.last
             step.write([mtf.assign(self._losses.variable, now)], step.gate([now]))
-        form = Form.PER_SHARD if wrapper.inside.shard_dims else Form.REDUCED
-        return gradients.with_present(own, form)
+        return gradients
+
+    def _of_islands(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """Returns each island's own gradients, and has decisions taken by all islands alike."""
+        wrapper, islands = self._wrapper, self._islands
+
+        def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
+            return Agreed(holds, by_any, islands, wrapper.plain_reducer).outputs[0]
+
+        step.agree = agree
+        # An island's term of the mean over the batch becomes the mean over its part of the batch.
+        scaled = [g * float(islands.num_shards) for g in gradients.present]
+        dims = [[d for d in g.shape.dims if d not in islands.shard_dims] for g in scaled]
+        own = SameSlices(scaled, list(map(mtf.Shape, dims))).outputs
+        has_shards = wrapper.inside is not None and wrapper.inside.shard_dims
+        return gradients.with_present(own, Form.PER_SHARD if has_shards else Form.REDUCED)
 
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
@@ -262,6 +272,8 @@ class OuterSteps(Stage):
         skipped ones are zeros already.
         """
         wrapper, islands = self._wrapper, self._islands
+        if not islands.shard_dims:
+            return list(differences)
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
         sums = step.reduce_now(given, reduction, extra=True).present
@@ -400,9 +412,12 @@ class OuterOptimizer(ReportsSkips):
     `<name>/bad_loss`, with max_steps_without_update `<name>/updated_at`. The variable itself holds
     the outer values.
 
+    There may be a single island: then the steps are those of the inner optimizer, nothing is sent,
+    and every `inner_steps` updates the variables go on from where the outer step leads.
+
     Attributes:
-      islands: the axes between islands, `ReplicaAxes`.
-      inside: the replica axes inside of an island.
+      islands: the axes between islands, `ReplicaAxes`; one island has no axes.
+      inside: the replica axes inside of an island; None for one island if no mesh is known.
       state: mesh variables; None before gradients were applied.
 
     References:
@@ -411,12 +426,15 @@ class OuterOptimizer(ReportsSkips):
     """
 
     shown = (("outer step", "outer/step"),)
-    axes: ReplicaAxes
     state = OfStep[Union[OuterState, None]](None)
     _now = OfStep[Union[OuterState, None]](None)
     _outer = OfStep[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
     traits = Traits(
-        reduces=False, needs_shards=True, makes_islands=True, one_mesh=ONE_FOR_EACH_MESH
+        reduces=False,
+        needs_shards=True,
+        keeps_outer_values=True,
+        makes_islands=True,
+        one_mesh=ONE_FOR_EACH_MESH,
     )
 
     def __init__(
@@ -450,7 +468,8 @@ class OuterOptimizer(ReportsSkips):
             inner_steps / F updates: no step sends more than 1/F of what it takes to send all, or
             with a reducer that keeps state up to a row of a variable more.
           outer_dims: the names in batch_dims that are split over islands; None for all of them.
-            The others are split over the replicas inside an island.
+            The others are split over the replicas inside an island. () for one island, which needs
+            no mesh.
           leave_out_not_finite: whether an outer step skips islands with a loss, values or slots
             that are not finite: these restart with the outer values and zeros in their slots. The
             losses are those of all microbatch steps since the outer step before, except inside of
@@ -470,8 +489,8 @@ class OuterOptimizer(ReportsSkips):
             for no limit.
 
         Raises:
-          ValueError: an argument is out of range, arguments contradict each other, there is no mesh
-            or only one island.
+          ValueError: an argument is out of range, arguments contradict each other, or there is no
+            mesh.
           TypeError: an argument has the wrong type.
         """
         check_whole_number("inner_steps", inner_steps)
@@ -493,17 +512,22 @@ class OuterOptimizer(ReportsSkips):
             raise ValueError(
                 f"outer_momentum must be from 0 up to 1 (not included), got {outer_momentum!r}."
             )
+        names = None if outer_dims is None else as_dim_names(outer_dims)
         needs_mesh_for = "the islands"
+        if names == () and fragments == 1:
+            needs_mesh_for = ""
         self._wrap(
             opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for
         )
+        self.islands, self.inside = _islands(self.axes, names)
+        if not self.islands.shard_dims:
+            self.traits = self.traits._replace(needs_shards=False, makes_islands=False)
         self._check_order()
         self.inner_steps, self.fragments = int(inner_steps), int(fragments)
         self.outer_learning_rate = float(outer_learning_rate)
         self.outer_momentum, self.nesterov = float(outer_momentum), bool(nesterov)
         self.leave_out_not_finite = bool(leave_out_not_finite)
         self._limit = limit if leave_out_not_finite else None
-        self.islands, self.inside = _islands(self.axes, outer_dims)
         for inner in self._wrappers()[1:]:
             if inner.traits.averages and inner not in self._segment_wrappers():
                 raise ValueError(
@@ -511,7 +535,8 @@ class OuterOptimizer(ReportsSkips):
                     f"of each island: put {type(inner).__name__} directly inside {self.name}, or "
                     "around it."
                 )
-            inner._check_inside(self.islands, self.inside)
+            if self.islands.shard_dims and self.inside is not None:
+                inner._check_inside(self.islands, self.inside)
 
     def _gradient_reduction(self) -> Reduction:
         # Gradients are reduced inside an island; the wrapper's reducer is for outer steps.
@@ -555,6 +580,8 @@ class OuterOptimizer(ReportsSkips):
                 f"{self.name} needs at least fragments={self.fragments} variables with gradients, "
                 f"but got {len(given)}: {[v.name for v in given]}. Give fewer fragments."
             )
+        if self.axes is None or not self.islands.shard_dims:
+            return
         own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
         names = [f"variable {v.name!r}" for v in variables]
         check_addable(own, self.axes, names)
@@ -590,28 +617,30 @@ class OuterOptimizer(ReportsSkips):
 
 
 def _islands(
-    axes: ReplicaAxes, outer_dims: str | Sequence[str] | None
-) -> tuple[ReplicaAxes, ReplicaAxes]:
-    """Returns the replica axes between islands, and those inside an island."""
-    names = axes.batch_dims if outer_dims is None else as_dim_names(outer_dims)
+    axes: ReplicaAxes | None, names: tuple[str, ...] | None
+) -> tuple[ReplicaAxes, ReplicaAxes | None]:
+    """Returns the replica axes between islands, and those inside an island.
+
+    `names` are outer_dims. Where islands would be one, the first has no axes.
+    """
+    if axes is None:
+        return ReplicaAxes(mtf.Shape([]), mtf.LayoutRules([]), ()), None
+    names = axes.batch_dims if names is None else names
     unknown = [name for name in names if name not in axes.batch_dims]
     if unknown:
         raise ValueError(
             f"outer_dims must be names in batch_dims {list(axes.batch_dims)}, got {list(names)}: "
             f"give batch_dims={(*unknown, *axes.batch_dims)} if the batch is split along them."
         )
-    ordered = [name for name in axes.batch_dims if name in names]
     split = [d.name for d in axes.shard_dims]
-    if not any(name in split for name in ordered) or axes.num_shards == 1:
+    if names and axes.mesh_shape.size > 1 and not set(names).intersection(split):
         raise ValueError(
-            f"There are no islands: the mesh {axes.mesh_shape.to_string} with {axes.layout} splits "
-            f"none of the outer_dims {ordered}. Add a layout rule for one of them."
+            f"The mesh {axes.mesh_shape.to_string} with {axes.layout} splits none of the "
+            f"outer_dims {list(names)}. Add a layout rule for one of them, or give outer_dims=() "
+            "for one island."
         )
-    inside = [name for name in axes.batch_dims if name not in names]
-    made = ReplicaAxes(axes.mesh_shape, axes.layout, ordered)
-    if made.num_shards == 1:
-        raise ValueError(
-            f"The outer_dims {ordered} are split over one island only: {made!r}. Split them over a "
-            "mesh axis of 2 or more."
-        )
-    return made, ReplicaAxes(axes.mesh_shape, axes.layout, inside)
+    large = [d.name for d in axes.shard_dims if d.name in names and d.size > 1]
+    between = [name for name in axes.batch_dims if large and name in names]
+    inside = [name for name in axes.batch_dims if name not in between]
+    shape, layout = axes.mesh_shape, axes.layout
+    return ReplicaAxes(shape, layout, between), ReplicaAxes(shape, layout, inside)

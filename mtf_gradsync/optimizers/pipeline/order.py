@@ -23,7 +23,8 @@ class Traits(NamedTuple):
       skips_shards: it applies the gradients of some shards without those of others.
       averages: it keeps moving averages of variables.
       squares: it squares reduced gradients, which overflow before they do.
-      makes_islands: it gives each island its own values of variables and slots.
+      keeps_outer_values: it trains other values of variables than those that programs see.
+      makes_islands: it gives each of several islands its own values of variables and slots.
       counts_shards: it counts which shards contribute, to decide when there is an update.
       one_mesh: it needs gradients of one mesh: what to do about those of several, for the error.
         "" if it takes them.
@@ -40,6 +41,7 @@ class Traits(NamedTuple):
     skips_shards: bool = False
     averages: bool = False
     squares: bool = False
+    keeps_outer_values: bool = False
     makes_islands: bool = False
     counts_shards: bool = False
     one_mesh: str = ""
@@ -61,7 +63,7 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
-        lambda outer, inner: outer.makes_islands and inner.makes_islands,
+        lambda outer, inner: outer.keeps_outer_values and inner.keeps_outer_values,
         "{inner} inside {outer} would make islands of islands; use one.",
     ),
     Rule(

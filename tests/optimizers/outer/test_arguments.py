@@ -37,12 +37,11 @@ def sgd():
             {"inner_steps": 4, **FOUR, "outer_dims": "rows"},
             "outer_dims must be names in batch_dims",
         ),
-        ({"inner_steps": 4, **FOUR, "outer_dims": ()}, "There are no islands"),
-        ({"inner_steps": 4, "mesh_shape": "all:1", "layout": "batch:all"}, "There are no isl"),
         (
-            {"inner_steps": 4, **TWO_LEVELS, "mesh_shape": "a:1;b:2", "outer_dims": "outer"},
-            "split over one island",
+            {"inner_steps": 4, **TWO_LEVELS, "layout": "batch:b", "outer_dims": "outer"},
+            r"splits none of the outer_dims ..outer... Add a layout rule .* outer_dims=\(\)",
         ),
+        ({"inner_steps": 4, "fragments": 2, "outer_dims": ()}, "there is no mesh yet"),
     ],
 )
 def test_arguments_that_contradict_each_other(arguments, error):

@@ -1,0 +1,156 @@
+"""Outer steps of a single island (SNOO): on any mesh or on none, against numpy; nothing is sent."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf
+from tests import harness, models
+from tests.optimizers.outer import outer_reference
+from tests.optimizers.outer.test_checkpoints import session_of, train
+from tests.optimizers.outer.test_outer_steps import (
+    ALL,
+    TWO_OF_SLICES,
+    batches,
+)
+
+STEPS, ROUND = 6, 3
+# Mesh, layout and what the wrapper is given, which is an island of the whole mesh.
+WHERE = {
+    "none known": (*harness.ONE, {"outer_dims": ()}),
+    "one processor": (*harness.ONE, {"mesh_shape": harness.ONE[0], "layout": harness.ONE[1]}),
+    "an axis of one": ("all:1", "batch:all", {"mesh_shape": "all:1", "layout": "batch:all"}),
+    "two replicas": (*harness.MESHES["2x2"][:2], {"outer_dims": ()}),
+}
+
+
+def built(kind, where, wrap=lambda outer: outer, inner=models.OPTIMIZERS["momentum"], **given):
+    shape, layout, arguments = WHERE[where]
+
+    def make():
+        outer = gs.OuterOptimizer(inner(), ROUND, outer_momentum=0.5, **arguments, **given)
+        assert outer.islands.num_shards == 1
+        return wrap(outer)
+
+    return harness.built(kind, shape, layout, models.train(make), batches(1)[0])
+
+
+def expected(feeds, fragments=ALL, opt="momentum", **given):
+    trained = outer_reference.train(opt, feeds, 1, ROUND, 0.7, 0.5, True, fragments, **given)
+    return trained._replace(islands=trained.islands[0])
+
+
+def assert_close(found, numpy, steps=STEPS):
+    for name, value in numpy.outer.items():
+        bound = {"rtol": 0, "atol": steps * 32 * 2**-24, "err_msg": name}
+        np.testing.assert_allclose(found[name], value, **bound)
+        own = found[f"{name}/island"]
+        np.testing.assert_allclose(own.reshape(value.shape), numpy.islands[name], **bound)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_it_is_a_look_ahead(mesh_kind, where):
+    made = built(mesh_kind, where)
+    feeds = batches(STEPS)
+    for steps in (STEPS, STEPS - 1):  # where a round ends, and between
+        assert_close(made.run(feeds[:steps]).variables, expected(feeds[:steps]))
+
+
+def test_fragments_on_two_replicas(mesh_kind):
+    feeds = batches(4)
+    shape, layout, given = WHERE["two replicas"]
+    make = lambda: gs.OuterOptimizer(  # noqa: E731
+        models.OPTIMIZERS["sgd"](), 2, outer_momentum=0.5, fragments=2, **given
+    )
+    found = harness.run(mesh_kind, shape, layout, models.train(make), feeds).variables
+    numpy = outer_reference.train("sgd", feeds, 1, 2, 0.7, 0.5, True, TWO_OF_SLICES)
+    assert_close(found, numpy._replace(islands=numpy.islands[0]))
+
+
+def test_nothing_is_sent():
+    def sent(make):
+        shape, layout, _ = WHERE["two replicas"]
+        made = harness.built("simd", shape, layout, models.train(make), batches(1)[0])
+        rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+        return sorted((row.group, row.bytes_per_step, row.is_conditional) for row in rows)
+
+    inner = models.OPTIMIZERS["momentum"]
+    one = sent(lambda: gs.OuterOptimizer(inner(), ROUND, outer_dims=()))
+    assert one == sent(lambda: gs.CrossShardOptimizer(inner()))
+    assert one
+
+
+def accumulating(opt):
+    return gs.GradientAccumulationOptimizer(opt, 2, True)
+
+
+def replicas(opt):
+    shape, layout, _ = WHERE["two replicas"]
+    return gs.SyncReplicasOptimizer(opt, 4, mesh_shape=shape, layout=layout)
+
+
+@pytest.mark.parametrize("inside", [accumulating, replicas])
+def test_what_has_two_microbatch_steps_inside(mesh_kind, inside):
+    """An update counts for a round, however many microbatch steps it takes."""
+    feeds = batches(2 * STEPS)
+    made = built(mesh_kind, "two replicas", inner=lambda: inside(mtf.optimize.SgdOptimizer(0.1)))
+    joined = [{k: np.concatenate([a[k], b[k]]) for k in a} for a, b in zip(feeds[::2], feeds[1::2])]
+    assert_close(made.run(feeds).variables, expected(joined, opt="sgd"))
+
+
+def test_a_clip_around_it(mesh_kind):
+    """Around several islands it would reduce their gradients, which is an error."""
+    made = built(mesh_kind, "two replicas", wrap=lambda x: gs.ClipByGlobalNormOptimizer(x, 0.01))
+    feeds = batches(STEPS)
+
+    def clipped(grads):
+        norm = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
+        return {k: g * min(1.0, 0.01 / norm) for k, g in grads.items()}
+
+    assert_close(made.run(feeds).variables, expected(feeds, change=clipped))
+
+
+def test_a_nan_restarts_it_from_the_outer_values(mesh_kind):
+    made = built(mesh_kind, "two replicas", leave_out_not_finite=True)
+    feeds = batches(2 * ROUND)
+    broken = [{k: v.copy() for k, v in feed.items()} for feed in feeds]
+    broken[1]["x"][3] = np.nan
+    # The first round is skipped, with its slots; the second is as a first one.
+    assert_close(made.run(broken).variables, expected(feeds[ROUND:]))
+
+
+def test_four_islands_go_on_as_one_and_one_as_four(tmp_path):
+    four_of = {"mesh_shape": "all:4", "layout": "batch:all"}
+
+    def build(**given):
+        def make():
+            opt = models.OPTIMIZERS["momentum"]()
+            return gs.OuterOptimizer(opt, ROUND, outer_momentum=0.5, **four_of, **given)
+
+        return harness.built("simd", *four_of.values(), models.train(make), batches(1)[0])
+
+    four, one = build(), build(outer_dims=())
+    for number, (first, then) in enumerate([(four, one), (one, four)]):
+        with session_of(first) as session:
+            train(first, session, batches(ROUND))
+            before, path = session.variables(), session.save(str(tmp_path / str(number)))
+        with session_of(then) as session:
+            session.restore(path)
+            after = session.variables()
+        for name in models.mlp_values():
+            np.testing.assert_array_equal(after[name], before[name])
+            np.testing.assert_array_equal(after[f"{name}/outer_momentum"],
+                                          before[f"{name}/outer_momentum"])  # fmt: skip
+            for held in (f"{name}/island", f"{name}_momentum_v/island"):
+                mean = before[held] if first is one else np.mean(before[held], 0, dtype="d")
+                np.testing.assert_allclose(
+                    after[held], np.broadcast_to(mean, after[held].shape), rtol=1e-6, err_msg=held
+                )
+        assert after["OuterOptimizer/inner_step"] == ROUND
+
+
+def test_two_around_each_other_are_refused():
+    inner = gs.OuterOptimizer(mtf.optimize.SgdOptimizer(0.1), 2, outer_dims=())
+    with pytest.raises(ValueError, match="would make islands of islands"):
+        gs.OuterOptimizer(inner, 2, outer_dims=())
