@@ -221,7 +221,9 @@ class Skips:
         more = len(named) - _MOST_NAMED
         return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
-    def error(self, found: np.ndarray, missed: np.ndarray | None) -> NoUpdateError:
+    def error(
+        self, found: np.ndarray, floor: float | None, missed: np.ndarray | None
+    ) -> NoUpdateError:
         """Returns the error for too many steps without an update."""
         assert self.limit is not None  # or there would be no error
         rows, named = self.words.rows, self.named(found)
@@ -229,6 +231,8 @@ class Skips:
         text = _no_update(self.owner, self.limit)
         if named:
             text += f" {self.words.last} {named}."
+        if self.floor and floor is not None and floor <= self.floor[1]:
+            text += self.at_floor
         if missed is not None:
             replicas = list(np.flatnonzero(np.reshape(missed, -1) > 0))
             text += f" {_MISSING} [{', '.join(map(str, replicas))}]."
@@ -261,13 +265,15 @@ class Skips:
         rest = tf.where_v2(more > 0, tf.strings.format(" and {} more", more), "")
         return tf.strings.join([_joined(lines), rest])
 
-    def error_in_graph(self, found: tf.Tensor, missed: tf.Tensor | None) -> tf.Tensor:
+    def error_in_graph(self, found: tf.Tensor, floor: Any, missed: tf.Tensor | None) -> tf.Tensor:
         """Makes the text of what `error` returns."""
         assert self.limit is not None  # or there would be no error
         named = self._named_in_graph(found)
         sentence = tf.strings.join([f" {self.words.last} ", named, "."])
         parts = [_no_update(self.owner, self.limit)]
         parts.append(tf.where_v2(tf.equal(named, ""), "", sentence))
+        if self.floor:
+            parts.append(tf.where_v2(floor <= self.floor[1], self.at_floor, ""))
         if missed is not None:
             absent = _joined(_rows_in_graph(tf.reshape(missed, [-1])))
             parts += [f" {_MISSING} [", absent, "]."]
@@ -380,11 +386,12 @@ class _Check(Watched):
             lowering.operations[self] = tf.no_op()
             return
         steps = self._steps_without(self.values_now(lowering))
-        found, *missed = self.slices_of_records(lowering)
+        records = self.slices_of_records(lowering)
 
         def fail() -> tf.Operation:
-            values = [tf.convert_to_tensor(x) for x in (found, *missed)]
-            text = self._skips.error_in_graph(values[0], values[1] if missed else None)
+            text = self._skips.error_in_graph(
+                *self._apart([tf.convert_to_tensor(x) for x in records])
+            )
             return tf.raw_ops.Assert(condition=False, data=[text])
 
         # A step fails after all of its writes, so that accumulators and counts agree.
@@ -392,6 +399,12 @@ class _Check(Watched):
             with control_flow_v1():
                 done = tf.cond(tf.less_equal(steps, limit), tf.no_op, lambda: tf.group(fail()))
         lowering.operations[self] = done.op
+
+    def _apart(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Returns of the records the flags, the value of the floor's variable, and who missed."""
+        skips, (found, *more) = self._skips, records
+        floor = more[0] if skips.floor else None
+        return found, floor, more[-1] if skips.missed else None
 
     def _steps_without(self, now: Sequence[Any]) -> Any:
         first, *second = now[len(self._skips.counts) :]
@@ -414,12 +427,12 @@ class _Check(Watched):
         self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
     ) -> list[Any]:
         """See `Watched`."""
-        skips, (found, *more) = self._skips, records
+        skips, (found, floor, missed) = self._skips, self._apart(records)
         told: list[Any] = []
         if self._has_line(before, now):
-            told.append(skips.line(now[0], found, float(more[0]) if skips.floor else None))
+            told.append(skips.line(now[0], found, floor))
         if self._is_over(now):
-            told.append(skips.error(found, more[-1] if skips.missed else None))
+            told.append(skips.error(found, floor, missed))
         return told
 
 
