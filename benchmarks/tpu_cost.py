@@ -14,6 +14,7 @@ from benchmarks import lm_by_hand, models, report, wrappers_by_hand
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.jax import hlo_from_text
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.xla.topology.chips import slice_of
 from mtf_gradsync.xla.topology.compiled import CoreMemory
 from mtf_gradsync.xla.topology.estimate import CostEstimate, read_estimate
 
@@ -241,8 +242,8 @@ def _row(
         "model": name,
         "topology": topology,
         "step": step,
-        "us": 1e6 * cost.seconds,
-        "MB touched": cost.bytes_accessed / 1e6,
+        "us": 1e6 * cost.compiler_seconds,
+        "MB touched": cost.compiler_bytes / 1e6,
         "MB copied": cost.bytes_copied / 1e6,
         "arguments": memory.arguments / 1e6,
         "MB a core": memory.total / 1e6,
@@ -300,7 +301,7 @@ def _by_hand(
         answer = wrappers_by_hand.cost(topology, kind, condition, *SIZES[name])
     # By the text: newer compilers name groups of cores by the axes of a mesh.
     found = collections.Counter(_COLLECTIVE.findall(answer["hlo"]))
-    cost = read_estimate(answer["cost"], hlo_from_text(answer["hlo"]))
+    cost = read_estimate(answer["cost"], hlo_from_text(answer["hlo"]), slice_of(topology).rates)
     row = _row(name, topology, label, cost, CoreMemory(*answer["memory"]), found, 0)
     return {**row, "passes": 0, "sums": 0.0}
 

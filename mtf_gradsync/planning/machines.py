@@ -27,11 +27,11 @@ class Compiled(NamedTuple):
 
     error: str = ""  # why the program was refused
     bytes_per_core: int = 0
-    flops: float = 0.0  # of one core
+    flops: float = 0.0  # of one core, by the compiler's count
     bytes_accessed: float = 0.0  # by one core
     estimate_seconds: float = 0.0  # of a core's operations one after the other, without the links
-    unknown: int = 0  # operations that the estimate does not count
-    unknown_names: tuple[str, ...] = ()  # what these may be
+    unknown: int = 0  # custom calls of which the estimate has the bytes alone
+    unknown_names: tuple[str, ...] = ()
     loops_counted_once: int = 0  # loops of which the estimate has one turn
     is_of_update: bool = False  # whether it has conditionals, and these figures have all true
     collectives: tuple[HloCollective, ...] = ()
@@ -46,6 +46,8 @@ class Machine(Protocol):
     cores: int
     memory_per_core: int | None  # bytes that a program may use; None where there is no limit
     peak_flops_per_core: float | None  # per second; None where that is not known
+    bytes_per_second_per_core: float | None  # of its memory; None where that is not known
+    estimate_source: str  # where the seconds of an estimate come from, in a word
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
         """A core's program, as `compile` takes it."""
@@ -67,7 +69,9 @@ class TpuMachine:
         self.cores = len(places)
         self.memory_per_core: int | None = named.generation.memory_per_core
         self._torus = Torus(named.chip, places)
-        self.peak_flops_per_core: float | None = named.chip.peak_flops / self._torus.cores_per_chip
+        self.peak_flops_per_core: float | None = named.rates.flops
+        self.bytes_per_second_per_core: float | None = named.rates.bytes
+        self.estimate_source = "roofline"
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
         """See `Machine`."""
@@ -98,7 +102,7 @@ class TpuMachine:
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`. The estimate counts a collective's memory traffic, and no links."""
+        """See `Machine`. The estimate counts a collective's bytes in memory, and no links."""
         return self._torus.seconds(operation, groups, size)
 
 

@@ -33,9 +33,9 @@ def plan(
 ) -> Plan:
     """A table of what a training step costs on each mesh of each topology, without the chips.
 
-    The real TPU compiler compiles each program. The prediction is the sum of the compiler's
-    estimate, which does not count the links between chips, and of the time of each collective by
-    the standard formula at the links' published rates.
+    The real TPU compiler compiles each program. The prediction is the sum of the rooflines of the
+    compiled operations, by the chip's published peak and bandwidth, and of the time of each
+    collective by the standard formula at the links' published rates.
 
     Args:
       build: a function that builds the training step in `simd.tpu_program` and returns the

@@ -9,10 +9,11 @@ from typing import Any
 from tabulate import tabulate
 
 _UNKNOWN = (
-    "A prediction is no timing: it adds up the compiler's operations one after the other, then "
-    "collectives at the links' published rates. It does not know what overlaps (with all of it "
-    'hidden, a step takes "at best"), how long the host and the input take, nor other traffic on '
-    "the links."
+    "A prediction is no timing: it adds up the compiled operations one after the other, each at "
+    "its roofline (the longer of its products at the chip's published peak and its bytes at the "
+    "memory's bandwidth; on CPU devices by rates measured here), then collectives at the links' "
+    "published rates. It does not know what overlaps (with all of it hidden, a step takes "
+    '"at best"), how long the host and the input take, nor other traffic on the links.'
 )
 
 
@@ -47,8 +48,9 @@ class PlanRow:
       memory_per_core: bytes that a program may use on one core; None where there is no limit.
       flops: floating-point operations of one core in a step, by the compiler's count.
       bytes_accessed: bytes that one core's operations read and write in a step.
-      estimate_seconds: the compiler's own estimate, which does not count the links.
-      unknown_operations: the number of operations that the estimate does not count.
+      estimate_seconds: the time of its operations one after the other, without the links; by
+        `estimate_source`.
+      unknown_operations: the number of custom calls of which the estimate has the bytes alone.
       traffic: the collectives, by mesh axis.
       link_seconds: the time that all of them take over the links.
       step_seconds: the predicted time of a step: `estimate_seconds` plus `link_seconds`.
@@ -60,7 +62,7 @@ class PlanRow:
       build_seconds: how long building the program took.
       compile_seconds: how long the compiler took.
       is_repeated: whether an equal program had been compiled before.
-      unknown_names: targets of the program's custom calls, which may be `unknown_operations`.
+      unknown_names: targets of these custom calls.
       loops_counted_once: the number of loops of which one turn is counted, as it is not known how
         often they turn.
       is_of_update: whether the program has conditionals, and the figures are those of a step on
@@ -71,6 +73,11 @@ class PlanRow:
         included; None without conditionals, and on CPU devices.
       mean_step_seconds: the mean over `steps_per_update` steps: `step_seconds` where that is 1, or
         no other step is known.
+      estimate_source: "roofline" for the rooflines of all operations at the chip's published rates,
+        "measured" for rates that were measured on this machine.
+      roofline_seconds: the roofline of the whole step: `flops` at the peak or `bytes_accessed` at
+        the memory's bandwidth, whichever takes longer; None if the rates are unknown.
+      doubt: why the estimate cannot be right beside that; "" if it can. Such rows come last.
     """
 
     mesh_shape: str
@@ -100,6 +107,9 @@ class PlanRow:
     steps_per_update: int = 1
     skipped_step_seconds: float | None = None
     mean_step_seconds: float | None = None
+    estimate_source: str = "roofline"
+    roofline_seconds: float | None = None
+    doubt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +134,8 @@ class Plan:
     """What a training step would cost on each mesh and machine.
 
     Attributes:
-      rows: meshes whose program fits into memory first; then by predicted time for a token (for a
-        step, if tokens are unknown), the fastest first.
+      rows: meshes whose program fits into memory first, those in doubt (see `PlanRow`) last; then
+        by predicted time for a token (for a step, if tokens are unknown), the fastest first.
       refused: meshes that are not possible, with the reason.
       is_partial: whether planning was stopped before all meshes were planned.
       not_reached: the number of meshes that were not planned when it was stopped.
@@ -148,9 +158,14 @@ class Plan:
             most = max(row.unknown_operations for row in unknown)
             names = sorted({name for row in unknown for name in row.unknown_names})
             lines.append(
-                f"Up to {most} operations of a program have no estimate"
+                f"Up to {most} custom calls of a program count with their bytes alone"
                 f"{' (' + ', '.join(names) + ')' if names else ''}."
             )
+        lines += [
+            f"Not ranked: {_name(row, True)}: the estimate is {row.doubt}."
+            for row in self.rows
+            if row.doubt
+        ]
         if any(row.loops_counted_once for row in self.rows):
             lines.append("Of some programs' loops one turn is counted: more is not known.")
         if any(row.is_of_update for row in self.rows):
@@ -196,7 +211,7 @@ class Plan:
             axes.barh(places, values, left=left, label=label)
             left = [a + b for a, b in zip(left, values)]
         for place, row in enumerate(self.rows):
-            note = "" if row.fits else " does not fit"
+            note = ("" if row.fits else " does not fit") + (" not ranked" if row.doubt else "")
             axes.text(left[place], place, f" {left[place]:.3g} ms{note}", va="center")
         axes.set_yticks(places, names)
         axes.margins(y=0.4 / max(1, len(names)))
@@ -213,7 +228,7 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
     def key(row: PlanRow) -> Any:
         rate = row.tokens_per_second
         step = row.step_seconds if row.mean_step_seconds is None else row.mean_step_seconds
-        return (not row.fits, step if rate is None else -rate, _name(row, True))
+        return (bool(row.doubt), not row.fits, step if rate is None else -rate, _name(row, True))
 
     return tuple(sorted(rows, key=key))
 
@@ -267,6 +282,7 @@ def _table(rows: tuple[PlanRow, ...]) -> list[str]:
         cells["GFLOP"] = f"{row.flops / 1e9:,.4g}"
         cells["GB touched"] = f"{row.bytes_accessed / 1e9:,.4g}"
         cells["estimate ms"] = f"{1e3 * row.estimate_seconds:,.4g}"
+        cells["by"] = row.estimate_source
         cells["links: MB, ms"] = "; ".join(
             f"{t.axis} {t.bytes_per_core / 1e6:,.3g}, {1e3 * t.seconds:,.3g}" for t in row.traffic
         )
@@ -279,7 +295,7 @@ def _table(rows: tuple[PlanRow, ...]) -> list[str]:
         if row.share_of_peak is not None:
             cells["of peak"] = f"{100 * row.share_of_peak:.3g}%"
         table.append(cells)
-    left = {"mesh", "on", "layout", "fits", "links: MB, ms"}
+    left = {"mesh", "on", "layout", "fits", "by", "links: MB, ms"}
     headers = list(dict.fromkeys(name for cells in table for name in cells))
     return tabulate(
         [[cells.get(name, "") for name in headers] for cells in table],

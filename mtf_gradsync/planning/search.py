@@ -22,6 +22,7 @@ from mtf_gradsync.simd.traffic import CommunicationReport
 from mtf_gradsync.xla.topology.compiled import HloCollective
 from mtf_gradsync.xla.topology.compiling import Lowered
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
+from mtf_gradsync.xla.topology.roofline import why_doubtful
 
 _LONGEST_REASON = 300
 # How often it is checked for signals while compilers run.
@@ -246,6 +247,10 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         mean = (step + (steps - 1) * skipped_step) / steps
         flops = (compiled.flops + (steps - 1) * skipped.flops) / steps
     peak, limit = machine.peak_flops_per_core, machine.memory_per_core
+    bandwidth = machine.bytes_per_second_per_core
+    roofline = None
+    if peak and bandwidth:
+        roofline = max(compiled.flops / peak, compiled.bytes_accessed / bandwidth)
     return PlanRow(
         mesh_shape=mesh_shape,
         layout=layout,
@@ -274,6 +279,9 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         steps_per_update=steps,
         skipped_step_seconds=skipped_step,
         mean_step_seconds=mean,
+        estimate_source=machine.estimate_source,
+        roofline_seconds=roofline,
+        doubt=why_doubtful(compiled.estimate_seconds, roofline) if roofline else "",
     )
 
 

@@ -42,6 +42,8 @@ class CpuMachine:
         self.name, self.cores = name, cores
         self.memory_per_core: int | None = None
         self.peak_flops_per_core: float | None = None
+        self.bytes_per_second_per_core: float | None = None
+        self.estimate_source = "measured"
         self._calibrated = tuple(devices_for(max(cores, most or 0), "cpu"))
         self._devices = self._calibrated[:cores]
         self._cache = Cache(cache_dir)

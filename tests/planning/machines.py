@@ -51,10 +51,13 @@ class Counting:
     """A machine of four cores on which an all-reduce of a byte takes a second."""
 
     peak_flops_per_core = 100.0
+    bytes_per_second_per_core = 25.0
+    estimate_source = "made up"
 
     def __init__(self, name="four", cores=4, module=None, memory=1000, before=None, skipped=None):
         self.name, self.cores, self.memory_per_core = name, cores, memory
         self.module, self.before, self.skipped = module, before, skipped
+        self.estimate = 2.0
         self.lowered, self.compiled = 0, []
 
     def lower(self, program, fetches):
@@ -71,7 +74,7 @@ class Counting:
             bytes_per_core=600,
             flops=200.0,
             bytes_accessed=50.0,
-            estimate_seconds=2.0,
+            estimate_seconds=self.estimate,
             collectives=(HloCollective("all-reduce", "r", 3, groups, "main", ()),),
             seconds=0.5,
             skipped=self.skipped,

@@ -34,7 +34,7 @@ def row(mesh_shape, step, **changes):
 PLAN = planning.Plan(
     (
         row("batch:8", 0.02),
-        row("batch:4;model:2", 0.04, unknown_operations=2, unknown_names=("X64SplitLow",)),
+        row("batch:4;model:2", 0.04, unknown_operations=2, unknown_names=("kernel",)),
     ),
     (planning.Refused("batch:2;model:4", "batch:batch", "v5e:2x4", "4 does not divide heads"),),
 )
@@ -43,14 +43,14 @@ PLAN = planning.Plan(
 def test_as_text():
     lines = str(PLAN).splitlines()
     assert " ".join(lines[0].split()) == (
-        "mesh on fits GB/core GFLOP GB touched estimate ms links: MB, ms step ms at best "
+        "mesh on fits GB/core GFLOP GB touched estimate ms by links: MB, ms step ms at best "
         "tokens/s of peak"
     )
     assert " ".join(lines[2].split()) == (
-        "batch:8 v5e:2x4 yes 4 (25%) 3,000 2 10 batch 5, 10 20 10 50,000 25%"
+        "batch:8 v5e:2x4 yes 4 (25%) 3,000 2 10 roofline batch 5, 10 20 10 50,000 25%"
     )
     assert "  batch:2;model:4 on v5e:2x4: 4 does not divide heads" in lines
-    assert "Up to 2 operations of a program have no estimate (X64SplitLow)." in lines
+    assert "Up to 2 custom calls of a program count with their bytes alone (kernel)." in lines
     assert "It does not know what overlaps" in str(PLAN)
     assert "stopped" not in str(PLAN)
 
@@ -71,6 +71,15 @@ def test_it_says_where_figures_are_those_of_an_update_step():
     said = "Of steps with conditionals the figures are those of an update step."
     assert said in str(planning.Plan((row("batch:8", 0.02, is_of_update=True),))).splitlines()
     assert said not in str(PLAN)
+
+
+def test_an_estimate_in_doubt_is_said_to_be(tmp_path):
+    wrong = row("batch:8", 0.02, doubt="below its roofline of 30 ms")
+    said = (
+        "Not ranked: batch:8, batch:batch, on v5e:2x4: the estimate is below its roofline of 30 ms."
+    )
+    assert said in str(planning.Plan((wrong,))).splitlines()
+    assert "Not ranked" not in str(PLAN)
 
 
 def test_means_over_the_steps_of_an_update_have_a_column_and_a_line():

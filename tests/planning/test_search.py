@@ -54,6 +54,29 @@ def test_under_accumulation_the_means_are_over_all_steps_of_an_update():
     assert (alone.mean_step_seconds, alone.tokens_per_second) == (5.0, 12 / 5.0)
 
 
+def test_what_cannot_be_beside_its_roofline_is_not_ranked():
+    """200 operations at 100 a second, as long as 50 bytes at 25 a second."""
+    made = {name: Counting(name) for name in ("below", "right", "far above", "too large")}
+    made["below"].estimate, made["right"].estimate, made["far above"].estimate = 1.8, 3.9, 80.0
+    made["too large"].memory_per_core = 1
+    every = [one for machine in made.values() for one in candidates(machine, "batch:4")]
+    found = search(build, every).rows
+    assert [row.machine for row in found] == ["right", "too large", "below", "far above"]
+    assert {row.roofline_seconds for row in found} == {2.0}
+    assert {row.estimate_source for row in found} == {"made up"}
+    doubts = [row.doubt for row in found]
+    assert doubts[:2] == ["", ""]
+    assert "below its roofline of 2e+03 ms" in doubts[2]
+    assert "40 times its roofline" in doubts[3]
+
+
+def test_a_machine_of_unknown_rates_has_no_roofline():
+    machine = Counting()
+    machine.bytes_per_second_per_core = None
+    (row,) = search(build, candidates(machine, "batch:4")).rows
+    assert (row.roofline_seconds, row.doubt) == (None, "")
+
+
 def test_what_does_not_fit_comes_last():
     small = Counting("small", memory=599)
     found = search(build, candidates(small, "batch:4") + candidates(Counting(), "batch:4"))

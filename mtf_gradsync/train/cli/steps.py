@@ -77,7 +77,7 @@ def _report(args: argparse.Namespace) -> int:
 _COMPILE_DESCRIPTION = """\
 Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
 compiler. Prints whether it is accepted, the collectives before and after the compiler's
-optimizations, the memory per core and the compiler's estimate of a step's cost. Nothing is
+optimizations, the memory per core and an estimate of a step's cost. Nothing is
 trained and no TPU is needed.
 
 Needs the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
@@ -104,7 +104,7 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare_with_bare",
         action="store_true",
-        help="show the compiler's estimate for the innermost optimizer alone, too",
+        help="show the estimate for the innermost optimizer alone, too",
     )
     parser.add_argument(
         "--update_not_split",
@@ -179,7 +179,7 @@ def compile_config(
 
 _PLAN_DESCRIPTION = """\
 Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
-that the chips can have: whether it fits, the TPU compiler's estimate, what goes along each mesh
+that the chips can have: whether it fits, the time of its operations, what goes along each mesh
 axis and how long that takes over the links, the step, tokens per second, share of the peak.
 Nothing is trained, no data is read, and no TPU is needed: the compiler is (the extra [tpu])."""
 

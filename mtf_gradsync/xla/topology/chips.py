@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from mtf_gradsync.xla.topology.roofline import Rates
+
 _CLOUD = "https://cloud.google.com/tpu/docs"
 _V2_V3 = "https://doi.org/10.1145/3360307"
 _V4 = "https://arxiv.org/abs/2304.01433"
@@ -74,11 +76,13 @@ class Generation(NamedTuple):
       name: as topology names spell it, as in "v3" of "v3:2x2".
       memory_per_core: bytes of HBM that a program may use on one core.
       example: a topology of this generation with 8 cores.
+      cores_per_chip: the number of cores on a chip.
     """
 
     name: str
     memory_per_core: int
     example: str
+    cores_per_chip: int = 1
 
 
 #: The memory is what libtpu 0.0.42.1 calls "available HBM" when it refuses a program that needs
@@ -87,16 +91,16 @@ class Generation(NamedTuple):
 #: chip on v2, v3 and tpu7x, and the whole chip on the others. A v4 chip's two TensorCores are one
 #: core as users run them ("megacore"); see `Slice`.
 GENERATIONS = (
-    Generation("v2", int(7.48 * _GIB), "v2:2x2"),
-    Generation("v3", int(15.48 * _GIB), "v3:2x2"),
+    Generation("v2", int(7.48 * _GIB), "v2:2x2", 2),
+    Generation("v3", int(15.48 * _GIB), "v3:2x2", 2),
     Generation("v4", int(30.75 * _GIB), "v4:2x2x2"),
     Generation("v5e", int(15.75 * _GIB), "v5e:2x4"),
     Generation("v5p", int(95.74 * _GIB), "v5p:2x2x2"),
     Generation("v6e", int(31.25 * _GIB), "v6e:2x4"),
-    Generation("tpu7x", int(94.75 * _GIB), "tpu7x:2x2x1"),
+    Generation("tpu7x", int(94.75 * _GIB), "tpu7x:2x2x1", 2),
 )
 _TWO_CORES = "two_cores"
-_V4_HALF = Generation("v4", int(15.25 * _GIB), f"v4:2x2x1/{_TWO_CORES}")
+_V4_HALF = Generation("v4", int(15.25 * _GIB), f"v4:2x2x1/{_TWO_CORES}", 2)
 
 # Names of slices by Google Cloud -> the generation, and by how much the number in the name is more
 # than that of chips: it counts TensorCores (v2 to v4, v5p) or chips. Sources: the pages of
@@ -126,6 +130,12 @@ class Slice(NamedTuple):
     config: str
     generation: Generation
     chip: Chip
+
+    @property
+    def rates(self) -> Rates:
+        """What one core can do in a second: its share of the chip."""
+        cores = self.generation.cores_per_chip
+        return Rates(self.chip.peak_flops / cores, self.chip.hbm_bytes_per_second / cores)
 
 
 def slice_of(topology: str) -> Slice:

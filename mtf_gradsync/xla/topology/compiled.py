@@ -18,6 +18,7 @@ from mtf_gradsync.xla.hlo import (
 )
 from mtf_gradsync.xla.topology.chips import GENERATIONS, Generation, slice_of
 from mtf_gradsync.xla.topology.estimate import CostEstimate
+from mtf_gradsync.xla.topology.roofline import why_doubtful
 
 #: The operations through which cores exchange data, as HLO calls them.
 COLLECTIVES = (
@@ -184,6 +185,11 @@ _ESTIMATES = {
     "conditions_false": "step, all conditions false",
     "bare": "bare optimizer",
 }
+_ESTIMATE = (
+    "An estimate is no timing. It adds up operations one after the other, each at its roofline: "
+    "the longer of its products at the chip's published peak and its bytes at the memory's "
+    "bandwidth. It does not count links and host."
+)
 # A step that costs more than this, in steps of the bare optimizer, gets a note.
 _DEARER = 1.02
 
@@ -229,8 +235,8 @@ class CompiledProgram:
         Empty unless asked for by `update_not_split`.
       memory: bytes on one core; None where the program was refused.
       seconds: how long the compilation took. That is no measure of how fast the program runs.
-      estimates: the compiler's own estimates by name. "step": of the program; of its conditionals
-        the compiler counts no branch, or the dearest (libtpu 0.0.17). "conditions_true" and
+      estimates: estimates by name. "step": of the program; of its conditionals no branch counts
+        (but in `flops` by libtpu 0.0.17 the dearest). "conditions_true" and
         "conditions_false", where it has conditionals: of the program with all conditions true, as
         in an update step, or false. "bare": of the program with the bare optimizer, with all
         conditions true.
@@ -332,16 +338,21 @@ class CompiledProgram:
         if set(self.estimates) <= {"step", "bare"}:
             labels["step"] = "step"
         rows = []
-        notes = ["An estimate is no timing: it overlaps nothing and does not count the host."]
+        notes = [_ESTIMATE]
         for name, cost in self.estimates.items():
             share = f"{cost.seconds / bare.seconds:.2f}" if bare and bare.seconds else ""
             numbers = [f"{n:,.0f}" for n in (cost.flops, cost.bytes_accessed)]
             rows.append([labels[name], *numbers, f"{1e6 * cost.seconds:,.1f}", share])
             if cost.unknown:
-                kinds = ", ".join(cost.unknown_operations) or "unnamed"
+                kinds = ", ".join(cost.unknown_operations)
                 notes.append(
-                    f"{labels[name]}: {cost.unknown} operations have no estimate ({kinds})."
+                    f"{labels[name]}: {cost.unknown} custom calls count with their bytes alone "
+                    f"({kinds})."
                 )
+            doubt = why_doubtful(cost.seconds, cost.roofline_seconds)
+            # Of a conditional libtpu 0.0.17 counts operations, and no branch takes time here.
+            if doubt and (name != "step" or "conditions_true" not in self.estimates):
+                notes.append(f"{labels[name]}: do not trust the time, which is {doubt}.")
             if cost.loops_counted_once:
                 notes.append(
                     f"{labels[name]}: of {cost.loops_counted_once} loops one turn is counted."
@@ -357,7 +368,7 @@ class CompiledProgram:
         if self.memory and self.bare_memory and self.memory.total > self.bare_memory.total:
             more = self.memory.total - self.bare_memory.total
             notes.append(f"It takes {more:,} bytes of memory more than the bare optimizer's.")
-        headers = ["estimate per core", "operations", "bytes touched", "us", "of bare"]
+        headers = ["estimate per core", "operations", "bytes touched", "us by roofline", "of bare"]
         if bare is None:
             headers, rows = headers[:-1], [row[:-1] for row in rows]
         return _table(headers, rows) + notes

@@ -151,7 +151,9 @@ def compile_lowered(
         )
         read = {
             name: read_estimate(
-                numbers, (Path(folder) / f"{_STAGE_OF.get(name, name)}.hlo.pb").read_bytes()
+                numbers,
+                (Path(folder) / f"{_STAGE_OF.get(name, name)}.hlo.pb").read_bytes(),
+                slice_of(topology).rates,
             )
             for name, numbers in answer.get("cost", {}).items()
         }

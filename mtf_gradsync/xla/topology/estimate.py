@@ -1,4 +1,4 @@
-"""The compiler's own estimate of what a program costs."""
+"""An estimate of what a compiled program costs, with every turn of its loops."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.xla.hlo import read_module, stored_bytes
 from mtf_gradsync.xla.runner.operations import walk
+from mtf_gradsync.xla.topology.roofline import Rates, work_of
 
-# Custom calls that take no time: they name a piece of memory.
-_FREE = frozenset({"AllocateBuffer"})
-# Custom calls that never have an estimate (libtpu 0.0.42).
+_SUMS = (
+    *("flops", "bytes_accessed", "seconds", "bytes_copied"),
+    *("compiler_seconds", "compiler_bytes"),
+)
+# Custom calls of which libtpu 0.0.42 has no estimate.
 _NEVER_KNOWN = frozenset({"ConcatBitcast", "X64Combine", "X64SplitHigh", "X64SplitLow"})
 # What TensorFlow's conditionals become; its first branch is the one for true.
 _IF, _NOT = "stablehlo.if", "stablehlo.not"
@@ -21,22 +24,29 @@ _OPPOSITE = "mtf_gradsync.opposite"
 
 @dataclasses.dataclass(frozen=True)
 class CostEstimate:
-    """The compiler's estimate of one step on one core, for comparing two programs. It is no timing.
+    """The estimate of one step on one core. It is no timing.
 
-    The estimate adds up the program's operations one after the other: nothing overlaps, and neither
-    the host nor the input counts.
+    It adds up the operations of the compiled program one after the other: nothing overlaps, and
+    neither links nor the host nor the input count.
 
     Attributes:
-      flops: floating-point operations.
-      bytes_accessed: bytes that operations read from memory and write to it.
-      seconds: the time of all operations that the compiler can estimate.
-      unknown: the number of operations that it cannot estimate.
-      unknown_operations: targets of the program's custom calls, which may be those operations.
+      flops: floating-point operations, by the compiler's count.
+      bytes_accessed: bytes that operations read and write, whichever of the core's memories has
+        them; without the copies between these that run while other operations do.
+      seconds: the time of all operations, each at its roofline: the longer of its products at the
+        chip's published peak, and of its bytes at the published bandwidth of the memory.
+      unknown: the number of custom calls whose operations are not known; their bytes count.
+      unknown_operations: targets of these custom calls.
       bytes_copied: bytes that the compiled program copies from one memory of the core to another
-        while other operations run, padding included. In small programs `bytes_accessed` counts each
+        while other operations run, padding included. In small programs `compiler_bytes` counts each
         about four times.
       loops_counted_once: the number of loops of which one turn is in the numbers, because it is not
         known how often they turn.
+      rates: the published rates of the core.
+      compiler_seconds: libtpu's own estimate, for comparing two programs. That of libtpu 0.0.17
+        does not depend on the chip, and that of 0.0.42 leaves out small operations beside many that
+        it cannot estimate.
+      compiler_bytes: libtpu's own count of bytes.
     """
 
     flops: float
@@ -46,48 +56,54 @@ class CostEstimate:
     unknown_operations: tuple[str, ...] = ()
     bytes_copied: float = 0.0
     loops_counted_once: int = 0
+    rates: Rates | None = None
+    compiler_seconds: float = 0.0
+    compiler_bytes: float = 0.0
+
+    @property
+    def roofline_seconds(self) -> float:
+        """The least time: of all operations at the peak, or of all bytes; 0 if that is unknown."""
+        if self.rates is None:
+            return 0.0
+        return max(self.flops / self.rates.flops, self.bytes_accessed / self.rates.bytes)
 
     def plus(self, times: int, less: CostEstimate, more: CostEstimate) -> CostEstimate:
         """This estimate, and so many times what one of two others has more than the other."""
         sums = {
             name: getattr(self, name) + times * (getattr(more, name) - getattr(less, name))
-            for name in ("flops", "bytes_accessed", "seconds", "bytes_copied")
+            for name in _SUMS
         }
         return dataclasses.replace(self, **sums)
 
 
-def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate:
-    """Returns the estimate in libtpu's numbers for a compiled program, an ``HloModuleProto``.
+def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -> CostEstimate:
+    """Returns the estimate of a compiled program, an ``HloModuleProto``, for cores of some rates.
 
-    The numbers are "flops", "bytes accessed" and "optimal_seconds", a sum in which each operation
-    that the compiler cannot estimate counts as -1 (libtpu 0.0.42).
+    The numbers are libtpu's "flops", "bytes accessed" and "optimal_seconds", a sum in which each
+    operation that libtpu cannot estimate counts as -1.
     """
     module = read_module(compiled)
+    work = work_of(module, rates)
     instructions = [i for c in module.computations for i in c.instructions]
-    # A sum of more than a second does not show how many it lacks.
-    unknown = sum(i.custom_call_target in _NEVER_KNOWN for i in _counted(module))
-    seconds = numbers["optimal_seconds"] + unknown
-    while seconds < 0:
-        seconds, unknown = seconds + 1, unknown + 1
-    targets = {i.custom_call_target for i in instructions if i.opcode == "custom-call"}
     # The first part of a copy's result is the copy itself.
     copied = sum(
         stored_bytes(i.shape.tuple_shapes[0]) for i in instructions if i.opcode == "copy-start"
     )
-    names = tuple(sorted(targets - _FREE)) if unknown else ()
-    bytes_accessed = numbers["bytes accessed"]
-    return CostEstimate(numbers["flops"], bytes_accessed, seconds, unknown, names, copied)
-
-
-def _counted(module: Any) -> Iterator[Any]:
-    """Yields the instructions that the estimate counts: none in a branch."""
-    computations = {c.id: c for c in module.computations}
-    waiting = [module.entry_computation_id]
-    while waiting:
-        for instruction in computations[waiting.pop()].instructions:
-            yield instruction
-            if instruction.opcode in ("while", "call"):
-                waiting += instruction.called_computation_ids
+    # A sum of more than a second does not show how many it lacks.
+    never_known = sum(target in _NEVER_KNOWN for target in work.custom_calls)
+    own = numbers["optimal_seconds"] + never_known
+    unknown = work.unknown
+    return CostEstimate(
+        flops=numbers["flops"],
+        bytes_accessed=work.bytes,
+        seconds=work.seconds,
+        unknown=len(unknown),
+        unknown_operations=tuple(sorted(set(unknown))),
+        bytes_copied=copied,
+        rates=rates,
+        compiler_seconds=own if own >= 0 else own + math.ceil(-own),
+        compiler_bytes=numbers["bytes accessed"],
+    )
 
 
 def with_conditions(module: str, value: bool) -> str | None:

@@ -6,6 +6,7 @@ import pytest
 
 from mtf_gradsync import xla
 from mtf_gradsync.xla.topology.estimate import CostEstimate
+from mtf_gradsync.xla.topology.roofline import Rates
 
 GIB = 2**30
 
@@ -101,6 +102,22 @@ def test_a_step_that_is_dearer_than_the_bare_one_is_said_to_be(estimates, line):
     text = str(compiled(estimates=costs))
     assert ("A step with an update takes" in text) is (line is not None)
     assert line is None or line in text
+
+
+def test_times_in_doubt_and_their_source_are_named():
+    rates = Rates(flops=1e9, bytes=1e6)
+    right = CostEstimate(1e6, 1e6, 1.5, rates=rates)
+    wrong = CostEstimate(1e6, 1e6, 0.5, 2, ("kernel",), rates=rates)
+    lines = str(compiled(estimates={"step": right, "bare": wrong})).splitlines()
+    assert "us by roofline" in " ".join(" ".join(lines).split())
+    assert (
+        "bare optimizer: do not trust the time, which is below its roofline of 1e+03 ms." in lines
+    )
+    assert "bare optimizer: 2 custom calls count with their bytes alone (kernel)." in lines
+    assert not any(line.startswith("step: ") for line in lines)
+    # With conditionals no branch takes time here, and libtpu may count its operations.
+    both = compiled(estimates={"step": wrong, "conditions_true": right})
+    assert "do not trust" not in str(both)
 
 
 def test_an_estimate_that_the_compiler_refused_is_named_with_the_reason():

@@ -5,6 +5,7 @@ import pytest
 
 from mtf_gradsync._private.jax import hlo_from_text, stablehlo_to_hlo
 from mtf_gradsync.xla.topology.estimate import CostEstimate, read_estimate, with_conditions
+from mtf_gradsync.xla.topology.roofline import Rates
 
 pytestmark = pytest.mark.xla
 
@@ -77,15 +78,24 @@ def test_a_step_has_one_of_two_opposite_branches(other, value, has):
     assert {name for name in ("add", "sine") if f"stablehlo.{name}" in text} == has
 
 
-def test_operations_without_an_estimate_are_counted():
+RATES = Rates(flops=1e9, bytes=1e6)
+
+
+def test_an_estimate_has_libtpus_own_numbers_too():
     compiled = stablehlo_to_hlo(with_conditions(MODULE, True))
     numbers = {"flops": 8.0, "bytes accessed": 64.0, "optimal_seconds": 3e-6 - 2.0}
-    found = read_estimate(numbers, compiled)
-    assert (found.flops, found.bytes_accessed, found.unknown) == (8.0, 64.0, 2)
-    # 2 - 3e-6 in float64, and back.
-    np.testing.assert_allclose(found.seconds, 3e-6, rtol=1e-9)
-    assert read_estimate({**numbers, "optimal_seconds": 3e-6}, compiled).unknown == 0
+    found = read_estimate(numbers, compiled, RATES)
+    assert (found.flops, found.compiler_bytes, found.unknown) == (8.0, 64.0, 0)
+    # 2 - 3e-6 in float64, and back: each operation without an estimate is -1.
+    np.testing.assert_allclose(found.compiler_seconds, 3e-6, rtol=1e-9)
+    own = read_estimate({**numbers, "optimal_seconds": 3e-6}, compiled, RATES)
+    assert own.compiler_seconds == 3e-6
     assert found.bytes_copied == 0
+    # The times are of the program's operations, whatever libtpu's are.
+    assert found.seconds == own.seconds == pytest.approx(found.bytes_accessed / 1e6)
+    assert found.roofline_seconds == found.bytes_accessed / 1e6
+    products = read_estimate({**numbers, "flops": 1e9}, compiled, RATES)
+    assert products.roofline_seconds == 1.0
 
 
 COPY = """
@@ -114,7 +124,7 @@ def test_copies_count_with_the_padding_of_tiles(shape, order, tiles, bytes_):
     layout, fast = (f"{{{order}:{tiles}{space}}}" for space in ("", "S(1)"))
     text = COPY.replace("{LAYOUT}", layout.replace(":}", "}")).replace("{FAST}", fast)
     numbers = {"flops": 0.0, "bytes accessed": 0.0, "optimal_seconds": 0.0}
-    found = read_estimate(numbers, hlo_from_text(text.replace("SHAPE", shape)))
+    found = read_estimate(numbers, hlo_from_text(text.replace("SHAPE", shape)), RATES)
     assert found.bytes_copied == bytes_
 
 
@@ -138,11 +148,11 @@ module @step {
 def test_steps_of_seconds_do_not_hide_operations_without_an_estimate():
     # Two outside of the branch, which the estimate leaves out.
     numbers = {"flops": 8.0, "bytes accessed": 64.0, "optimal_seconds": 4.25 - 2.0}
-    found = read_estimate(numbers, stablehlo_to_hlo(SPLIT))
-    assert (found.seconds, found.unknown) == (4.25, 2)
+    assert read_estimate(numbers, stablehlo_to_hlo(SPLIT), RATES).compiler_seconds == 4.25
 
 
 def test_turns_add_what_one_more_of_them_takes():
-    once, more = CostEstimate(10.0, 20.0, 3.0, 1, ("X",), 4.0), CostEstimate(15.0, 22.0, 4.0, 9)
-    total = once.plus(3, once, more)
-    assert total == CostEstimate(10.0 + 3 * 5, 20.0 + 3 * 2, 3.0 + 3 * 1, 1, ("X",), 4.0 - 3 * 4)
+    once = CostEstimate(10.0, 20.0, 3.0, 1, ("X",), 4.0, 0, RATES, 5.0, 6.0)
+    more = CostEstimate(15.0, 22.0, 4.0, 9, (), 0.0, 0, RATES, 5.5, 8.0)
+    sums = 10.0 + 3 * 5, 20.0 + 3 * 2, 3.0 + 3 * 1, 1, ("X",), 4.0 - 3 * 4, 0, RATES
+    assert once.plus(3, once, more) == CostEstimate(*sums, 5.0 + 3 * 0.5, 6.0 + 3 * 2)
