@@ -10,6 +10,7 @@ from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.topology.chips import slice_of
 from mtf_gradsync.xla.topology.compiled import HloCollective
 from mtf_gradsync.xla.topology.compiling import Lowered, compile_lowered, lower, places_of
+from mtf_gradsync.xla.topology.estimate import CostEstimate
 
 Begun = Callable[["subprocess.Popen[str]"], None]
 
@@ -17,8 +18,9 @@ Begun = Callable[["subprocess.Popen[str]"], None]
 class SkippedStep(NamedTuple):
     """A step on which all conditions of a program are false, such as one that only accumulates."""
 
-    flops: float  # of one core
-    estimate_seconds: float  # as in `Compiled`
+    flops: float  # this and the others as in `Compiled`
+    bytes_accessed: float
+    estimate_seconds: float
     collectives: tuple[HloCollective, ...] = ()
 
 
@@ -96,14 +98,20 @@ class TpuMachine:
             is_of_update=of_update is not None,
             collectives=made.of_update,
             seconds=made.seconds,
-            skipped=SkippedStep(none_true.flops, none_true.seconds, made.of_skipped_step)
-            if none_true is not None
-            else None,
+            skipped=_skipped_step(none_true, made.of_skipped_step),
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """See `Machine`. The estimate counts a collective's bytes in memory, and no links."""
         return self._torus.seconds(operation, groups, size)
+
+
+def _skipped_step(
+    cost: CostEstimate | None, collectives: tuple[HloCollective, ...]
+) -> SkippedStep | None:
+    if cost is None:
+        return None
+    return SkippedStep(cost.flops, cost.bytes_accessed, cost.seconds, collectives)
 
 
 def factorizations(cores: int, axes: Sequence[str]) -> list[str]:

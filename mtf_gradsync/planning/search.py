@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption, signal_of
 from mtf_gradsync.planning.links import Exchange, exchanges_of
-from mtf_gradsync.planning.machines import Compiled, Machine
+from mtf_gradsync.planning.machines import Compiled, Machine, SkippedStep
 from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused, sorted_rows
 from mtf_gradsync.simd.collectives import groups_by_axes, list_collectives
 from mtf_gradsync.simd.facts import UnsupportedProgramError
@@ -247,10 +247,12 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         mean = (step + (steps - 1) * skipped_step) / steps
         flops = (compiled.flops + (steps - 1) * skipped.flops) / steps
     peak, limit = machine.peak_flops_per_core, machine.memory_per_core
-    bandwidth = machine.bytes_per_second_per_core
-    roofline = None
-    if peak and bandwidth:
-        roofline = max(compiled.flops / peak, compiled.bytes_accessed / bandwidth)
+    roofline, doubt = _roofline(compiled, machine), ""
+    if roofline is not None:
+        doubt = why_doubtful(compiled.estimate_seconds, roofline)
+        if compiled.skipped is not None and not doubt:
+            of_skipped = _roofline(compiled.skipped, machine)
+            doubt = why_doubtful(compiled.skipped.estimate_seconds, of_skipped or 0.0)
     return PlanRow(
         mesh_shape=mesh_shape,
         layout=layout,
@@ -281,8 +283,16 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         mean_step_seconds=mean,
         estimate_source=machine.estimate_source,
         roofline_seconds=roofline,
-        doubt=why_doubtful(compiled.estimate_seconds, roofline) if roofline else "",
+        doubt=doubt,
     )
+
+
+def _roofline(step: Compiled | SkippedStep, machine: Machine) -> float | None:
+    """The least time of a step's work on a core, without the links; None if that is unknown."""
+    peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
+    if not peak or not bandwidth:
+        return None
+    return max(step.flops / peak, step.bytes_accessed / bandwidth)
 
 
 def _traffic_of(

@@ -35,21 +35,24 @@ def test_a_row_adds_links_to_the_estimate():
 
 
 def test_under_accumulation_the_means_are_over_all_steps_of_an_update():
-    """An update of 2 s and 3 s of links; the other steps take half a second and 100 operations."""
-    machine = Counting(skipped=SkippedStep(100.0, 0.5))
+    """An update of 2 s and 3 s of links; the other steps take a second and 100 operations."""
+    machine = Counting(skipped=SkippedStep(100.0, 10.0, 1.0))
 
     def accumulating(shape, layout):
         return build(shape, layout)._replace(steps_per_update=4, parameters=64)
 
     (row,) = search(accumulating, candidates(machine, "batch:2;model:2")).rows
-    assert (row.step_seconds, row.skipped_step_seconds, row.parameters) == (5.0, 0.5, 64)
-    assert row.mean_step_seconds == (5.0 + 3 * 0.5) / 4
-    assert row.tokens_per_second == 12 * 4 / 6.5
-    assert row.share_of_peak == (200.0 + 3 * 100.0) / (6.5 * 100.0)
+    assert (row.step_seconds, row.skipped_step_seconds, row.parameters) == (5.0, 1.0, 64)
+    assert row.mean_step_seconds == (5.0 + 3 * 1.0) / 4
+    assert row.tokens_per_second == 12 * 4 / 8.0
+    assert row.share_of_peak == (200.0 + 3 * 100.0) / (8.0 * 100.0)
+    assert row.doubt == ""
     # What it sends without an update takes its time, too.
-    sends = SkippedStep(100.0, 0.5, (HloCollective("all-reduce", "r", 2, ((0, 1),), "m", ()),))
+    sends = SkippedStep(
+        100.0, 10.0, 1.0, (HloCollective("all-reduce", "r", 2, ((0, 1),), "m", ()),)
+    )
     (row,) = search(accumulating, candidates(Counting(skipped=sends), "batch:2;model:2")).rows
-    assert row.skipped_step_seconds == 0.5 + 2
+    assert row.skipped_step_seconds == 1.0 + 2
     (alone,) = search(build, candidates(machine, "batch:2;model:2")).rows
     assert (alone.mean_step_seconds, alone.tokens_per_second) == (5.0, 12 / 5.0)
 
@@ -68,6 +71,9 @@ def test_what_cannot_be_beside_its_roofline_is_not_ranked():
     assert doubts[:2] == ["", ""]
     assert "below its roofline of 2e+03 ms" in doubts[2]
     assert "40 times its roofline" in doubts[3]
+    wrong = Counting(skipped=SkippedStep(100.0, 10.0, 0.5))
+    (row,) = search(build, candidates(wrong, "batch:4")).rows
+    assert "below its roofline of 1e+03 ms" in row.doubt
 
 
 def test_a_machine_of_unknown_rates_has_no_roofline():
