@@ -7,7 +7,7 @@ import pytest
 from mtf_gradsync import planning, xla
 from mtf_gradsync.planning import machines, sample_steps, this_machine
 from mtf_gradsync.planning.calibration import Calibration, Rates, work_of
-from mtf_gradsync.planning.machines import TpuMachine
+from mtf_gradsync.planning.machines import SkippedStep, TpuMachine
 from mtf_gradsync.planning.sample_steps import Samples, Size
 from mtf_gradsync.planning.this_machine import CpuMachine
 from mtf_gradsync.xla.topology.compiled import CoreMemory
@@ -66,12 +66,16 @@ def test_one_chip_is_a_topology():
     assert row.step_seconds > 0
 
 
-@pytest.mark.parametrize("estimates", [{"step": 1.0}, {"step": 1.0, "conditions_true": 2.0}])
+@pytest.mark.parametrize(
+    "estimates",
+    [{"step": 1.0}, {"step": 1.0, "conditions_true": 2.0, "conditions_false": 0.5}],
+)
 def test_figures_of_a_program_with_conditionals_are_those_of_an_update(monkeypatch, estimates):
     made = SimpleNamespace(
         memory=CoreMemory(*[1] * len(CoreMemory.__annotations__)),
         estimates={name: CostEstimate(1.0, 1.0, seconds) for name, seconds in estimates.items()},
         of_update=(),
+        of_skipped_step=("sent",),
         seconds=0.5,
     )
     monkeypatch.setattr(machines, "places_of", lambda topology: [(0, 0, 0, 0)])
@@ -79,6 +83,9 @@ def test_figures_of_a_program_with_conditionals_are_those_of_an_update(monkeypat
     compiled = TpuMachine("v5e:1x1").compile(Lowered(1, "module"), lambda process: None)
     assert compiled.estimate_seconds == max(estimates.values())
     assert compiled.is_of_update == (len(estimates) > 1)
+    assert compiled.skipped == (
+        SkippedStep(1.0, 1.0, 0.5, ("sent",)) if len(estimates) > 1 else None
+    )
 
 
 @pytest.mark.skipif(not no_compiler, reason="the TPU compiler is installed")
