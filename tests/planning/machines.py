@@ -13,7 +13,7 @@ from mtf_gradsync.xla.topology.compiling import Lowered
 LAYOUT = "batch:batch;hidden:model"
 
 
-def build(mesh_shape, layout, batch=12):
+def build(mesh_shape, layout, batch=12, wrap=lambda optimizer: optimizer):
     """A layer with its gradient added to it."""
     x = tf.placeholder(tf.float32, [batch, 8])
     with simd.tpu_program(mesh_shape, layout) as program:
@@ -23,7 +23,7 @@ def build(mesh_shape, layout, batch=12):
         w = mtf.get_variable(mesh, "w", [inputs, mtf.Dimension("hidden", 8)])
         h = mtf.einsum([mtf.import_tf_tensor(mesh, x, [rows, inputs]), w], reduced_dims=[inputs])
         loss = mtf.reduce_mean(mtf.square(h))
-        updates = mtf.optimize.SgdOptimizer(0.1).apply_grads(
+        updates = wrap(mtf.optimize.SgdOptimizer(0.1)).apply_grads(
             mtf.gradients([loss], [w]), graph.trainable_variables
         )
         lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})

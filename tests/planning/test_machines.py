@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync import planning, xla
 from mtf_gradsync.planning import machines, sample_steps, this_machine
 from mtf_gradsync.planning.calibration import Calibration, Rates, work_of
@@ -37,6 +38,30 @@ def test_a_plan_for_tpus():
     # The gradient of w, 8 x 8 floats and the loss.
     (along,) = found["v5e:2x2", "batch:4;model:1"].traffic
     assert (along.axis, along.bytes_per_core) == ("batch", 4 * 8 * 8 + 4)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+def test_the_more_steps_an_update_has_the_more_tokens_a_second():
+    rates = []
+    for steps in (2, 8):
+
+        def accumulating(shape, layout, steps=steps):
+            axes = {"mesh_shape": shape, "layout": layout}
+            built = build(
+                shape, layout, wrap=lambda opt: gs.GradientAccumulationOptimizer(opt, steps, **axes)
+            )
+            return built._replace(steps_per_update=steps)
+
+        (row,) = planning.plan(accumulating, "v5e:2x2", LAYOUT, ["batch:4;model:1"]).rows
+        assert row.is_of_update
+        # Without an update only the loss, a number, is reduced: it takes six hops.
+        assert row.skipped_step_seconds < row.step_seconds
+        mean = (row.step_seconds + (steps - 1) * row.skipped_step_seconds) / steps
+        assert row.mean_step_seconds == pytest.approx(mean)
+        rates.append(row.tokens_per_second)
+    assert rates[0] < rates[1]
 
 
 @pytest.mark.tpu
