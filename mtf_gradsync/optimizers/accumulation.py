@@ -21,7 +21,7 @@ from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
-from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_skipped
+from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
     SkipFn,
@@ -37,7 +37,7 @@ from mtf_gradsync.optimizers.skips import (
 )
 from mtf_gradsync.optimizers.state.restoring import note_sums_not_kept
 from mtf_gradsync.optimizers.state.schedules import Passes, check_passes, passes_at, update_counter
-from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
@@ -101,6 +101,7 @@ class _Counters(NamedTuple):
     update_step: Any
     skipped: Any
     waiting: Any  # None without a limit
+    weight: Any  # float32; None without weights
 
     @property
     def present(self) -> list[Any]:
@@ -120,8 +121,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
     "synced": gradients are reduced on each microbatch step. The log says once which it is.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and
-    `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`, and with max_steps_without_update
-    `<name>/waiting`.
+    `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`, with max_steps_without_update
+    `<name>/waiting`, and with weights `<name>/weight`, the sum of those in the accumulators.
 
     Attributes:
       accumulate: where gradients accumulate, "local" or "synced"; None if that is decided when they
@@ -360,11 +361,26 @@ class GradientAccumulationOptimizer(ReportsSkips):
         self._note_skips(skips)
 
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
+        """Makes the counters but for that of weights, of which only some steps have one."""
         return _Counters(
             scalar_state(mesh, f"{self.name}/mini_step", checkpointed=self._checkpointed),
             update_counter(mesh, self.name),
             scalar_state(mesh, f"{self.name}/skipped", stacked=self._skip_fn is None),
             waiting_state(mesh, self.name, self._limit),
+            None,
+        )
+
+    def _weight_state(self, mesh: mtf.Mesh) -> mtf.Variable:
+        # Sums of a run without weights have a weight of one for each microbatch step.
+        counter = f"{self.name}/mini_step"
+        return named_state(
+            mesh,
+            f"{self.name}/weight",
+            mtf.Shape([]),
+            tf.float32,
+            self._checkpointed,
+            start=counter,
+            counter=counter,
         )
 
 
@@ -388,17 +404,28 @@ class _Accumulate(Stage):
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper, mesh = self._wrapper, gradients.mesh
         before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
+        weights = gradients.weights
+        if weights is not None:
+            before = before._replace(weight=wrapper._weight_state(mesh))
         mini_step, update_step, skipped = (on_mesh(c.value, mesh) for c in before[:3])
         for state in before[:3]:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
         checked = gradients
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
+            if weights is not None:  # without data, a mean may be 0 / 0
+                gradients = without_skipped(gradients, mtf.less_equal(weights.total, 0.0))
             skip = on_mesh(says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer), mesh)
             skip = step.agreed(skip, by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
             step.write_state(when=lambda: mtf.logical_not(skip))
+        weight: mtf.Tensor | None = None
+        if weights is not None:
+            gradients = gradients.with_present(
+                [times(on_mesh(weights.total, g.mesh), g) for g in gradients.present]
+            )
+            weight = before.weight.value + weights.total * mtf.cast(counted, tf.float32)
         accumulators = Accumulators(
             gradients,
             wrapper._slots,
@@ -424,6 +451,7 @@ class _Accumulate(Stage):
             None,
             skipped + (1 - counted),
             before.waiting and now_waiting(before.waiting, updated),
+            None if weight is None else weight * mtf.cast(1 - updated, tf.float32),
         )
         self._before, self._now = before, now
         gate = accumulators.add(step)
@@ -445,7 +473,10 @@ class _Accumulate(Stage):
                 ),
             )
         divisor = count if wrapper._average else None
-        return accumulators.take_when(due, step, gate, counts_every_step=True, divisor=divisor)
+        if weight is not None:
+            # A sum is as large as that of so many means.
+            divisor = None if wrapper._average else weight / mtf.cast(count, tf.float32)
+        return accumulators.take_when(due, step, gate, True, divisor, weight)
 
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder

@@ -14,6 +14,11 @@ from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import StepBuilder, shard_names
+from mtf_gradsync.optimizers.pipeline.weights import (
+    WeightsOfGradients,
+    check_weights,
+    weighted_loss,
+)
 from mtf_gradsync.step import Plan, advance_step
 
 
@@ -27,12 +32,17 @@ class TrainOptimizerInterface:
     _check_arguments: Callable[[OwnArguments], None]
     _wrappers: Callable[[], list[Any]]
     _share_of_shard: Callable[[mtf.Tensor], float]
+    _stack_shard_names: Callable[[], tuple[str, ...]]
+    _check_no_groups: Callable[[], None]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for variables that cannot be updated."""
 
     def compute_gradients(
-        self, loss: mtf.Tensor, var_list: Sequence[mtf.Variable] | None = None
+        self,
+        loss: mtf.Tensor,
+        var_list: Sequence[mtf.Variable] | None = None,
+        weights: Any = None,
     ) -> checks.GradsAndVars:
         """Differentiates a loss, or the mean of one loss for each shard.
 
@@ -42,6 +52,10 @@ class TrainOptimizerInterface:
         Args:
           loss: an mtf tensor; a scalar, or with its shard dims one loss per shard.
           var_list: mesh variables; None takes the trainable variables of the loss's graph.
+          weights: how much the loss, a mean, stands for, such as a number of tokens: an mtf scalar,
+            or with the shard dims a number for each shard (a tf scalar or a number, too). What the
+            stack joins (shards, microbatch steps, islands) is then the weighted mean, and
+            `apply_gradients` takes them from here. None for equal weights.
 
         Returns:
           A list of (gradient or None, variable).
@@ -59,17 +73,27 @@ class TrainOptimizerInterface:
             raise ValueError(f"There are no variables to differentiate: got var_list={var_list!r}.")
         for wrapper in self._wrappers():
             wrapper._check_variables(variables)
+        if weights is not None:
+            weights = check_weights(weights, self._stack_shard_names())
+            self._check_no_groups()
         share = self._share_of_shard(loss)
         with Plan.of(loss.graph).undone_on_error():
-            joined = loss if share == 1.0 else loss * share
+            joined = weighted_loss(loss, weights, self._stack_shard_names())
+            joined = joined if share == 1.0 else joined * share
             grads = mtf.gradients([joined], [v.value for v in variables])
-            return list(zip(self._without_scales(grads, variables), variables))
+            grads = self._without_scales(grads, variables)
+            if weights is not None:
+                noted = Plan.of(loss.graph).part(WeightsOfGradients)
+                own = {g: weights for g in grads if g is not None}
+                noted.given = {**noted.given, **own}
+            return list(zip(grads, variables))
 
     def apply_gradients(
         self,
         grads_and_vars: checks.GradsAndVars,
         global_step: Any = None,
         name: Any = None,
+        weights: Any = None,
         **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Applies gradients, then advances global_step by one.
@@ -78,6 +102,7 @@ class TrainOptimizerInterface:
           grads_and_vars: pairs as `compute_gradients` returns them.
           global_step: an mtf or tf variable to add one to after the update, or None.
           name: name of the operation that advances global_step; None takes the wrapper's name.
+          weights: as for `apply_grads`.
           **kwargs: more arguments for `apply_grads` of the innermost optimizer.
 
         Returns:
@@ -90,6 +115,8 @@ class TrainOptimizerInterface:
         pairs = checks.check_pairs(grads_and_vars)
         checks.check_step(global_step)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        if weights is not None:
+            kwargs = {**kwargs, "weights": weights}
         operations = self.apply_grads(grads, variables, **kwargs)
         if global_step is not None:
             mesh = variables[0].mesh
@@ -108,12 +135,13 @@ class TrainOptimizerInterface:
         global_step: Any = None,
         var_list: Sequence[mtf.Variable] | None = None,
         name: Any = None,
+        weights: Any = None,
         **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Calls `compute_gradients`, then `apply_gradients`."""
         checks.check_step(global_step)
         self._check_arguments(OwnArguments((), kwargs))
-        pairs = self.compute_gradients(loss, var_list)
+        pairs = self.compute_gradients(loss, var_list, weights)
         return self.apply_gradients(pairs, global_step, name, **kwargs)
 
 
@@ -147,6 +175,15 @@ class ShardShapes:
 
     def _stack_shard_names(self) -> tuple[str, ...]:
         return shard_names(wrapper._gradient_reduction() for wrapper in self._wrappers())
+
+    def _check_no_groups(self) -> None:
+        """Raises ValueError for weights of a stack that sums within groups of shards."""
+        grouped = next((w for w in self._wrappers() if w._groups), None)
+        if grouped is not None:
+            raise ValueError(
+                f"weights are for the mean over all shards, but {grouped.name} sums within groups, "
+                f"group_assignment={grouped._groups!r}: weigh the losses yourself."
+            )
 
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
         """Returns the share of each shard's loss in the loss of an update of the stack."""

@@ -311,6 +311,9 @@ class _SkipNotFinite(Stage):
             passed_on = step.reduce(gradients, reduction)
         if passed_on.form.is_reduced:
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
+            if gradients.weights is not None:  # without data, a mean may be 0 / 0
+                no_data = mtf.less_equal(gradients.weights.total, 0.0)
+                finite = mtf.logical_or(finite, on_mesh(no_data, finite.mesh))
             finite = step.agreed(finite)
         else:
             found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]

@@ -39,7 +39,7 @@ from mtf_gradsync.optimizers.pipeline import (
     StepBuilder,
     Traits,
 )
-from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere
+from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, times
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
     CutOut,
     Owner,
@@ -47,11 +47,12 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
     PutBack,
     variable_of,
 )
+from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words, check_limit
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import Islands, Plan, values_after
+from mtf_gradsync.step import Gate, Islands, Plan, values_after
 
 
 class OuterState(NamedTuple):
@@ -62,11 +63,14 @@ class OuterState(NamedTuple):
       skipped: int32 `[islands...]`, outer steps that have skipped each island.
       updated_at: int32 scalar, `inner_step` at the last outer step that did not skip all islands;
         None without a limit.
+      weight: float32 `[islands..., fragments]`, weights of the gradients of each island since the
+        last outer step of a fragment; None without weights.
     """
 
     inner_step: mtf.Variable
     skipped: mtf.Variable
     updated_at: mtf.Variable | None
+    weight: mtf.Variable | None = None
 
 
 class OuterSteps(Stage):
@@ -93,6 +97,9 @@ class OuterSteps(Stage):
         wrapper, islands, mesh = self._wrapper, self._islands, gradients.mesh
         self._variables = gradients.owners
         self._state: OuterState = step.plan.state(wrapper, wrapper.name, lambda: self._make(mesh))
+        self._weights: Sequence[mtf.Tensor] = ()
+        if gradients.weights is not None and islands.shard_dims:
+            self._state = self._state._replace(weight=self._make_weight(mesh))
         held = [hold_by_islands(v, islands.shard_dims, start=v.name) for v in self._variables]
         self._outer = {v: OuterVariable(v) for v in self._variables}
         if wrapper.outer_momentum:
@@ -126,11 +133,36 @@ class OuterSteps(Stage):
 
         step.agree = agree
         # An island's term of the mean over the batch becomes the mean over its part of the batch.
-        scaled = [g * float(islands.num_shards) for g in gradients.present]
+        weights, scaled = gradients.weights, gradients.present
+        if weights is None:
+            scaled = [g * float(islands.num_shards) for g in scaled]
+        else:
+            share, weights = self._weights_of_islands(weights)
+            self._weights = [x for x in weights if x is not None]
+            gradients = gradients.with_grads(gradients.grads, weights=weights)
+            scaled = [times(share, g) for g in scaled]
         dims = [[d for d in g.shape.dims if d not in islands.shard_dims] for g in scaled]
         own = SameSlices(scaled, list(map(mtf.Shape, dims))).outputs
         has_shards = wrapper.inside is not None and wrapper.inside.shard_dims
         return gradients.with_present(own, Form.PER_SHARD if has_shards else Form.REDUCED)
+
+    def _weights_of_islands(self, weights: Weights) -> tuple[mtf.Tensor, Weights]:
+        """Returns what makes an island's term its own mean, and the weights inside of an island.
+
+        The first, `[islands...]`, is the weight of all over that of the island.
+        """
+        islands = self._islands
+        of_shards = weights.by_shard(self._wrapper.axes)
+        dims = mtf.Shape(list(islands.shard_dims))
+        totals = mtf.reduce_sum(of_shards, output_shape=dims)
+        # An island without data takes a step with gradients of zeros.
+        share = mtf.cwise(
+            lambda own, all_: tf.where_v2(own > 0, all_ / nonzero(own), 0.0),
+            [totals, weights.total],
+        )
+        inside = [d for d in of_shards.shape.dims if d not in islands.shard_dims]
+        own = SameSlices([totals, of_shards], [mtf.Shape([]), mtf.Shape(inside)]).outputs
+        return share, Weights(own[0], own[1] if inside else None)
 
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
@@ -139,7 +171,7 @@ class OuterSteps(Stage):
         wrapper, graph = self._wrapper, step.plan.graph
         made = [v for v in graph.all_variables if v not in self._made_before]
         counts = [v for v in made if getattr(v, "restarts_with_slots", False)]
-        differ = [*(v.value for v in (*self._variables, *counts)), *self._gradients]
+        differ = [*(v.value for v in (*self._variables, *counts)), *self._gradients, *self._weights]
         self._slots = differing_variables(graph.operations, differ, made)
         hold_slots_by_islands(self._slots, self._islands.shard_dims)
         if wrapper.leave_out_not_finite:
@@ -151,14 +183,36 @@ class OuterSteps(Stage):
         by_rows = has_gradient_reduction(wrapper.reducer)
         parts = fragments_of(self._variables, fragments, self._islands, by_rows)
         writes: list[mtf.Operation] = []
-        for number, owners in enumerate(parts, 1):
+        dues = [
+            mtf.equal(mtf.mod(count, period), number * period // fragments % period)
+            for number in range(1, fragments + 1)
+        ]
+        weights = self._weights_of_rounds(dues, gate, step)
+        for number, owners in enumerate(parts):
             if not owners:
                 continue
-            due = mtf.equal(mtf.mod(count, period), number * period // fragments % period)
-            with step.branch_when(due, gate, updates):
-                writes += self._outer_step(owners, updates, step)
+            with step.branch_when(dues[number], gate, updates):
+                weight = weights[number] if weights else None
+                writes += self._outer_step(owners, updates, step, weight)
         step.show(self._outer, writes)
         return []
+
+    def _weights_of_rounds(
+        self, dues: Sequence[mtf.Tensor], gate: Gate | None, step: StepBuilder
+    ) -> list[mtf.Tensor]:
+        """Adds the weights of the update, and returns those of islands for each fragment.
+
+        Where an outer step of the fragment is due, the next round begins with 0.
+        """
+        state, given = self._state.weight, step.passed_on[-1].weights
+        if state is None or given is None:
+            return []
+        *dims, fragments = state.shape.dims
+        (own,) = SameSlices([given.total], [mtf.Shape(dims)]).outputs
+        sums = state.value + own
+        ends = mtf.stack([mtf.cast(due, tf.float32) for due in dues], fragments.name)
+        step.write([mtf.assign(state, sums * (1.0 - ends))], gate)
+        return mtf.unstack(sums, fragments)
 
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
@@ -181,6 +235,12 @@ class OuterSteps(Stage):
             else None,
         )
 
+    def _make_weight(self, mesh: mtf.Mesh) -> mtf.Variable:
+        dims = list(self._islands.shard_dims)
+        shape = mtf.Shape([*dims, mtf.Dimension("fragments", self._wrapper.fragments)])
+        name = f"{self._wrapper.name}/weight"
+        return named_state(mesh, name, shape, tf.float32, stacked=False, num_shard_dims=len(dims))
+
     def _make_skips(self) -> Skips:
         wrapper, state = self._wrapper, self._state
         words = Words(
@@ -198,11 +258,16 @@ class OuterSteps(Stage):
         return [v for v in self._slots if v.slice_dtype.is_floating]
 
     def _outer_step(
-        self, owners: Sequence[Owner], updates: Sequence[mtf.Operation], step: StepBuilder
+        self,
+        owners: Sequence[Owner],
+        updates: Sequence[mtf.Operation],
+        step: StepBuilder,
+        weight: mtf.Tensor | None,
     ) -> list[mtf.Operation]:
         """Makes the outer step of a fragment, from the values after `updates`.
 
-        `owners` are the variables and pieces of the fragment. Returns the assignments to variables,
+        `owners` are the variables and pieces of the fragment, and `weight` are the weights of the
+        islands, `[islands...]`; None for equal ones. Returns the assignments to variables,
         outer values and momenta.
         """
         wrapper = self._wrapper
@@ -225,6 +290,11 @@ class OuterSteps(Stage):
             # Every processor has the numbers of all islands.
             skipped = mtf.anonymize(mtf.cast(skip, tf.float32))
             count = mtf.reduce_sum(1.0 - skipped)
+        if weight is not None:
+            if wrapper.leave_out_not_finite:
+                weight = weight * (1.0 - mtf.cast(skip, tf.float32))
+            count = mtf.reduce_sum(weight)
+            differences = [times(weight, x) for x in differences]
         gradients = self._mean(differences, owners, count, step)
         new_outer, new_velocity = [], []
         # If no island is finite, outer values and momentum do not change.
@@ -269,7 +339,7 @@ class OuterSteps(Stage):
         """Returns the mean of `differences`, `[islands...] + owner dims`, over the islands.
 
         `count` is the number of islands that are not skipped, None for all; the differences of
-        skipped ones are zeros already.
+        skipped ones are zeros already. With weights it is their sum, and differences have theirs.
         """
         wrapper, islands = self._wrapper, self._islands
         if not islands.shard_dims:
@@ -280,6 +350,8 @@ class OuterSteps(Stage):
         step.write_state()
         if count is None:
             return [x * (1.0 / islands.num_shards) for x in sums]
+        if self._state.weight is not None:
+            return [divided(x, count) for x in sums]
         share = 1.0 / mtf.maximum(count, 1.0)
         return [x * share for x in sums]
 
@@ -409,7 +481,8 @@ class OuterOptimizer(ReportsSkips):
 
     State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
     `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
-    `<name>/bad_loss`, with max_steps_without_update `<name>/updated_at`. The variable itself holds
+    `<name>/bad_loss`, with max_steps_without_update `<name>/updated_at`, with weights
+    `<name>/weight` with a value for each island and fragment. The variable itself holds
     the outer values.
 
     There may be a single island: then the steps are those of the inner optimizer, nothing is sent,

@@ -96,7 +96,12 @@ class AppliesPairs:
     _to_build: tuple[_Pairs, ...] = ()
 
     def apply_grad(
-        self, grad: mtf.Tensor | None, var: mtf.Variable, *args: Any, **kwargs: Any
+        self,
+        grad: mtf.Tensor | None,
+        var: mtf.Variable,
+        *args: Any,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Applies the gradient of one variable, in one step with all other pairs of the graph.
 
@@ -108,6 +113,7 @@ class AppliesPairs:
           grad: a gradient, or None.
           var: its mesh variable.
           *args: as for `apply_grads`, the same for all pairs; errors are those of `apply_grads`.
+          weights: as for `apply_grads`, the same for all pairs.
           **kwargs: as for `apply_grads`, the same for all pairs.
 
         Returns:
@@ -116,6 +122,8 @@ class AppliesPairs:
         """
         own = OwnArguments(args, kwargs)
         (grad,), (var,) = self._checked([grad], [var], own)
+        if weights is not None:
+            own = OwnArguments(args, {**kwargs, "weights": weights})
         waiting = self._waiting_pairs(var.graph)
         pairs = next((p for p in waiting if p.takes(var, own)), None)
         if pairs is None:

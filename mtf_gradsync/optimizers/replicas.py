@@ -170,6 +170,7 @@ def fresh_replicas(
     steps: mtf.Tensor,
     update_step: mtf.Variable,
     contributes: Any,
+    weights: mtf.Tensor | None,
     axes: ReplicaAxes,
     strategy: Strategy,
 ) -> tuple[mtf.Tensor, mtf.Tensor]:
@@ -177,7 +178,7 @@ def fresh_replicas(
 
     Both are boolean, `[shard dims...]`, split over the replica axes. `own` are what each replica
     has computed, per shard, and `reduced` gradients of all replicas, in which a NaN drops all.
-    `steps` is what `steps_of_gradients` returned.
+    `steps` is what `steps_of_gradients` returned. A replica whose weight is 0 has no data.
     """
     dims = mtf.Shape(list(axes.shard_dims))
     # A processor has the whole of one, unless the layout splits it over a replica axis.
@@ -194,6 +195,8 @@ def fresh_replicas(
     if contributes is not None:
         mask = _on_mesh(contributes, bad.mesh, bad.shape, bad.shape)
         wanted = mtf.logical_and(wanted, mtf.not_equal(mask, 0))
+    if weights is not None:
+        wanted = mtf.logical_and(wanted, mtf.greater(weights, 0.0))
     return mtf.logical_and(mtf.less_equal(bad, 0.0), wanted), wanted
 
 

@@ -281,7 +281,8 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their
       place (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the number of gradients
       that it does not compress; the log names them.
-    - `update_step`: updates made.
+    - `update_step`: updates made. `updates_without_data`: those that were not, because their weights
+      were 0.
     - `accumulation/micro_step`: microbatch steps in the sum so far. `accumulation/skipped`:
       microbatch steps skipped so far.
     - `sync_replicas/contributions`, `sync_replicas/dropped`: `[shards...]`, contributions that each
@@ -320,6 +321,8 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
         steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
         _add_norms(wrappers, steps, axes, add)
         _add_compression(steps, add)
+        for step in steps:
+            add("updates_without_data", step.without_data, step.names[0])
     for one in stack:
         name = getattr(one, "name", type(one).__name__)
         report = getattr(one, "reported", None)

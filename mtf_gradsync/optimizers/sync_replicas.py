@@ -42,6 +42,7 @@ from mtf_gradsync.optimizers.replicas import (
     make_state,
 )
 from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 
@@ -200,6 +201,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         grads_and_vars: checks.GradsAndVars,
         global_step: Any = None,
         name: Any = None,
+        weights: Any = None,
         **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Takes this step's contributions, and applies the average once there are enough.
@@ -208,6 +210,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
           grads_and_vars: pairs as `compute_gradients` returns them.
           global_step: an mtf or tf variable, required, to add one to after an update alone.
           name: name of the operation that advances global_step; None takes the wrapper's name.
+          weights: as for `apply_grads`.
           **kwargs: as for `apply_grads`.
 
         Returns:
@@ -230,8 +233,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         pairs = checks.check_pairs(grads_and_vars)
         if all(grad is None for grad, _ in pairs):
             checks.check_step(global_step)
-            return self.apply_grads(*zip(*pairs), **kwargs)
-        return super().apply_gradients(pairs, global_step, name, **kwargs)
+            return self.apply_grads(*zip(*pairs), weights=weights, **kwargs)
+        return super().apply_gradients(pairs, global_step, name, weights, **kwargs)
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
@@ -306,8 +309,10 @@ class _AggregateReplicas(Stage):
         )
         steps = replicas.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
         own, reduced, parts = _by_replica(gradients, axes, reducer)
+        weights = gradients.weights
+        weight_of = weights and weights.by_shard(axes)
         fresh, wanted = replicas.fresh_replicas(
-            own, reduced, steps, before.update_step, wrapper._contributes, axes, reducer
+            own, reduced, steps, before.update_step, wrapper._contributes, weight_of, axes, reducer
         )
         skipped = mtf.logical_not(fresh)
         # If one step can be enough, only steps that are not enough need accumulators.
@@ -318,7 +323,27 @@ class _AggregateReplicas(Stage):
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         contributions = mtf.reduce_sum(contributed)
         step.tell_finite(lambda: _any_or_none_wanted(contributions, wanted))
-        gradients = _of_contributions(gradients, parts, skipped, contributions, wrapper)
+        # The terms are 1/num_shards of the contributions, or parts of the sum of the weights.
+        unit: Any = float(axes.num_shards)
+        counts, weight = contributions, None
+        if weights is not None:
+            weight = named_state(
+                mesh,
+                f"{wrapper.name}/weight",
+                mtf.Shape([]),
+                tf.float32,
+                start=f"{wrapper.name}/count",
+                counter=before.count.name,
+            )
+            unit = weights.total
+            counts = mtf.reduce_sum(mtf.cast(fresh, tf.float32) * weight_of)
+            gradients = gradients.with_grads(
+                [
+                    g if g is None or i in gradients.already_reduced else times(unit, g)
+                    for i, g in enumerate(gradients.grads)
+                ]
+            )
+        gradients = _of_contributions(gradients, parts, skipped, counts, unit, wrapper)
         accumulators = Accumulators(
             gradients, wrapper._slots, is_share=True, counter=before.count.name
         )
@@ -329,7 +354,13 @@ class _AggregateReplicas(Stage):
         step.write_state(when=lambda: mtf.greater(contributions, 0))
         gate = accumulators.add(step, DirectUpdate(alone, skipped) if one_step else None)
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
-        step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
+        writes = [mtf.assign(v, x) for v, x in zip(before, now)]
+        divisor = mtf.cast(count, tf.float32) / axes.num_shards
+        if weight is not None:
+            divisor = weight.value + counts
+            kept = 1.0 - mtf.cast(due, tf.float32)
+            writes.append(mtf.assign(weight, divisor * kept))
+        step.write(writes, gate)
         skips = self._skips = self._make_skips(given, before)
         if skips:
             too_many = mtf.greater(now.waiting, wrapper._limit)
@@ -338,8 +369,8 @@ class _AggregateReplicas(Stage):
         ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
         ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
         step.when_built(lambda: wrapper._note(before, now, skips))
-        # The terms are 1/num_shards of the contributions.
-        divisor = mtf.cast(count, tf.float32) / axes.num_shards
+        if weight is not None:
+            return accumulators.take_when(due, step, gate, counts_every_step=False, weight=divisor)
         sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
         return sums.change_reduced(lambda g: g * (1.0 / axes.num_shards))
 
@@ -399,22 +430,23 @@ def _of_contributions(
     gradients: GradientSet,
     parts: _Parts,
     skipped: mtf.Tensor,
-    contributions: mtf.Tensor,
+    counts: mtf.Tensor,
+    unit: Any,
     wrapper: SyncReplicasOptimizer,
 ) -> GradientSet:
     """Makes the gradients at `already_reduced` the sums of those of replicas that contribute.
 
-    A gradient in which they are mixed counts once for each of them.
+    A gradient in which they are mixed counts `counts` times: once for each of them, or by the sum
+    of their weights. `unit` is what makes a contribution of a replica's part.
     """
     axes, reducer = wrapper.axes, wrapper.reducer
 
     def made_again(one: MadeOfSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
-        # A replica's part is 1/num_shards of its contribution.
-        kept = [x * float(axes.num_shards) for x in ZerosWhere(some, skipped).outputs]
+        kept = [x * unit for x in ZerosWhere(some, skipped).outputs]
         dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
         sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
-        return one.remade(sums, [times(contributions, x) for x in one.shared])
+        return one.remade(sums, [times(counts, x) for x in one.shared])
 
     again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}
-    counted = gradients.change_reduced(lambda g: times(contributions, g))
+    counted = gradients.change_reduced(lambda g: times(counts, g))
     return counted.with_grads([again.get(i, g) for i, g in enumerate(counted.grads)])

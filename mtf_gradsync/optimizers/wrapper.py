@@ -30,6 +30,11 @@ from mtf_gradsync.optimizers.pipeline import (
     check_meshes,
     check_order,
 )
+from mtf_gradsync.optimizers.pipeline.weights import (
+    WeightsOfGradients,
+    check_weights,
+    weights_of,
+)
 from mtf_gradsync.optimizers.state.variables import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
@@ -233,6 +238,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
         *args: Any,
+        weights: Any = None,
         **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Applies gradients to variables.
@@ -242,6 +248,8 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
           variables: mesh variables, for example `graph.trainable_variables`.
           *args: more arguments for `apply_grads` of the innermost optimizer. An update uses the
             values of its own step.
+          weights: how much the loss of the step stands for, as for `compute_gradients`; None for
+            what that was given for these gradients, if it was.
           **kwargs: more keyword arguments for it.
 
         Returns:
@@ -254,6 +262,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         """
         own = OwnArguments(args, kwargs)
         grads, variables = self._checked(grads, variables, own)
+        weights = self._checked_weights(weights, grads)
         if variables:
             self._build_pairs(variables[0].graph)
         wrappers = self._segment_wrappers()
@@ -275,6 +284,10 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
             for book in books:
                 undone.enter_context(book.undone_on_error())
             given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))
+            axes = None
+            if weights is not None:
+                axes = self.axes_now(given.present)
+                given = given.with_grads(given.grads, weights=weights_of(weights, given.mesh, axes))
             innermost = wrappers[-1]
             step = StepBuilder(
                 [Segment(w.stages(), w._gradient_reduction()) for w in wrappers],
@@ -286,10 +299,26 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
                 arguments=own,
                 keeper=self.innermost(),
             )
-            operations = step.build(given)
+            operations = step.build(given, axes)
         for wrapper in wrappers:
             wrapper._note_step(step)
         return operations
+
+    def _checked_weights(self, weights: Any, grads: Sequence[mtf.Tensor | None]) -> Any:
+        """Returns weights, checked, or those that gradients were computed with; None for none."""
+        present = [g for g in grads if g is not None]
+        if weights is None and present:
+            weights = Plan.of(present[0].graph).part(WeightsOfGradients).behind(present)
+        if weights is None:
+            return None
+        inside = [w for w in self._wrappers() if w not in self._segment_wrappers()]
+        if inside:
+            raise ValueError(
+                f"weights do not reach {inside[0].name} inside of an optimizer of another library: "
+                f"put {type(inside[0]).__name__} directly inside of {self.name}."
+            )
+        self._check_no_groups()
+        return check_weights(weights, self._stack_shard_names())
 
     def _checked(
         self, grads: Any, variables: Any, own: OwnArguments

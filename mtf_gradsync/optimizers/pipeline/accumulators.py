@@ -10,6 +10,7 @@ from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
 from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.stage import Form, GradientSet
+from mtf_gradsync.optimizers.pipeline.weights import Weights, divided
 from mtf_gradsync.optimizers.state.restoring import ACCUMULATOR
 from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, named_state
 from mtf_gradsync.step import Gate, Plan, WriteInPlace, write_slices
@@ -107,17 +108,28 @@ class Accumulators:
         step: StepBuilder,
         gate: Gate | None,
         counts_every_step: bool,
-        divisor: mtf.Tensor | None,
+        divisor: mtf.Tensor | None = None,
+        weight: mtf.Tensor | None = None,
     ) -> GradientSet:
         """Opens the branch with the update, where `due`, and returns the sums to reduce there.
 
         They include this step's gradients. Reduced, they are divided by the divisor and have the
         dtypes of the gradients. `gate` is from `add`; counts_every_step is that of `only_when`.
+
+        With `weight`, the sum of the weights that the gradients were multiplied by, the sums are
+        divided by the divisor, or by that, before they are reduced: they may be too large to send.
         """
         unless = self._added_unless
         step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
         self._taken = unless.outputs if unless else step.value_after(self._variables, ())
         dtypes = tuple(None if g is None else g.dtype for g in self._given.grads)
+        if weight is not None:
+            by = weight if divisor is None else divisor
+            means = [divided(x, by) for x in self._taken]
+            weights = Weights(weight)
+            return self._given.with_present(
+                means, Form.PENDING, dtypes=dtypes, unreduced=None, weights=weights
+            )
         return self._given.with_present(
             self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes, unreduced=None
         )

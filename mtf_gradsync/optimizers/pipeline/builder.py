@@ -13,6 +13,7 @@ from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
 from mtf_gradsync.gradients.reduce_gradients import scatter_gradients
 from mtf_gradsync.gradients.stage import dims_to_sum
 from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards, sum_gradients
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OwnArguments
 from mtf_gradsync.optimizers.pipeline.stage import (
     Form,
@@ -26,8 +27,9 @@ from mtf_gradsync.optimizers.pipeline.stage import (
     in_dtypes_of,
 )
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
+from mtf_gradsync.optimizers.pipeline.weights import without_empty_shards
 from mtf_gradsync.optimizers.state.schedules import UpdateCounters
-from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners
+from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, scalar_state
 from mtf_gradsync.step import (
     Branch,
     Conditional,
@@ -162,6 +164,8 @@ class StepBuilder(StepConditions):
       per_shard: per-shard gradients that a stage has recovered; None if there are none.
       reduced: the first reduction; None before.
       compressions: what strategies that compress report of the bytes that they save.
+      without_data: int32 scalar, updates that were skipped so far as their weights were 0, after
+        the step; None without weights.
     """
 
     def __init__(
@@ -199,14 +203,24 @@ class StepBuilder(StepConditions):
         self.per_shard: GradientSet | None = None
         self.reduced: Reduced | None = None
         self.compressions = self._by_strategy.compressions
+        self.without_data: mtf.Tensor | None = None
         self._shown: dict[mtf.Variable, mtf.Variable] = {}
         self._shown_after: list[mtf.Operation] = []
 
-    def build(self, gradients: GradientSet) -> list[mtf.Operation]:
-        """Returns the operations of the step, from the gradients for the outermost wrapper."""
+    def build(self, gradients: GradientSet, axes: ReplicaAxes | None = None) -> list[mtf.Operation]:
+        """Returns the operations of the step, from the gradients for the outermost wrapper.
+
+        `axes` are the replica axes that weights of shards are for.
+        """
         self.plan = Plan.of(gradients.graph)
         before = set(gradients.graph.operations)
+        counter: mtf.Variable | None = None
         with self._branches:
+            if gradients.weights is not None:
+                strategy = self._segments[0].reduction.strategy
+                gradients = gradients.with_grads(
+                    without_empty_shards(gradients.grads, gradients.weights, axes, strategy)
+                )
             for segment in self._segments:
                 self.received.append(gradients)
                 for stage in segment.stages:
@@ -222,6 +236,7 @@ class StepBuilder(StepConditions):
                 self.passed_on.append(gradients)
             if not self._takes_pending:
                 gradients = self.reduce(gradients, self._segments[-1].reduction)
+            counter = self._only_with_data(gradients)
             self.write_state()
             gradients = in_dtypes_of(self._opt, gradients)
             self.passed_on[-1] = gradients
@@ -232,6 +247,8 @@ class StepBuilder(StepConditions):
         (operations,) = self._lists
         for stage in reversed(self.stages):
             self.add(stage.end_of_step(list(operations), self))
+        if counter is not None:
+            (self.without_data,) = values_after([counter], operations)
         for note in self._notes:
             note()
         self._by_strategy.warn_of_unused(self._segments)
@@ -376,6 +393,23 @@ class StepBuilder(StepConditions):
         if not (apart.mixed or apart.shared or gradients.form.is_reduced):
             self.per_shard = result
         return result
+
+    def _only_with_data(self, gradients: GradientSet) -> mtf.Variable | None:
+        """Opens a branch for updates of gradients with a weight; returns a counter of the others.
+
+        It is `<name>/without_data` of the outermost wrapper; None without weights.
+        """
+        if gradients.weights is None:
+            return None
+        has_data = mtf.greater(gradients.weights.total, 0.0)
+        has_data = self.agreed(has_data, by_any=True)
+        counter = scalar_state(has_data.mesh, f"{self.names[0]}/without_data")
+        self._slots.record([counter], [])
+        gate = self.gate([*gradients.present, has_data])
+        now = counter.value + 1 - mtf.cast(has_data, tf.int32)
+        self.write([mtf.assign(counter, now)], gate)
+        self.only_when(has_data, gate, as_call=False)
+        return counter
 
     def _counted_update(self, gradients: GradientSet) -> list[mtf.Operation]:
         """Makes the update, and advances the counters of updates that nothing else advances."""

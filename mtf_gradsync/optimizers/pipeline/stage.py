@@ -12,6 +12,7 @@ from mtf_gradsync.gradients.recoverable import MadeOfSums
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Branch, Plan
@@ -52,6 +53,7 @@ class GradientSet:
         are reduced, because shards are mixed in them.
       made_of_sums: in form `PER_SHARD`, for some at `already_reduced`, how to make them without the
         shards that a stage skips.
+      weights: how much the gradients stand for, which are those of a mean; None if nobody said so.
       unreduced: in a reduced form, the set as it was before the reduction, which tells more about
         shards; None if it is not known.
       branch: the branch of the step that can use them; None if every step can.
@@ -64,6 +66,7 @@ class GradientSet:
     dtypes: tuple[tf.DType | None, ...] | None = None
     already_reduced: frozenset[int] = frozenset()
     made_of_sums: Mapping[int, MadeOfSums] = dataclasses.field(default_factory=dict)
+    weights: Weights | None = None
     unreduced: GradientSet | None = None
     branch: Branch | None = dataclasses.field(init=False)
 

@@ -1,0 +1,204 @@
+"""Weights of gradients: how much the loss of a step stands for, such as its number of tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._common import is_number, walk
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.checks import MaybeGradients
+from mtf_gradsync.gradients.recoverable import Apart
+from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Part, PartLowering
+
+
+class Weights(NamedTuple):
+    """How much a set of gradients stands for.
+
+    Attributes:
+      total: float32 scalar; inside of islands, that of the island.
+      of_shards: float32 `[shard dims...]`, each shard's part of it; None for equal parts.
+    """
+
+    total: mtf.Tensor
+    of_shards: mtf.Tensor | None = None
+
+    def by_shard(self, axes: ReplicaAxes) -> mtf.Tensor:
+        """Returns `of_shards`, or equal parts."""
+        if self.of_shards is not None:
+            return self.of_shards
+        return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
+
+
+class WeightsOfGradients(Part):
+    """A plan's record of the weights that gradients were computed with."""
+
+    def __init__(self) -> None:
+        self.given: dict[mtf.Tensor, Any] = {}
+
+    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+        """See `Part.begin`."""
+        del lowering
+        return PartLowering()
+
+    def behind(self, grads: Sequence[mtf.Tensor]) -> Any:
+        """Returns the weights that `compute_gradients` was given for gradients; None for none."""
+        given = self.given
+
+        def sources(tensor: mtf.Tensor) -> list[mtf.Tensor]:
+            return [] if tensor in given else tensor.operation.inputs
+
+        found = walk(grads, sources) if given else ()
+        return next((given[x] for x in found if x in given), None)
+
+
+def check_weights(weights: Any, names: Sequence[str]) -> Any:
+    """Returns weights, checked; `names` are those of the stack's shard dims.
+
+    Raises:
+      TypeError: they are no number and no scalar or mtf tensor.
+      ValueError: a number is negative, or a tensor has other dimensions than shard dims.
+    """
+    wanted = (
+        "weights must be how much the loss stands for (tokens, say): an mtf tensor, a scalar or "
+        f"with shard dims {list(names)}, or a tf scalar or a number of 0 or more"
+    )
+    if isinstance(weights, mtf.Variable):
+        weights = weights.value
+    if is_number(weights):
+        if not 0 <= weights < math.inf:
+            raise ValueError(f"{wanted}; got {weights!r}.")
+        return float(weights)
+    is_mesh = isinstance(weights, mtf.Tensor)
+    if not is_mesh and not isinstance(weights, (tf.Tensor, tf.Variable)):
+        raise TypeError(f"{wanted}; got {weights!r}.")
+    if not (weights.dtype.is_floating or weights.dtype.is_integer):
+        raise TypeError(f"{wanted}; got the dtype {weights.dtype.name} of {weights!r}.")
+    others = [d.name for d in weights.shape.dims if d.name not in names] if is_mesh else []
+    if others or (not is_mesh and weights.shape.ndims != 0):
+        raise ValueError(
+            f"{wanted}; got the shape {weights.shape} of {weights!r}. If the batch is split along "
+            "other dimensions, name them in batch_dims."
+        )
+    return weights
+
+
+def weights_of(weights: Any, mesh: mtf.Mesh, axes: ReplicaAxes | None) -> Weights:
+    """Returns checked weights for the gradients of a mesh, with replica axes if they are known."""
+    tensor = _as_tensor(weights, mesh)
+    if not tensor.shape.dims:
+        return Weights(on_mesh(tensor, mesh))
+    if tensor.mesh is not mesh:
+        raise ValueError(
+            f"weights={weights!r} have shard dims and are on another mesh than the gradients: give "
+            "those of the gradients' mesh, or a scalar."
+        )
+    total = mtf.reduce_sum(tensor)
+    return Weights(total, None if axes is None else _by_shard(tensor, axes))
+
+
+def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
+    if isinstance(weights, float):
+        return mtf.constant(mesh, weights, mtf.Shape([]), tf.float32)
+    if not isinstance(weights, mtf.Tensor):
+        weights = mtf.import_tf_tensor(mesh, tf.cast(weights, tf.float32), mtf.Shape([]))
+    # They are data: no gradient flows through them.
+    return mtf.cast(mtf.stop_gradient(weights), tf.float32)
+
+
+def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
+    """Returns the sum of the weights of each shard; those that share a weight have equal parts."""
+    by_name = {d.name: d for d in weights.shape.dims}
+    kept = [d for d in axes.shard_dims if d.name in by_name]
+    for dim in kept:
+        if by_name[dim.name].size % dim.size:
+            raise ValueError(
+                f"weights has the size {by_name[dim.name].size} along {dim.name!r}, of which each "
+                f"of {dim.size} shards cannot have an equal part."
+            )
+    given = mtf.Shape([by_name[d.name] for d in kept])
+    weights = mtf.transpose(_summed_to(weights, given), given)
+    rows = [mtf.Dimension(f"{d.name}_rows", by_name[d.name].size // d.size) for d in kept]
+    split = mtf.Shape([d for pair in zip(kept, rows) for d in pair])
+    weights = _summed_to(mtf.reshape(weights, split), mtf.Shape(kept))
+    full = mtf.Shape(list(axes.shard_dims))
+    if weights.shape == full:
+        return weights
+    return mtf.broadcast(weights * (weights.shape.size / full.size), full)
+
+
+def _summed_to(x: mtf.Tensor, shape: mtf.Shape) -> mtf.Tensor:
+    """Sums over the dimensions that a shape does not have."""
+    names = shape.dimension_names
+    return mtf.reduce_sum(x, output_shape=mtf.Shape([d for d in x.shape.dims if d.name in names]))
+
+
+def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.Tensor:
+    """Returns losses of shards times weight over mean weight: their mean is the weighted mean.
+
+    A loss without shard dims, and weights without, change nothing: the loss is a mean already.
+    """
+    if not isinstance(weights, mtf.Tensor) or not weights.shape.dims:
+        return loss
+    if not any(d.name in names for d in loss.shape.dims):
+        return loss
+    if any(d not in loss.shape.dims for d in weights.shape.dims):
+        raise ValueError(
+            f"The loss of shape {loss.shape.to_string} is one for each shard, so that weights must "
+            f"have its shard dims, got the shape {weights.shape.to_string}."
+        )
+    tensor = _as_tensor(weights, loss.mesh)
+    count, total = float(tensor.shape.size), mtf.reduce_sum(tensor)
+    shares = mtf.cwise(lambda w, all_: w * (count / nonzero(all_)), [tensor, total], tf.float32)
+    return loss * mtf.cast(shares, loss.dtype)
+
+
+def nonzero(x: tf.Tensor) -> tf.Tensor:
+    """Returns a divisor as it is, and one in place of 0."""
+    return tf.where_v2(tf.equal(x, 0), tf.ones_like(x), x)
+
+
+def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
+    """Divides a gradient by a scalar, in float32 at least; a divisor of 0 counts as 1."""
+    wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
+
+    def divide(x: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.cast(x, wide) / tf.cast(nonzero(divisor), wide), x.dtype)
+
+    return mtf.cwise(divide, [grad, on_mesh(by, grad.mesh)], grad.dtype)
+
+
+def without_empty_shards(
+    grads: MaybeGradients, weights: Weights, axes: ReplicaAxes | None, strategy: Strategy
+) -> list[mtf.Tensor | None]:
+    """Makes gradients of shards with a weight of 0 zeros: their loss may have been 0 / 0.
+
+    These have shard dims then. Others stay as they are: those from which shards' own gradients are
+    not recoverable, and all where the weights are not those of shards.
+    """
+    of_shards = weights.of_shards
+    if axes is None or of_shards is None or axes.num_shards == 1:
+        return list(grads)
+    own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
+    apart = Apart(own, axes)
+
+    def is_apart(i: int, grad: mtf.Tensor) -> bool:
+        dims = {d.name for d in shard_dims_in(grad.shape, axes)}
+        all_dims = axes.free_shard_dims(grad.shape) == axes.shard_dims
+        return dims == {d.name for d in axes.shard_dims} or (
+            not dims and all_dims and i not in apart.mixed and i not in apart.shared
+        )
+
+    fit = [g if g is not None and is_apart(i, g) else None for i, g in enumerate(grads)]
+    shards = split_into_shards(fit, axes, strategy, accept_summed=False)
+
+    def keep(x: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+        return tf.where_v2(tf.reshape(weight, []) > 0, x, tf.zeros_like(x))
+
+    return [
+        g if x is None else mtf.cwise(keep, [x, of_shards], x.dtype) for x, g in zip(shards, grads)
+    ]
