@@ -98,6 +98,7 @@ class OuterSteps(Stage):
         self._variables = gradients.owners
         self._state: OuterState = step.plan.state(wrapper, wrapper.name, lambda: self._make(mesh))
         self._weights: Sequence[mtf.Tensor] = ()
+        self._has_data: mtf.Tensor | None = None
         if gradients.weights is not None and islands.shard_dims:
             self._state = self._state._replace(weight=self._make_weight(mesh))
         held = [hold_by_islands(v, islands.shard_dims, start=v.name) for v in self._variables]
@@ -117,7 +118,7 @@ class OuterSteps(Stage):
             period = self._state.inner_step.value // (wrapper.inner_steps // wrapper.fragments) + 1
             given = [g for g in step.received[0].grads if g is not None]
             self._losses = LossesOfPeriod(
-                given, period, islands, wrapper.plain_reducer, wrapper.name
+                given, period, islands, wrapper.plain_reducer, wrapper.name, self._has_data
             )
             wrapper._slots.record([self._losses.variable], self._variables)
             now = self._losses.last
@@ -151,10 +152,12 @@ class OuterSteps(Stage):
 
         The first, `[islands...]`, is the weight of all over that of the island.
         """
-        islands = self._islands
-        of_shards = weights.by_shard(self._wrapper.axes)
+        islands, axes = self._islands, self._wrapper.axes
+        assert axes is not None  # or there would be one island
+        of_shards = weights.by_shard(axes)
         dims = mtf.Shape(list(islands.shard_dims))
         totals = mtf.reduce_sum(of_shards, output_shape=dims)
+        self._has_data = mtf.greater(totals, 0.0)
         # An island without data takes a step with gradients of zeros.
         share = mtf.cwise(
             lambda own, all_: tf.where_v2(own > 0, all_ / nonzero(own), 0.0),
@@ -446,6 +449,7 @@ class LossesOfPeriod:
         islands: ReplicaAxes,
         strategy: Strategy,
         owner: str,
+        has_data: mtf.Tensor | None = None,
     ):
         dims = list(islands.shard_dims)
         self.variable = named_state(
@@ -457,6 +461,7 @@ class LossesOfPeriod:
             # A loss that islands share says of none of them that it is its own.
             found = NotFinite(losses, islands, strategy, only_apart=True).outputs[0]
             bad = mtf.greater(mtf.reduce_sum(found, output_shape=mtf.Shape(dims)), 0.0)
+            bad = bad if has_data is None else mtf.logical_and(bad, has_data)
             last = last + (period - last) * mtf.cast(bad, tf.int32)
         self.last = last
 

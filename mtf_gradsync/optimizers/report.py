@@ -281,8 +281,7 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their
       place (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the number of gradients
       that it does not compress; the log names them.
-    - `update_step`: updates made. `updates_without_data`: those that were not, because their weights
-      were 0.
+    - `update_step`: updates made. `updates_without_data`: those skipped as their weights are 0.
     - `accumulation/micro_step`: microbatch steps in the sum so far. `accumulation/skipped`:
       microbatch steps skipped so far.
     - `sync_replicas/contributions`, `sync_replicas/dropped`: `[shards...]`, contributions that each

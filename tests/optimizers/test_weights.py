@@ -52,6 +52,7 @@ class Stack:
     def __init__(self, names, passes=2, average=False, norm=1.0, masked=None):
         self.names, self.passes, self.average, self.norm = names, passes, average, norm
         self.masked, self.kept, self.count, self.without_data = masked, [], 0, 0
+        self.outer, self.velocity, self.updates = START.astype("d"), 0.0, 0
 
     def __call__(self, w, parts, names=None):
         names = self.names if names is None else names
@@ -60,6 +61,14 @@ class Stack:
             self.without_data += total == 0
             return (w - RATE * grad, total) if total else (w, 0)
         name, inside = names[0], names[1:]
+        if name.startswith("Outer"):  # one island
+            w, total = self(w, parts, inside)
+            self.updates += total > 0
+            if total and self.updates % 2 == 0:
+                self.velocity = 0.5 * self.velocity + self.outer - w
+                w = self.outer - 0.7 * (self.outer - w + 0.5 * self.velocity)
+                self.outer = w
+            return w, total
         if name.startswith("GradientAcc"):
             self.kept += parts
             self.count += 1
@@ -85,12 +94,14 @@ class Stack:
 def train(stack, feeds, **how):
     """The variable at the end, and how many updates had no data."""
     w = START.astype("d")
-    if stack[0].startswith("OuterOptimizer"):
-        return islands(stack[1:], feeds, 1 if "one" in stack[0] else 2, **how), None
+    stack = [name for name in stack if name != "AverageOptimizer"]
+    if "OuterOptimizer" in stack:
+        return islands(stack[1:], feeds, 2, **how), None
     model = Stack(stack, **how)
     for feed in feeds:
         w, _ = model(w, sums_of_shards(w, feed))
-    return w, model.without_data
+    is_outer = any(name.startswith("Outer") for name in stack)
+    return model.outer if is_outer else w, model.without_data
 
 
 def islands(stack, feeds, number, **how):

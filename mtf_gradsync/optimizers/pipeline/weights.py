@@ -153,8 +153,14 @@ def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.T
         )
     tensor = _as_tensor(weights, loss.mesh)
     count, total = float(tensor.shape.size), mtf.reduce_sum(tensor)
+
+    def weigh(loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+        # A mean of nothing is 0 / 0.
+        return tf.where_v2(tf.equal(share, 0), tf.zeros_like(loss), loss * share)
+
     shares = mtf.cwise(lambda w, all_: w * (count / nonzero(all_)), [tensor, total], tf.float32)
-    return loss * mtf.cast(shares, loss.dtype)
+    shares = mtf.broadcast(mtf.cast(shares, loss.dtype), loss.shape)
+    return mtf.cwise(weigh, [loss, shares], loss.dtype)
 
 
 def nonzero(x: tf.Tensor) -> tf.Tensor:
