@@ -49,7 +49,7 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
 )
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words, check_limit
-from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.optimizers.state.variables import named_state, owner_of, scalar_state
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Gate, Islands, Plan, values_after
@@ -176,6 +176,10 @@ class OuterSteps(Stage):
         counts = [v for v in made if getattr(v, "restarts_with_slots", False)]
         differ = [*(v.value for v in (*self._variables, *counts)), *self._gradients, *self._weights]
         self._slots = differing_variables(graph.operations, differ, made)
+        if not self._islands.shard_dims:
+            # Nothing differs; slots have a value for each island all the same, counters have not.
+            owners = {v.name for v in self._variables}
+            self._slots = [v for v in self._slots if owner_of(v.name, owners)]
         hold_slots_by_islands(self._slots, self._islands.shard_dims)
         if wrapper.leave_out_not_finite:
             self._skips = self._make_skips()

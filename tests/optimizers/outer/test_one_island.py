@@ -154,3 +154,17 @@ def test_two_around_each_other_are_refused():
     inner = gs.OuterOptimizer(mtf.optimize.SgdOptimizer(0.1), 2, outer_dims=())
     with pytest.raises(ValueError, match="would make islands of islands"):
         gs.OuterOptimizer(inner, 2, outer_dims=())
+
+
+def test_counters_inside_are_no_slots(mesh_kind):
+    def skipping():
+        opt = models.OPTIMIZERS["momentum"]()
+        return gs.GradientAccumulationOptimizer(opt, 2, should_skip_update_fn=gs.skip_not_finite)
+
+    made = built(mesh_kind, "two replicas", inner=skipping, leave_out_not_finite=True)
+    feeds = batches(3)
+    feeds[1]["x"][3] = np.nan
+    found = made.run(feeds).variables
+    counters = {k: v for k, v in found.items() if k.startswith("GradientAcc")}
+    name = "GradientAccumulationOptimizer"
+    assert counters == {f"{name}/mini_step": 0, f"{name}/update_step": 1, f"{name}/skipped": 1}
