@@ -345,7 +345,7 @@ class _AggregateReplicas(Stage):
             )
         gradients = _of_contributions(gradients, parts, skipped, counts, unit, wrapper)
         accumulators = Accumulators(
-            gradients, wrapper._slots, is_share=True, counter=before.count.name
+            gradients, wrapper._slots, is_share=weights is None, counter=before.count.name
         )
         count = before.count.value + contributions
         due = mtf.greater_equal(count, wrapper._to_aggregate)

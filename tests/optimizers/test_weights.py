@@ -10,6 +10,8 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
+from tests.optimizers.outer.test_checkpoints import session_of
+from tests.optimizers.outer.test_checkpoints import train as steps
 from tests.optimizers.pipeline.test_order import BATCH_DIMS, LAYOUT, SHAPE, TABLE, order_table
 
 SHARDS, LENGTH, FEATURES, RATE = 4, 8, 4, 0.1  # the table's optimizer is plain descent at that rate
@@ -124,27 +126,32 @@ def islands(stack, feeds, number, **how):
     return outer
 
 
-def program(make, how="shards", dims=BATCH_DIMS, sizes=(2, 2), own=False):
-    """A step on token means: of each shard, or of all, by weights with shard dims or a scalar."""
+def token_mean(mesh, inputs, how="shards", dims=BATCH_DIMS, sizes=(2, 2), unit=1.0):
+    """The mean over the tokens of each shard, or of all, and weights, a shard's or a scalar."""
+    batch = [mtf.Dimension(*x) for x in zip(dims, sizes)]
+    token, features = mtf.Dimension("token", LENGTH), mtf.Dimension("in", FEATURES)
+    given = [mtf.Shape([*batch, token, features]), mtf.Shape([*batch, token])]
+    x, mask = (
+        mtf.import_tf_tensor(mesh, tf.reshape(inputs[k], shape.to_integer_list), shape)
+        for k, shape in zip(("x", "mask"), given)
+    )
+    first = tf.constant_initializer(START)
+    w = mtf.get_variable(mesh, "w", mtf.Shape([features]), initializer=first)
+    errors = mtf.square(mtf.einsum([x, w], given[1]) - 1.0) * mask
+    counts = mtf.reduce_sum(mask, output_shape=mtf.Shape(batch))
+    kept = mtf.Shape(batch if how == "shards" else [])
+    loss = mtf.reduce_sum(errors, output_shape=kept)
+    loss /= counts if how == "shards" else mtf.reduce_sum(counts)
+    return loss, (mtf.reduce_sum(counts) if how == "scalar" else counts) * unit
+
+
+def program(make, own=False, **how):
+    """A step by gradients of `compute_gradients`, or of the program's own."""
 
     def build(mesh, inputs):
-        batch = [mtf.Dimension(*x) for x in zip(dims, sizes)]
-        token, features = mtf.Dimension("token", LENGTH), mtf.Dimension("in", FEATURES)
-        given = [mtf.Shape([*batch, token, features]), mtf.Shape([*batch, token])]
-        x, mask = (
-            mtf.import_tf_tensor(mesh, tf.reshape(inputs[k], shape.to_integer_list), shape)
-            for k, shape in zip(("x", "mask"), given)
-        )
-        first = tf.constant_initializer(START)
-        w = mtf.get_variable(mesh, "w", mtf.Shape([features]), initializer=first)
-        errors = mtf.square(mtf.einsum([x, w], given[1]) - 1.0) * mask
-        shape = mtf.Shape(batch if how == "shards" else [])
-        counts = mtf.reduce_sum(mask, output_shape=mtf.Shape(batch))
-        loss = mtf.reduce_sum(errors, output_shape=shape)
-        loss /= counts if how == "shards" else mtf.reduce_sum(counts)
-        weights = mtf.reduce_sum(counts) if how == "scalar" else counts
+        loss, weights = token_mean(mesh, inputs, **how)
         opt = make()
-        if own:  # gradients of the program's own
+        if own:
             variables = mesh.graph.trainable_variables
             grads = mtf.gradients([loss], [v.value for v in variables])
             updates = opt.apply_grads(grads, variables, weights=weights)
@@ -277,3 +284,211 @@ def test_no_data_is_no_nan(mesh_kind, name):
     assert not np.any(skipped)
     scales = [v for k, v in found.variables.items() if k.endswith("/scale")]
     assert all(scale == 2.0**15 for scale in scales)
+
+
+MESHES = {
+    "second axis": ("rows:4;cols:2", "batch:rows;in:cols", ("batch",), (4,)),
+    "two and a second": ("a:2;b:2;c:2", "outer:a;batch:b;in:c", BATCH_DIMS, (2, 2)),
+    "two rows a shard": ("rows:2;cols:2", "batch:rows;in:cols", ("batch",), (4,)),
+    "one processor": ("all:1", "", ("batch",), (4,)),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("where", ["local", "synced"])
+def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
+    """One microbatch, then three; gradients of the program's own. Shards may hold several rows."""
+    shape, layout, dims, sizes = MESHES[mesh]
+    feeds = batches([UNEQUAL[0], *UNEQUAL[2:5]])
+
+    def make():
+        def passes(step):
+            return 1 + 2 * mtf.minimum(step, 1)
+
+        return gs.GradientAccumulationOptimizer(
+            order_table.plain(), passes, True, accumulate=where, mesh_shape=shape, layout=layout,
+            batch_dims=dims, name="acc",
+        )  # fmt: skip
+
+    w = START.astype("d")
+    for whole in (feeds[:1], feeds[1:]):
+        w = w - RATE * joined([part for feed in whole for part in sums_of_shards(w, feed)])[0]
+    given = {"shape": shape, "layout": layout, "dims": dims, "sizes": sizes}
+    found = run(mesh_kind, make, feeds, how="shards of all", own=True, **given)
+    assert_close(found, w)
+    assert found.variables["acc/weight"] == 0
+    found = run(mesh_kind, make, feeds[:3], how="scalar", own=True, **given)
+    assert found.variables["acc/weight"] == sum(np.sum(x) for x in UNEQUAL[2:4])
+
+
+def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
+    masked = [True, False, True, True]
+
+    def make():
+        return gs.SyncReplicasOptimizer(
+            order_table.plain(), 6, contributes=masked, **order_table.MESH
+        )
+
+    feeds = batches(UNEQUAL[:4])
+    w = START.astype("d")
+    for two in (feeds[:2], feeds[2:]):
+        parts = [x for f in two for i, x in enumerate(sums_of_shards(w, f)) if masked[i]]
+        w = w - RATE * joined(parts)[0]
+    for how in ("shards", "shards of all"):
+        assert_close(run(mesh_kind, make, feeds, how=how), w)
+
+
+CHECKPOINTED = {
+    "local": lambda opt, axes: gs.GradientAccumulationOptimizer(opt, 3, True, name="opt", **axes),
+    # Two steps of four contributions, and one of two.
+    "replicas": lambda opt, axes: gs.SyncReplicasOptimizer(opt, 10, name="opt", **axes),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
+    """The sum of weights goes with the sums of gradients."""
+    feeds = batches(UNEQUAL[:3])
+
+    def build(shards):
+        axes = {"mesh_shape": f"all:{shards}", "layout": "batch:all"}
+        step = program(
+            lambda: CHECKPOINTED[name](order_table.plain(), axes), dims=("batch",), sizes=(4,)
+        )
+        return harness.built("simd", *axes.values(), step, feeds[0])
+
+    first, then = build(4), build(2)
+    with session_of(first) as session:
+        steps(first, session, feeds[:2])
+        path = session.save(str(tmp_path / name))
+    with session_of(then) as session:
+        session.restore(path)
+        assert session.variables()["opt/weight"] == np.sum(UNEQUAL[:2])
+        steps(then, session, feeds[2:])
+        found = session.variables()
+    parts = [part for feed in feeds for part in sums_of_shards(START.astype("d"), feed)]
+    expected = START - RATE * joined(parts)[0]
+    np.testing.assert_allclose(found["w"], expected, rtol=0, atol=CLOSE)
+    assert found["opt/weight"] == 0
+
+
+def test_sums_of_a_run_without_weights_count_one_for_each_step(tmp_path):
+    """A run that begins to give weights keeps what it has."""
+    feeds = batches(UNEQUAL[:3])
+
+    def build(weighted):
+        def step(mesh, inputs):
+            loss, weights = token_mean(mesh, inputs, "scalar")
+            opt = accumulation("local")()
+            return opt.minimize(loss, weights=weights if weighted else None), {}
+
+        return harness.built("simd", SHAPE, LAYOUT, step, feeds[0])
+
+    first, then = build(False), build(True)
+    with session_of(first) as session:
+        steps(first, session, feeds[:2])
+        path = session.save(str(tmp_path / "model"))
+    with session_of(then) as session:
+        session.restore(path)
+        steps(then, session, feeds[2:])
+        found = session.variables()["w"]
+    means = [joined(sums_of_shards(START.astype("d"), feed)) for feed in feeds]
+    weights = np.array([1, 1, means[2][1]])
+    grad = sum(w * g for w, (g, _) in zip(weights, means)) / weights.sum()
+    np.testing.assert_allclose(found, START - RATE * grad, rtol=0, atol=CLOSE)
+
+
+def test_a_narrow_wire_gets_means_and_not_sums(mesh_kind):
+    """Sums over a million of tokens do not fit into float16."""
+
+    def make():
+        opt = order_table.plain()
+        how = {"reduce_dtype": "float16", **order_table.MESH}
+        return gs.GradientAccumulationOptimizer(opt, 3, True, **how)
+
+    feeds = batches(UNEQUAL[:3])
+    parts = [part for feed in feeds for part in sums_of_shards(START.astype("d"), feed)]
+    expected = START - RATE * joined(parts)[0]
+    found = run(mesh_kind, make, feeds, unit=1e5)
+    # Four terms of up to 8, with 11 bits.
+    assert_close(found, expected, RATE * 4 * 8 * 2.0**-11 / CLOSE)
+
+
+def test_one_gradient_after_the_other(mesh_kind):
+    def build(mesh, inputs):
+        loss, weights = token_mean(mesh, inputs, "shards of all")
+        opt = accumulation("local")()
+        variables = mesh.graph.trainable_variables
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        pairs = zip(grads, variables)
+        return [op for g, v in pairs for op in opt.apply_grad(g, v, weights=weights)], {}
+
+    feeds = batches(UNEQUAL)
+    expected, _ = train(["GradientAccumulation"], feeds, passes=3, average=True)
+    assert_close(harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds), expected)
+
+
+@pytest.mark.parametrize("weights", [5, np.float32(2.5), "tf"])
+def test_weights_that_are_no_mesh_tensors(weights):
+    def build(mesh, inputs):
+        loss, _ = token_mean(mesh, inputs, "scalar")
+        given = tf.reduce_sum(inputs["mask"]) if weights == "tf" else weights
+        return accumulation("local")().minimize(loss, weights=given), {}
+
+    feeds = batches(UNEQUAL[:3])
+    means = [joined(sums_of_shards(START.astype("d"), feed)) for feed in feeds]
+    counts = [n if weights == "tf" else 1 for _, n in means]
+    grad = sum(n * g for n, (g, _) in zip(counts, means)) / sum(counts)
+    found = harness.run("simd", SHAPE, LAYOUT, build, feeds)
+    assert_close(found, START - RATE * grad)
+
+
+class OfAnotherLibrary(mtf.optimize.Optimizer):
+    def __init__(self, opt):
+        self.opt = opt
+
+    def apply_grads(self, grads, variables):
+        return self.opt.apply_grads(grads, variables)
+
+
+def mesh_tensor(name, size):
+    return lambda mesh: mtf.ones(mesh, mtf.Shape([mtf.Dimension(name, size)]))
+
+
+@pytest.mark.parametrize(
+    ("make", "weights", "error", "match"),
+    [
+        (accumulation("local"), "many", TypeError, "weights must be how much .*; got 'many'"),
+        (accumulation("local"), -1, ValueError, "a number of 0 or more; got -1"),
+        (accumulation("local"), float("nan"), ValueError, "0 or more; got nan"),
+        (accumulation("local"), lambda mesh: tf.constant([1.0, 2.0]), ValueError, "got the shape"),
+        (accumulation("local"), lambda mesh: tf.constant(True), TypeError, "got the dtype bool"),
+        (accumulation("local"), mesh_tensor("token", 8), ValueError, "name them in batch_dims"),
+        (accumulation("local"), mesh_tensor("batch", 3), ValueError, "size 3 along 'batch'.* of 2"),
+        (
+            lambda: gs.CrossShardOptimizer(OfAnotherLibrary(accumulation("synced")())),
+            1.0,
+            ValueError,
+            "do not reach GradientAccumulationOptimizer inside of an optimizer of another library",
+        ),
+        (
+            lambda: gs.CrossShardOptimizer(
+                order_table.plain(), group_assignment=[[0, 1], [2, 3]], batch_dims=BATCH_DIMS
+            ),
+            1.0,
+            ValueError,
+            "CrossShardOptimizer sums within groups, group_assignment",
+        ),
+    ],
+)
+def test_what_weights_cannot_be(make, weights, error, match):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    inputs = {k: tf.constant(v) for k, v in batches(UNEQUAL)[0].items()}
+    loss, _ = token_mean(mesh, inputs, "scalar")
+    variables = mesh.graph.trainable_variables
+    grads = mtf.gradients([loss], [v.value for v in variables])
+    given, opt = weights(mesh) if callable(weights) else weights, make()
+    before = list(mesh.graph.operations), list(mesh.graph.all_variables)
+    with pytest.raises(error, match=match):
+        opt.apply_grads(grads, variables, weights=given)
+    assert (list(mesh.graph.operations), list(mesh.graph.all_variables)) == before

@@ -70,6 +70,7 @@ def expected(stack, feeds, factor=1.0):
     """The variable after training with `factor` times the mean of all losses, in float64."""
     specs = [SPECS[name] for name in stack if name in SPECS]
     islands = 2 if "OuterOptimizer" in stack else 1
+    has_rounds = any(name.startswith("OuterOptimizer") for name in stack)
     size = SHARDS // islands
     chains = [stack_reference.layers_of(specs, "sgd", size) for _ in range(islands)]
     for layer in chains[0][:-1]:
@@ -82,12 +83,12 @@ def expected(stack, feeds, factor=1.0):
             values, updated = chain[0]({"w": w}, [{"w": g * islands * factor} for g in mine])
             own[island] = values["w"]
         count += updated
-        if islands > 1 and updated and count % 2 == 0:
+        if has_rounds and updated and count % 2 == 0:
             difference = outer - np.mean(own, 0)
             velocity = 0.5 * velocity + difference
             outer = outer - 0.7 * (difference + 0.5 * velocity)
             own = [outer] * islands
-    return outer if islands > 1 else own[0]
+    return outer if has_rounds else own[0]
 
 
 def make(stack, suffix=""):
