@@ -178,8 +178,8 @@ class OuterSteps(Stage):
         self._slots = differing_variables(graph.operations, differ, made)
         if not self._islands.shard_dims:
             # Nothing differs; slots have a value for each island all the same, counters have not.
-            owners = {v.name for v in self._variables}
-            self._slots = [v for v in self._slots if owner_of(v.name, owners)]
+            names = {v.name for v in self._variables}
+            self._slots = [v for v in self._slots if owner_of(v.name, names)]
         hold_slots_by_islands(self._slots, self._islands.shard_dims)
         if wrapper.leave_out_not_finite:
             self._skips = self._make_skips()
