@@ -442,7 +442,10 @@ def _of_contributions(
     axes, reducer = wrapper.axes, wrapper.reducer
 
     def made_again(one: MadeOfSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
-        kept = [x * unit for x in ZerosWhere(some, skipped).outputs]
+        kept = [
+            mtf.cast(times(unit, x), x.dtype) if isinstance(unit, mtf.Tensor) else x * unit
+            for x in ZerosWhere(some, skipped).outputs
+        ]
         dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
         sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
         return one.remade(sums, [times(counts, x) for x in one.shared])

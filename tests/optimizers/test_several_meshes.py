@@ -317,6 +317,30 @@ def test_the_shards_of_one_mesh_cannot_be_told_from_a_sum_over_those_of_another(
         gs.per_shard(mtf.gradients([loss], [w]), AXES)
 
 
+def test_weights_are_those_of_the_loss_of_all_meshes(mesh_kind):
+    """Mean over four steps of which the last has no data, in two updates."""
+    given, weights = feeds(), [1.0, 3.0, 5.0, 0.0]
+    for feed, weight in zip(given, weights):
+        feed["weight"] = np.float32(weight)
+
+    def made(first, second, inputs):
+        loss = model(first, second, inputs)
+        weight = mtf.import_tf_tensor(second, inputs["weight"], mtf.Shape([]))
+        optimizer = gs.ClipByGlobalNormOptimizer(sgd(), NORM)
+        return accumulated(optimizer).minimize(loss, weights=weight), {"loss": loss}
+
+    found = run(mesh_kind, made, given)
+    values = {k: v.astype(float) for k, v in START.items()}
+    for number in (0, 2):
+        parts = [(n, gradients(values, x)) for n, x in zip(weights[number:], given[number:][:2])]
+        total = sum(n for n, _ in parts)
+        grads = {k: sum(n * g[k] for n, g in parts) / total for k in values}
+        scale = min(1, NORM / norm_of(grads))
+        values = Sgd()(values, {k: g * scale for k, g in grads.items()})
+        for name in START:
+            np.testing.assert_allclose(found[number + 1][name], values[name], **CLOSE)
+
+
 def test_no_word_on_replicas_that_differ_where_a_tensor_goes_to_another_mesh(mesh_kind, caplog):
     """The batch is split on the first mesh alone."""
     given = feeds()

@@ -338,6 +338,90 @@ def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
         assert_close(run(mesh_kind, make, feeds, how=how), w)
 
 
+def test_gradients_in_which_replicas_are_mixed_count_by_the_weights_of_those_that_contribute(
+    mesh_kind,
+):
+    """Those of a program that clips first, by a norm that is never reached here."""
+    masked = [True, False, True, True]
+
+    def build(mesh, inputs):
+        loss, weights = token_mean(mesh, inputs, "shards of all")
+        variables = mesh.graph.trainable_variables
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads, _ = gs.clip_by_global_norm(grads, 1e6)
+        opt = gs.SyncReplicasOptimizer(
+            order_table.plain(), 6, contributes=masked, accept_summed=True, **order_table.MESH
+        )
+        return opt.apply_grads(grads, variables, weights=weights), {}
+
+    feeds = batches(UNEQUAL[:2])
+    parts = []
+    for feed in feeds:
+        shards = sums_of_shards(START.astype("d"), feed)
+        contributed = sum(n for (_, n), is_in in zip(shards, masked) if is_in)
+        parts.append((joined(shards)[0] * contributed, contributed))
+    found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
+    assert_close(found, START - RATE * joined(parts)[0])
+
+
+def test_fragments_have_weights_of_their_own_rounds(mesh_kind):
+    """Two variables take turns; gradients of shards are given, and do not depend on them."""
+    rng, steps = np.random.RandomState(0), 5
+    feeds = [
+        {
+            "tokens": rng.randint(1, 9, [2, 2]).astype("f"),
+            "of_u": rng.randn(2, 2, 3).astype("f"),
+            "of_v": rng.randn(2, 2, 3).astype("f"),
+        }
+        for _ in range(steps)
+    ]
+
+    def build(mesh, inputs):
+        batch, dim = [mtf.Dimension(name, 2) for name in BATCH_DIMS], mtf.Dimension("dim", 3)
+        weights = mtf.import_tf_tensor(mesh, inputs["tokens"], mtf.Shape(batch))
+        variables, grads = [], []
+        for name in ("u", "v"):
+            variables.append(mtf.get_variable(mesh, name, [dim]).operation)
+            # What each shard adds to the gradient of the mean.
+            of_shards = mtf.import_tf_tensor(mesh, inputs[f"of_{name}"], mtf.Shape([*batch, dim]))
+            grads.append(of_shards * weights / mtf.reduce_sum(weights))
+        opt = gs.OuterOptimizer(
+            order_table.plain(), 2, 0.7, 0.5, fragments=2, outer_dims=("outer",),
+            leave_out_not_finite=True, **order_table.MESH,
+        )  # fmt: skip
+        return opt.apply_grads(grads, variables, weights=weights), {}
+
+    made = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
+    after = made.after_each(feeds)
+    for turn, name in enumerate(("u", "v")):
+        # Its values after the first step, without their unknown beginning.
+        outer, own, velocity, weights = 0.0, np.zeros((2, 3)), 0.0, np.zeros(2)
+        moved = []
+        for number, feed in enumerate(feeds, 1):
+            tokens = feed["tokens"].astype("d")
+            means = (feed[f"of_{name}"].astype("d") * tokens[..., None]).sum(1)
+            own = own - RATE * means / tokens.sum(1)[:, None]
+            weights = weights + tokens.sum(1)
+            if number % 2 != turn:
+                difference = (weights[:, None] * (outer - own)).sum(0) / weights.sum()
+                velocity = 0.5 * velocity + difference
+                outer = outer - 0.7 * (difference + 0.5 * velocity)
+                own, weights = np.tile(outer, (2, 1)), np.zeros(2)
+            moved.append(outer)
+        for found, last, expected, before in zip(after[1:], after, moved[1:], moved):
+            np.testing.assert_allclose(
+                found[name] - last[name], expected - before, rtol=0, atol=CLOSE, err_msg=name
+            )
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("name", ["GradientAccumulationOptimizer, local", "OuterOptimizer"])
+def test_on_xla_devices(name):
+    feeds = batches(UNEQUAL[:4])
+    expected, _ = train([name], feeds)
+    assert_close(run("xla", made(name), feeds), expected)
+
+
 CHECKPOINTED = {
     "local": lambda opt, axes: gs.GradientAccumulationOptimizer(opt, 3, True, name="opt", **axes),
     # Two steps of four contributions, and one of two.
