@@ -13,6 +13,7 @@ from tests import harness
 from tests.optimizers.outer.test_checkpoints import session_of
 from tests.optimizers.outer.test_checkpoints import train as steps
 from tests.optimizers.pipeline.test_order import BATCH_DIMS, LAYOUT, SHAPE, TABLE, order_table
+from tests.optimizers.weighted_reference import Islands, Stack, joined
 
 SHARDS, LENGTH, FEATURES, RATE = 4, 8, 4, 0.1  # the table's optimizer is plain descent at that rate
 START = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
@@ -35,95 +36,32 @@ UNEQUAL = [[8, 1, 3, 2], [1, 1, 2, 1], [5, 8, 8, 7], [2, 6, 1, 4], [8, 8, 1, 1],
 WITH_EMPTY = [[8, 0, 3, 2], [0, 0, 0, 0], [0, 8, 0, 7], [2, 6, 1, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def sums_of_shards(w, feed):
-    """For each shard the sum of its tokens' gradients, and their number."""
+def means_of_shards(w, feed):
+    """For each shard the mean of its tokens' gradients, and their number."""
     found = []
     for x, mask in zip(feed["x"].astype("d"), feed["mask"].astype("d")):
-        found.append((2 * (mask * (x @ w - 1.0)) @ x, mask.sum()))
+        total = mask.sum()
+        found.append((2 * (mask * (x @ w - 1.0)) @ x / max(total, 1), total))
     return found
 
 
-def joined(parts):
-    total = sum(weight for _, weight in parts)
-    return (sum(g for g, _ in parts) / total if total else None), total
-
-
-class Stack:
-    """What a stack of wrappers of the table does, from the outside in, with the parts of a step."""
-
-    def __init__(self, names, passes=2, average=False, norm=1.0, masked=None):
-        self.names, self.passes, self.average, self.norm = names, passes, average, norm
-        self.masked, self.kept, self.count, self.without_data = masked, [], 0, 0
-        self.outer, self.velocity, self.updates = START.astype("d"), 0.0, 0
-
-    def __call__(self, w, parts, names=None):
-        names = self.names if names is None else names
-        if not names:
-            grad, total = joined(parts)
-            self.without_data += total == 0
-            return (w - RATE * grad, total) if total else (w, 0)
-        name, inside = names[0], names[1:]
-        if name.startswith("Outer"):  # one island
-            w, total = self(w, parts, inside)
-            self.updates += total > 0
-            if total and self.updates % 2 == 0:
-                self.velocity = 0.5 * self.velocity + self.outer - w
-                w = self.outer - 0.7 * (self.outer - w + 0.5 * self.velocity)
-                self.outer = w
-            return w, total
-        if name.startswith("GradientAcc"):
-            self.kept += parts
-            self.count += 1
-            if self.count < self.passes:
-                return w, 0
-            factor = 1 if self.average else self.count
-            parts, self.kept, self.count = self.kept, [], 0
-            parts = [(g * factor, weight) for g, weight in parts]
-        elif name.startswith("Clip"):
-            grad, total = joined(parts)
-            if total:
-                grad = grad * min(1.0, self.norm / np.linalg.norm(grad))
-                parts = [(grad * total, total)]
-        elif name.startswith("Sync"):
-            parts = [x for i, x in enumerate(parts) if self.masked is None or self.masked[i]]
-            parts = [x for x in parts if x[1]]
-            if len(parts) < 2:  # of the table; what comes is kept, which no case here has
-                assert not parts
-                return w, 0
-        return self(w, parts, inside)
+def descent(w, grad):
+    return w - RATE * grad
 
 
 def train(stack, feeds, **how):
     """The variable at the end, and how many updates had no data."""
-    w = START.astype("d")
     stack = [name for name in stack if name != "AverageOptimizer"]
     if "OuterOptimizer" in stack:
-        return islands(stack[1:], feeds, 2, **how), None
-    model = Stack(stack, **how)
+        model = Islands(lambda: Stack(stack[1:], descent, START, **how), 2, START)
+        for feed in feeds:
+            model(lambda w, feed=feed: means_of_shards(w, feed))
+        return model.outer, None
+    model, w = Stack(stack, descent, START, **how), START.astype("d")
     for feed in feeds:
-        w, _ = model(w, sums_of_shards(w, feed))
+        w, _ = model(w, means_of_shards(w, feed))
     is_outer = any(name.startswith("Outer") for name in stack)
     return model.outer if is_outer else w, model.without_data
-
-
-def islands(stack, feeds, number, **how):
-    """Islands of equally many shards, with an outer step every two updates."""
-    models, size = [Stack(stack, **how) for _ in range(number)], SHARDS // number
-    outer, velocity, count = START.astype("d"), 0.0, 0
-    own, weights = [outer] * number, np.zeros(number)
-    for feed in feeds:
-        moved = [
-            model(w, sums_of_shards(w, feed)[size * i : size * (i + 1)])
-            for i, (model, w) in enumerate(zip(models, own))
-        ]
-        own, weights = [w for w, _ in moved], weights + [total for _, total in moved]
-        count += any(total for _, total in moved)
-        if any(total for _, total in moved) and count % 2 == 0:
-            difference = sum(x * (outer - w) for x, w in zip(weights, own)) / weights.sum()
-            velocity = 0.5 * velocity + difference
-            outer = outer - 0.7 * (difference + 0.5 * velocity)
-            own, weights = [outer] * number, np.zeros(number)
-    return outer
 
 
 def token_mean(mesh, inputs, how="shards", dims=BATCH_DIMS, sizes=(2, 2), unit=1.0):
@@ -217,12 +155,12 @@ def test_three_microbatches_of_four_shards(mesh_kind, where):
     expected, _ = train(["GradientAccumulation"], feeds, passes=3, average=True)
     w = START.astype("d")
     for whole in (feeds[:3], feeds[3:]):
-        parts = [part for feed in whole for part in sums_of_shards(w, feed)]
+        parts = [part for feed in whole for part in means_of_shards(w, feed)]
         w = w - RATE * joined(parts)[0]
     np.testing.assert_allclose(w, expected, rtol=1e-12)
     assert_close(run(mesh_kind, accumulation(where), feeds), expected)
-    means = [np.mean([g / max(n, 1) for g, n in sums_of_shards(w, f)], 0) for f in feeds[3:]]
-    whole = joined([part for f in feeds[3:] for part in sums_of_shards(w, f)])[0]
+    means = [np.mean([g for g, _ in means_of_shards(w, f)], 0) for f in feeds[3:]]
+    whole = joined([part for f in feeds[3:] for part in means_of_shards(w, f)])[0]
     assert np.linalg.norm(np.mean(means, 0) - whole) > 0.05 * np.linalg.norm(whole)
 
 
@@ -312,7 +250,7 @@ def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
 
     w = START.astype("d")
     for whole in (feeds[:1], feeds[1:]):
-        w = w - RATE * joined([part for feed in whole for part in sums_of_shards(w, feed)])[0]
+        w = w - RATE * joined([part for feed in whole for part in means_of_shards(w, feed)])[0]
     given = {"shape": shape, "layout": layout, "dims": dims, "sizes": sizes}
     found = run(mesh_kind, make, feeds, how="shards of all", own=True, **given)
     assert_close(found, w)
@@ -332,7 +270,7 @@ def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
     feeds = batches(UNEQUAL[:4])
     w = START.astype("d")
     for two in (feeds[:2], feeds[2:]):
-        parts = [x for f in two for i, x in enumerate(sums_of_shards(w, f)) if masked[i]]
+        parts = [x for f in two for i, x in enumerate(means_of_shards(w, f)) if masked[i]]
         w = w - RATE * joined(parts)[0]
     for how in ("shards", "shards of all"):
         assert_close(run(mesh_kind, make, feeds, how=how), w)
@@ -357,9 +295,9 @@ def test_gradients_in_which_replicas_are_mixed_count_by_the_weights_of_those_tha
     feeds = batches(UNEQUAL[:2])
     parts = []
     for feed in feeds:
-        shards = sums_of_shards(START.astype("d"), feed)
+        shards = means_of_shards(START.astype("d"), feed)
         contributed = sum(n for (_, n), is_in in zip(shards, masked) if is_in)
-        parts.append((joined(shards)[0] * contributed, contributed))
+        parts.append((joined(shards)[0], contributed))
     found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
     assert_close(found, START - RATE * joined(parts)[0])
 
@@ -450,7 +388,7 @@ def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
         assert session.variables()["opt/weight"] == np.sum(UNEQUAL[:2])
         steps(then, session, feeds[2:])
         found = session.variables()
-    parts = [part for feed in feeds for part in sums_of_shards(START.astype("d"), feed)]
+    parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
     expected = START - RATE * joined(parts)[0]
     np.testing.assert_allclose(found["w"], expected, rtol=0, atol=CLOSE)
     assert found["opt/weight"] == 0
@@ -476,7 +414,7 @@ def test_sums_of_a_run_without_weights_count_one_for_each_step(tmp_path):
         session.restore(path)
         steps(then, session, feeds[2:])
         found = session.variables()["w"]
-    means = [joined(sums_of_shards(START.astype("d"), feed)) for feed in feeds]
+    means = [joined(means_of_shards(START.astype("d"), feed)) for feed in feeds]
     weights = np.array([1, 1, means[2][1]])
     grad = sum(w * g for w, (g, _) in zip(weights, means)) / weights.sum()
     np.testing.assert_allclose(found, START - RATE * grad, rtol=0, atol=CLOSE)
@@ -491,7 +429,7 @@ def test_a_narrow_wire_gets_means_and_not_sums(mesh_kind):
         return gs.GradientAccumulationOptimizer(opt, 3, True, **how)
 
     feeds = batches(UNEQUAL[:3])
-    parts = [part for feed in feeds for part in sums_of_shards(START.astype("d"), feed)]
+    parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
     expected = START - RATE * joined(parts)[0]
     found = run(mesh_kind, make, feeds, unit=1e5)
     # Four terms of up to 8, with 11 bits.
@@ -520,7 +458,7 @@ def test_weights_that_are_no_mesh_tensors(weights):
         return accumulation("local")().minimize(loss, weights=given), {}
 
     feeds = batches(UNEQUAL[:3])
-    means = [joined(sums_of_shards(START.astype("d"), feed)) for feed in feeds]
+    means = [joined(means_of_shards(START.astype("d"), feed)) for feed in feeds]
     counts = [n if weights == "tf" else 1 for _, n in means]
     grad = sum(n * g for n, (g, _) in zip(counts, means)) / sum(counts)
     found = harness.run("simd", SHAPE, LAYOUT, build, feeds)
