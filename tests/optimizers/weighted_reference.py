@@ -86,11 +86,15 @@ class Islands:
     def __call__(self, gradients: Callable[[np.ndarray], Parts]) -> None:
         """Takes a step by the gradients of all shards at some values."""
         number = len(self.stacks)
-        moved = []
+        moved, names = [], [name[:11] for name in self.stacks[0].names]
         for island, (stack, w) in enumerate(zip(self.stacks, self.own)):
             parts = gradients(w)
             size = len(parts) // number
             moved.append(stack(w, parts[size * island : size * (island + 1)]))
+        for island, (w, total) in enumerate(moved):
+            # An island without data, where another has some, takes a step with a gradient of zeros.
+            if total == 0 and any(n for _, n in moved) and "GradientAcc" not in names:
+                moved[island] = self.stacks[island].update(w, np.zeros(w.shape)), 0
         self.own = [w for w, _ in moved]
         self.weights = self.weights + [total for _, total in moved]
         is_updated = any(total for _, total in moved)

@@ -1,0 +1,207 @@
+"""What trainings have now and then, by every wrapper, against numpy, all of it in each program:
+
+a last batch with fewer examples, another K and another batch after a restart, a variable that is
+frozen, one that is used in two places, one without a gradient on some steps, and a norm over
+variables of which some are split and some are not.
+"""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+from tests.optimizers.outer.test_checkpoints import session_of
+from tests.optimizers.outer.test_checkpoints import train as steps
+from tests.optimizers.test_adamw import AdamW
+from tests.optimizers.weighted_reference import Islands, Stack
+
+SHAPE, LAYOUT, _ = harness.MESHES["2x2"]  # "hidden" is split over the second axis
+AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
+SHARDS, INPUTS, HIDDEN = 2, 4, 6
+NORM, RATE, DECAY, EPSILON = 0.05, 0.01, 0.1, 1e-3
+SHAPES = {"tied": (INPUTS, HIDDEN), "gain": (), "seldom": (INPUTS,), "frozen": (INPUTS,)}
+TRAINED = ["tied", "gain", "seldom"]
+# Examples of each step: the second and the last of them have fewer than there is room for.
+BEFORE, AFTER = [8, 5, 8], [4, 4, 4, 4, 1]
+
+
+def first_values():
+    rng = np.random.RandomState(0)
+    return {k: np.asarray(0.5 * rng.randn(*shape) + 0.2, "f") for k, shape in SHAPES.items()}
+
+
+def batches(counts, room, seed):
+    rng, feeds = np.random.RandomState(seed), []
+    for number, count in enumerate(counts):
+        x, y = (rng.randn(room, INPUTS).astype("f") for _ in "xy")
+        mask = (np.arange(room) < count).astype("f")
+        feeds.append({"x": x, "y": y, "mask": mask, "flag": np.float32(number % 2)})
+    return feeds
+
+
+FEEDS = batches(BEFORE, 8, 1), batches(AFTER, 4, 2)
+
+
+def loss_of(mesh, inputs):
+    """The mean over the examples that there are, and how many."""
+    rows = mtf.Dimension("batch", inputs["x"].shape.as_list()[0])
+    features, hidden = mtf.Dimension("in", INPUTS), mtf.Dimension("hidden", HIDDEN)
+    out_dim = mtf.Dimension("out", INPUTS)
+
+    def variable(name):
+        dims = {"tied": [features, hidden], "gain": []}.get(name, [out_dim])
+        first = tf.constant_initializer(first_values()[name])
+        return mtf.get_variable(mesh, name, mtf.Shape(dims), initializer=first)
+
+    values = {name: variable(name) for name in SHAPES}
+    x, y = (
+        mtf.import_tf_tensor(mesh, inputs[k], mtf.Shape([rows, dim]))
+        for k, dim in (("x", features), ("y", out_dim))
+    )
+    mask = mtf.import_tf_tensor(mesh, inputs["mask"], mtf.Shape([rows]))
+    flag = mtf.import_tf_tensor(mesh, inputs["flag"], mtf.Shape([]))
+    h = mtf.einsum([x, values["tied"]], [rows, hidden])
+    back = mtf.rename_dimension(values["tied"], "in", "out")
+    out = mtf.einsum([h, back], [rows, out_dim]) * values["gain"] + values["frozen"]
+    errors = mtf.square(out + values["seldom"] * flag - y)
+    errors = mtf.reduce_mean(errors, reduced_dim=out_dim) * mask
+    return mtf.reduce_sum(errors) / mtf.reduce_sum(mask), mask
+
+
+def flat(values):
+    return np.concatenate([np.ravel(values[k]) for k in TRAINED]).astype("d")
+
+
+def apart(vector):
+    ends = np.cumsum([int(np.prod(SHAPES[k])) for k in TRAINED])
+    return {k: x.reshape(SHAPES[k]) for k, x in zip(TRAINED, np.split(vector, ends[:-1]))}
+
+
+def parts_of(feed):
+    """Returns a function from the variables to each shard's gradient and its examples."""
+
+    def of_rows(w, rows):
+        w, frozen = apart(w), first_values()["frozen"].astype("d")
+        x, y, mask = (feed[k][rows].astype("d") for k in ("x", "y", "mask"))
+        flag, count = float(feed["flag"]), mask.sum()
+        decoded = x @ w["tied"] @ w["tied"].T
+        out = decoded * w["gain"] + frozen + w["seldom"] * flag
+        error = 2 * mask[:, None] * (out - y) / (INPUTS * max(count, 1))
+        inside = error * w["gain"]
+        grads = {
+            "tied": x.T @ inside @ w["tied"] + inside.T @ x @ w["tied"],
+            "gain": np.sum(error * decoded),
+            "seldom": flag * error.sum(0),
+        }
+        return flat(grads), count
+
+    size = len(feed["x"]) // SHARDS
+    rows = [np.s_[size * i : size * (i + 1)] for i in range(SHARDS)]
+    return lambda w: [of_rows(w, some) for some in rows]
+
+
+def clip(opt):
+    return gs.ClipByGlobalNormOptimizer(opt, NORM)
+
+
+def accumulation(where):
+    def make(opt, passes):
+        place = {"accumulate": where, **(AXES if where == "local" else {})}
+        return gs.GradientAccumulationOptimizer(opt, passes, True, **place)
+
+    return make
+
+
+# How to wrap, what the reference calls it, and islands.
+WRAPPERS = {
+    "cross_shard": (lambda opt, passes: gs.CrossShardOptimizer(opt), [], 0),
+    "average": (lambda opt, passes: gs.AverageOptimizer(opt, 0.5), [], 0),
+    "loss_scale": (lambda opt, passes: gs.LossScaleOptimizer(opt), [], 0),
+    "sharded": (lambda opt, passes: gs.ShardedUpdateOptimizer(opt, 2, **AXES), [], 0),
+    "local": (accumulation("local"), ["GradientAcc"], 0),
+    "synced": (accumulation("synced"), ["GradientAcc"], 0),
+    "replicas": (lambda opt, passes: gs.SyncReplicasOptimizer(opt, 1, **AXES), ["Sync"], 0),
+    "replicas of two steps": (
+        lambda opt, passes: gs.SyncReplicasOptimizer(opt, SHARDS + 1, **AXES),
+        ["Sync"],
+        0,
+    ),
+    "islands": (lambda opt, passes: gs.OuterOptimizer(opt, 2, **AXES), [], SHARDS),
+    "one island": (lambda opt, passes: gs.OuterOptimizer(opt, 2, outer_dims=()), ["Outer"], 0),
+    "local(sharded)": (
+        lambda opt, passes: accumulation("local")(
+            gs.ShardedUpdateOptimizer(opt, 2, **AXES), passes
+        ),
+        ["GradientAcc"],
+        0,
+    ),
+}
+
+
+def built(kind, wrap, passes, feed):
+    def build(mesh, inputs):
+        loss, weights = loss_of(mesh, inputs)
+        adam = gs.AdamWOptimizer(RATE, DECAY, epsilon=EPSILON)
+        opt = wrap(clip(adam), passes)
+        variables = [v for v in mesh.graph.trainable_variables if v.name in TRAINED]
+        pairs = opt.compute_gradients(loss, variables, weights=weights)
+        return opt.apply_grads(*zip(*pairs)), {"loss": loss}
+
+    return harness.built(kind, SHAPE, LAYOUT, build, feed)
+
+
+def expected(does, islands, to_aggregate):
+    """The variables at the end, with two microbatch steps an update at first, and then three."""
+
+    def stack():
+        adam = AdamW(RATE, DECAY, epsilon=EPSILON)
+        names, start = [*does, "Clip"], flat(first_values())
+        return Stack(
+            names,
+            lambda w, grad: adam({"all": w}, {"all": grad})["all"],
+            start,
+            average=True,
+            norm=NORM,
+            to_aggregate=to_aggregate,
+        )
+
+    w = flat(first_values())
+    if islands:
+        model = Islands(stack, islands, w)
+        for feed in [*FEEDS[0], *FEEDS[1]]:
+            model(parts_of(feed))
+        return apart(model.outer)
+    model = stack()
+    for passes, feeds in zip((2, 3), FEEDS):
+        model.passes = passes
+        for feed in feeds:
+            w, _ = model(w, parts_of(feed)(w))
+    return apart(model.outer if does == ["Outer"] else w)
+
+
+CASES = harness.on_both(zip(WRAPPERS), [("synced",), ("replicas of two steps",), ("islands",)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [case if case[1] == "local" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_all_of_it(kind, name, tmp_path):
+    wrap, does, islands = WRAPPERS[name]
+    first, then = (built(kind, wrap, k, feeds[0]) for k, feeds in zip((2, 3), FEEDS))
+    with session_of(first) as session:
+        steps(first, session, FEEDS[0])
+        path = session.save(str(tmp_path / "model"))
+    with session_of(then) as session:
+        session.restore(path)
+        steps(then, session, FEEDS[1])
+        found = session.variables()
+    wanted = SHARDS + 1 if "two steps" in name else 1
+    for key, value in expected(does, islands, wanted).items():
+        # A gradient is rounded to some 2^-21 of a norm of 0.05, which Adam divides by 1e-3 or more.
+        atol = 8 * RATE * NORM * 2.0**-18 / EPSILON
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=atol, err_msg=key)
+        assert np.abs(value - first_values()[key]).max() > 100 * atol
+    np.testing.assert_array_equal(found["frozen"], first_values()["frozen"])
+    assert not any(k.startswith("frozen/") for k in found)
