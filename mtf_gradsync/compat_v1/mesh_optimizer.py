@@ -7,6 +7,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import gin
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._variables import root_scope
 from mtf_gradsync.compat_v1.rules import (
@@ -182,6 +183,16 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         if key not in state.slots:
             scope = tf.get_variable_scope().name
             taken = variable.graph.name_to_variable
+            if variable.master_dtype.size < 4:
+                warn_once(
+                    f"narrow slots {type(self.opt).__name__}",
+                    "MeshOptimizer(%s): the slots of %s are %s, as its master is, and TensorFlow's "
+                    "slots are: a mean that decays slowly stands still there (0.999 x is x). Give "
+                    "variables float32 masters, or use gs.AdamWOptimizer, whose slots are float32.",
+                    type(self.opt).__name__,
+                    variable.name,
+                    variable.master_dtype.name,
+                )
             name = f"{variable.name}/{slot.name}"
             free = _first_free(name, lambda n: (f"{scope}/{n}" if scope else n) in taken)
             state.slots[key] = _make(
