@@ -22,6 +22,7 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
+from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
     SkipFn,
@@ -419,8 +420,9 @@ class _Accumulate(Stage):
             skip = step.agreed(skip, by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
-            step.write_state(when=lambda: mtf.logical_not(skip))
         weight: mtf.Tensor | None = None
+        if wrapper._skip_fn is not None or weights is not None:
+            step.write_state(when=lambda: _uses_sums(counted, weights))
         if weights is not None:
             gradients = gradients.with_present(
                 [times(on_mesh(weights.total, g.mesh), g) for g in gradients.present]
@@ -501,6 +503,14 @@ class _Accumulate(Stage):
         )
         waiting = [before.waiting] if wrapper._limit else ()
         return Skips(wrapper.name, words, [before.skipped], waiting, wrapper._limit)
+
+
+def _uses_sums(counted: mtf.Tensor, weights: Weights | None) -> mtf.Tensor:
+    """Whether sums that were reduced on this step are added up: it is not skipped and has data."""
+    is_counted = mtf.greater(counted, 0)
+    if weights is None:
+        return is_counted
+    return mtf.logical_and(is_counted, mtf.greater(weights.total, 0.0))
 
 
 def _why_synced(grads: Sequence[mtf.Tensor], around: Sequence[Wrapper], is_known: bool) -> str:

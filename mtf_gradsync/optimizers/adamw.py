@@ -146,7 +146,7 @@ def _checked_rate(rate: Any) -> Any:
     if isinstance(rate, mtf.Variable):
         rate = rate.value
     is_tensor = isinstance(rate, (mtf.Tensor, tf.Tensor, tf.Variable))
-    if not is_tensor or rate.shape.ndims != 0 or not rate.dtype.is_floating:
+    if not is_tensor or rate.shape.ndims or not rate.dtype.is_floating:
         raise TypeError(
             "learning_rate must be a number or a floating scalar, a tf or mtf tensor, got "
             f"{rate!r}. For a schedule give the tensor that it returns, such as "

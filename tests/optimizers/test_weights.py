@@ -436,6 +436,65 @@ def test_a_narrow_wire_gets_means_and_not_sums(mesh_kind):
     assert_close(found, expected, RATE * 4 * 8 * 2.0**-11 / CLOSE)
 
 
+def test_no_data_leaves_the_state_of_a_strategy(mesh_kind):
+    """What was not sent before a step without weight is sent after it."""
+
+    def build(mesh, inputs):
+        loss, weights = token_mean(mesh, inputs, "scalar")
+        opt = gs.GradientAccumulationOptimizer(
+            order_table.plain(), 8, True, accumulate="synced", batch_dims=BATCH_DIMS,
+            reducer=gs.QuantizedAllReduce(block_size=4),
+        )  # fmt: skip
+        # No weight for the step with 4 examples, whose gradients are finite.
+        weights *= mtf.cast(mtf.not_equal(weights, 4.0), tf.float32)
+        return opt.minimize(loss, weights=weights), {}
+
+    feeds = batches([UNEQUAL[0], [1, 1, 1, 1], UNEQUAL[2]])
+    made = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
+    first, second, third = made.after_each(feeds)
+    (name,) = [k for k in first if "quantization_error" in k]
+    assert np.any(first[name])
+    np.testing.assert_array_equal(second[name], first[name])
+    assert np.any(third[name] != second[name])
+
+
+def test_sums_that_are_not_in_checkpoints_and_a_flush(mesh_kind):
+    def build(mesh, inputs):
+        loss, weights = token_mean(mesh, inputs)
+        flush = tf.reduce_sum(inputs["mask"]) < 6.0  # on the second step
+        opt = gs.GradientAccumulationOptimizer(
+            order_table.plain(), 3, True, checkpoint_accumulators=False, flush=flush,
+            **order_table.MESH,
+        )  # fmt: skip
+        return opt.minimize(loss, weights=weights), {}
+
+    feeds = batches(UNEQUAL[:2])
+    parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
+    found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
+    assert_close(found, START - RATE * joined(parts)[0])
+
+
+def test_gradients_keep_their_weights_when_they_are_changed(mesh_kind):
+    """And a loss that is made of them has none."""
+
+    def build(mesh, inputs):
+        loss, weights = token_mean(mesh, inputs, "scalar")
+        opt = accumulation("local")()
+        ((grad, variable),) = opt.compute_gradients(loss, weights=weights)
+        other = mtf.get_variable(mesh, "other", [], initializer=tf.ones_initializer())
+        penalty = mtf.reduce_sum(mtf.square(grad)) * other
+        (of_other,) = mtf.gradients([penalty], [other])
+        plain = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.0), name="plain")
+        updates = plain.apply_grads([of_other], [other.operation])
+        assert "updates_without_data" not in gs.reported(plain)
+        return [*updates, *opt.apply_grads([mtf.cast(grad * 2.0, tf.float32)], [variable])], {}
+
+    feeds = batches(UNEQUAL[:3])
+    parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
+    found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
+    assert_close(found, START - 2 * RATE * joined(parts)[0])
+
+
 def test_one_gradient_after_the_other(mesh_kind):
     def build(mesh, inputs):
         loss, weights = token_mean(mesh, inputs, "shards of all")

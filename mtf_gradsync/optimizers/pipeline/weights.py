@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._common import is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import gradients_calls
 from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.recoverable import Apart
 from mtf_gradsync.gradients.stage import on_mesh
@@ -48,12 +49,15 @@ class WeightsOfGradients(Part):
     def behind(self, grads: Sequence[mtf.Tensor]) -> Any:
         """Returns the weights that `compute_gradients` was given for gradients; None for none."""
         given = self.given
+        if not given or not grads:
+            return None
+        # What a gradient was computed from has weights of its own.
+        ends = {x for call in gradients_calls(grads[0].graph) for x in call.outputs}.union(given)
 
         def sources(tensor: mtf.Tensor) -> list[mtf.Tensor]:
-            return [] if tensor in given else tensor.operation.inputs
+            return [] if tensor in ends else tensor.operation.inputs
 
-        found = walk(grads, sources) if given else ()
-        return next((given[x] for x in found if x in given), None)
+        return next((given[x] for x in walk(grads, sources) if x in given), None)
 
 
 def check_weights(weights: Any, names: Sequence[str]) -> Any:
