@@ -259,6 +259,33 @@ def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
     assert found.variables["acc/weight"] == sum(np.sum(x) for x in UNEQUAL[2:4])
 
 
+SECOND = {
+    "clip": lambda opt, axes: gs.ClipByGlobalNormOptimizer(opt, 1.0, **axes),
+    "loss_scale": lambda opt, axes: gs.LossScaleOptimizer(opt, **axes),
+    "local": lambda opt, axes: gs.GradientAccumulationOptimizer(opt, 2, **axes),
+    "replicas": lambda opt, axes: gs.SyncReplicasOptimizer(opt, 1, **axes),
+    "islands": lambda opt, axes: gs.OuterOptimizer(opt, 2, **axes),
+}
+DOES = dict(zip(SECOND, (["Clip"], [], ["GradientAcc"], ["Sync"], ["OuterOptimizer"])))
+
+
+@pytest.mark.parametrize("kind", ["shared", "simd"])
+@pytest.mark.parametrize("name", SECOND)
+def test_wrappers_on_a_second_axis(name, kind):
+    """Where processors share copies, one of them writes the sums of weights, in every session."""
+    shape, layout = "a:2;b:2", "batch:b"
+    axes = {"mesh_shape": shape, "layout": layout}
+    feeds = batches(UNEQUAL[:4])
+    step = program(
+        lambda: SECOND[name](order_table.plain(), axes), dims=("batch",), sizes=(SHARDS,)
+    )
+    made = harness.built(kind, shape, layout, step, feeds[0])
+    expected, _ = train(DOES[name], feeds)
+    assert not made.races()
+    for result in made.runs(feeds, 3) if kind == "shared" else [made.run(feeds)]:
+        assert_close(result, expected)
+
+
 def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
     masked = [True, False, True, True]
 
