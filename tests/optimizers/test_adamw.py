@@ -170,6 +170,18 @@ def test_in_every_wrapper(mesh_kind, wrapper):
         assert values[f"{name}/adam_m"].shape == value.shape
 
 
+@pytest.mark.xla
+def test_on_xla_devices():
+    build = models.train(
+        lambda: gs.CrossShardOptimizer(gs.AdamWOptimizer(0.01, DECAY, epsilon=1e-3))
+    )
+    feeds = models.mlp_batches(2)
+    values = harness.run("xla", SHAPE, LAYOUT, build, feeds).variables
+    expected = reference.train(AdamW(0.01, DECAY, epsilon=1e-3), feeds)
+    for name, value in expected.items():
+        np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)
+
+
 def test_islands_count_their_own_updates(mesh_kind, monkeypatch):
     """A skipped island restarts with slots of zeros, and so with the correction of a first step."""
     monkeypatch.setitem(reference.OPTIMIZERS, "adamw", lambda: AdamW(0.01, DECAY, epsilon=1e-3))
