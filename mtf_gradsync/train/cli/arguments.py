@@ -373,6 +373,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def is_alone(args: argparse.Namespace) -> bool:
+    """Returns whether neither a flag nor TF_CONFIG says that this is one of several processes."""
+    flags = any(getattr(args, name) is not None for name in (*_TASK, *_PROCESS))
+    return not flags and not os.environ.get("TF_CONFIG")
+
+
 def task_of_flags(args: argparse.Namespace) -> Task | None:
     """Returns the task that this process is by the flags or, without them, by TF_CONFIG.
 

@@ -18,6 +18,7 @@ from mtf_gradsync.train.cli.arguments import (
     check_model_dir,
     config_of_run,
     gin_file_names,
+    is_alone,
     loaded_config,
     number,
     output_paths,
@@ -74,7 +75,9 @@ def _train(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     files = gin_file_names(args)
     model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
-    check_model_dir(model_dir)
+    # Of several processes only one writes there, and finds out after the meeting.
+    if is_alone(args):
+        check_model_dir(model_dir)
     with loaded_config(args):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.train import gin_files
