@@ -17,7 +17,7 @@ from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, shard_norms
 from mtf_gradsync.gradients.pending import gradient_name
 from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
-from mtf_gradsync.gradients.stages import per_shard, shard_dims_in
+from mtf_gradsync.gradients.stages import per_shard, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import GradientSet, Reduced, StepBuilder
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
@@ -48,8 +48,8 @@ def norms_of_shards(
     """Returns the norms of per-shard gradients before and after clipping by shard.
 
     Each is `[shards...]`, the same on all processors; the second is None if they were not clipped,
-    and both are if per-shard gradients are not recoverable, or only by sums of their size, or are
-    on several meshes.
+    and both are if shards' terms are not recoverable, or only by communication of the size of
+    gradients, or are on several meshes.
     """
     if len({g.mesh for g in grads}) > 1:
         return None, None
@@ -61,20 +61,75 @@ def norms_of_shards(
         return before, after
     own = [None if shard_dims_in(g.shape, axes) else g for g in grads]
     apart = Apart(own, axes)
-    mixed = {**apart.mixed, **apart.shared}
-    reason = "know of all shards" if mixed else "take sums over other mesh axes first"
-    unfit = sorted(mixed) or summed_elsewhere(own, axes)
+    mixed, why = [i for i in apart.mixed if i not in apart.made_of_sums], "know of all shards"
+    sums = _sums_of(apart)
+    if not mixed and axes.num_shards * _size(sums) > _size(grads):
+        mixed = list(apart.made_of_sums)
+        why = "are made of sums of which all shards' terms are larger than the gradients"
+    if not mixed:
+        why = "take sums over other mesh axes first"
+    unfit = sorted(mixed) or summed_elsewhere([*own, *sums], axes)
     if unfit:
         text = "Norms of shards are not reported: %d gradients %s, such as %s."
-        what = (len(unfit), reason, gradient_name(grads[unfit[0]]))
+        what = (len(unfit), why, gradient_name([*grads, *sums][unfit[0]]))
         if any(axes.free_shard_dims(grads[i].shape) != axes.shard_dims for i in mixed):
             # The variable's layout mixes shards, and nothing that the program does.
             warn_once("norms of shards", text, *what)
         else:
             _logger.info(text, *what)
         return None, None
-    shards = per_shard(grads, axes, strategy)
-    return mtf.anonymize(shard_norms(shards, axes, strategy)), None
+    return _norms_of_terms(grads, apart, axes, strategy), None
+
+
+def _sums_of(apart: Apart) -> list[mtf.Tensor]:
+    return list(dict.fromkeys(x for one in apart.made_of_sums.values() for x in one.sums))
+
+
+def _size(tensors: Sequence[mtf.Tensor]) -> int:
+    return sum(x.shape.size for x in tensors)
+
+
+def _norms_of_terms(
+    grads: Sequence[mtf.Tensor], apart: Apart, axes: ReplicaAxes, strategy: Strategy
+) -> mtf.Tensor:
+    """Returns the norms of shards' terms, `[shards...]`, of recoverable gradients.
+
+    Of gradients that are made of sums every processor gets each shard's terms of the sums, and of
+    gradients that hold no shard's data each shard has an equal share.
+    """
+    made, shared = apart.made_of_sums, [grads[i] for i in apart.shared]
+    own = [g for i, g in enumerate(grads) if i not in made and i not in apart.shared]
+    norms = []
+    if own:
+        norms.append(mtf.anonymize(shard_norms(per_shard(own, axes, strategy), axes, strategy)))
+    if made or shared:
+        sums = _sums_of(apart)
+        each = split_into_shards(sums, axes, strategy, accept_summed=False)
+        terms = {s: _of_each_shard(x, axes) for s, x in zip(sums, each) if x is not None}
+        share = 1.0 / axes.num_shards
+        of_shards = []
+        for number in range(axes.num_shards):
+            remade = [
+                one.remade([terms[s][number] for s in one.sums], [x * share for x in one.shared])
+                for one in made.values()
+            ]
+            of_shards.append(global_norm([*remade, *(x * share for x in shared)], strategy))
+        shape = mtf.anonymous_shape(mtf.Shape(list(axes.shard_dims)))
+        norms.append(mtf.reshape(mtf.stack(of_shards, "terms"), shape))
+    if len(norms) == 1:
+        return norms[0]
+    dtype = tf.float64 if any(x.dtype == tf.float64 for x in norms) else tf.float32
+    return mtf.sqrt(mtf.add_n([mtf.square(mtf.cast(x, dtype)) for x in norms]))
+
+
+def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
+    """Returns each shard's tensor, whole on every processor, in row-major order of the shards."""
+    dims = list(axes.shard_dims)
+    number = mtf.Dimension("terms", axes.num_shards)
+    rest = [d for d in x.shape.dims if d not in dims]
+    apart = [*mtf.anonymous_shape(mtf.Shape(dims)).dims, *rest]
+    x = mtf.reshape(mtf.transpose(x, mtf.Shape([*dims, *rest])), mtf.Shape(apart))
+    return mtf.unstack(mtf.reshape(x, mtf.Shape([number, *rest])), number)
 
 
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
@@ -274,8 +329,11 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
       optimizer gets.
     - `gradient_norm/before_clipping`: norm of the reduced gradients before they were clipped by it.
     - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its term of the sum (of a
-      mean over the batch, 1/num_shards of its own gradient), before clipping. Missing if per-shard
-      gradients are not recoverable, or only by communication of the size of gradients.
+      mean over the batch, 1/num_shards of its own gradient), before clipping. For variables that
+      the layout splits over a replica axis, processors exchange all shards' terms of the sums that
+      their gradients are made of. Missing, with a line in the log, if shards' terms are not
+      recoverable (experts that get the examples of all shards), or only by communication of the
+      size of gradients.
     - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, if the
       applied gradients come from it.
     - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their

@@ -196,13 +196,39 @@ def test_norms_of_shards_are_of_each_shard_s_own_term(kind):
     np.testing.assert_allclose(found["norms"], expected, rtol=32 * 2**-24)
 
 
+@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+def test_norms_of_shards_are_of_their_terms_of_the_sums_that_gradients_are_made_of(kind, mesh):
+    def build(of, inputs):
+        opt = gs.CrossShardOptimizer(sgd(), mesh_shape=MESHES[mesh], layout=LAYOUT)
+        opt.minimize(squared_error(of, inputs))
+        return [], {"norms": gs.reported(opt)["gradient_norm/of_shards"]}
+
+    (feed,) = feeds_of(1)
+    (found,) = harness.built(kind, MESHES[mesh], LAYOUT, build, feed).run([feed]).fetched
+    terms = [{k: g / 2 for k, g in one.items()} for one in shards_of(START, feed)]
+    expected = [np.sqrt(sum(np.sum(np.square(g)) for g in one.values())) for one in terms]
+    np.testing.assert_allclose(found["norms"], expected, rtol=32 * 2**-24)
+
+
 def exchanged(of, inputs):
     return mtf.reduce_mean(mixture.loss(of, inputs))
 
 
-@pytest.mark.parametrize("loss", [squared_error, exchanged])
+def gathered(of, inputs):
+    """As data parallel variables that are split over the batch's axis: terms as large as they."""
+    batch, d = mtf.Dimension("batch", ROWS), mtf.Dimension("experts", EXPERTS)
+    whole = mtf.Dimension("whole", EXPERTS)
+    x = mtf.import_tf_tensor(of, inputs["x"][:, :EXPERTS], mtf.Shape([batch, whole]))
+    w = mtf.get_variable(of, "w", mtf.Shape([d]), initializer=tf.zeros_initializer())
+    return mtf.reduce_mean(mtf.einsum([x, mtf.reshape(w, mtf.Shape([whole]))], [batch]))
+
+
+@pytest.mark.parametrize("loss", [gathered, exchanged])
 @pytest.mark.parametrize("make", [gs.CrossShardOptimizer, gs.LossScaleOptimizer])
-def test_norms_of_shards_that_are_not_known_are_left_out_with_a_warning(loss, make, caplog):
+def test_norms_of_shards_that_nobody_knows_or_that_cost_too_much_are_told_of_in_the_log(
+    loss, make, caplog
+):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     where = MESHES["one axis"], LAYOUT
     given = feeds_of(1)[0]
