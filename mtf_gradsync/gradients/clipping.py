@@ -174,6 +174,14 @@ def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
     return clipping if clipping is not None and clipping.size == len(grads) else None
 
 
+def unclipped(grad: mtf.Tensor) -> mtf.Tensor:
+    """Returns a gradient as it was before it was clipped; others as they are."""
+    operation = grad.operation
+    if not isinstance(operation, ScaleGradients):
+        return grad
+    return operation.inputs[operation.outputs.index(grad)]
+
+
 def clip_by_shard_norm(
     grads: MaybeGradients,
     clip_norm: ClipNorm,

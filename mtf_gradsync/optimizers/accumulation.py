@@ -464,13 +464,13 @@ class _Accumulate(Stage):
         if wrapper._skip_fn is not None:
             # Before a reduction, they may say more about shards.
             received = step.received[-1]
-            axes = wrapper.axes_now(received.present)
+            axes, only_apart = wrapper._shards_to_name(received.present)
             skips = self._skips = self._make_skips(checked, before, axes)
             step.run_when(
                 skip,
                 gate,
                 lambda: skips.report(
-                    not_finite_flags(received, checked, axes, wrapper.reducer),
+                    not_finite_flags(received, checked, axes, wrapper.reducer, only_apart),
                     [now.skipped],
                 ),
             )

@@ -338,7 +338,7 @@ class _SkipNotFinite(Stage):
         Returns the gate of these writes, which is one for the tensors `held`, too.
         """
         wrapper = self._wrapper
-        axes = wrapper.axes_now(gradients.present)
+        axes, only_apart = wrapper._shards_to_name(gradients.present)
         finite = on_mesh(finite, before.skipped.mesh)
         gate = step.gate([*held, finite])
         after = after_step(before, finite, wrapper._rule)
@@ -347,7 +347,9 @@ class _SkipNotFinite(Stage):
         step.run_when(
             mtf.logical_not(finite),
             gate,
-            lambda: skips.report(not_finite_flags(gradients, checked, axes, wrapper.reducer), now),
+            lambda: skips.report(
+                not_finite_flags(gradients, checked, axes, wrapper.reducer, only_apart), now
+            ),
         )
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
         step.write(wrapper._writes, gate)

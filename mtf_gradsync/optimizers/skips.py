@@ -20,6 +20,7 @@ from mtf_gradsync._common import check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients import global_norm, not_finite
+from mtf_gradsync.gradients.clipping import unclipped
 from mtf_gradsync.gradients.measures import which_not_finite
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
@@ -109,18 +110,22 @@ def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
 
 
 def not_finite_flags(
-    given: GradientSet, sums: GradientSet, axes: ReplicaAxes | None, strategy: Strategy
+    given: GradientSet,
+    sums: GradientSet,
+    axes: ReplicaAxes | None,
+    strategy: Strategy,
+    only_apart: bool = True,
 ) -> list[mtf.Tensor]:
     """Finds which gradients of which shards are not finite, for `Skips.report`.
 
-    `given` are gradients in any form, and `sums` the same ones as they are checked.
+    `given` are gradients in any form, and `sums` the same ones as they are checked; clipped ones
+    count as they were before, as one NaN makes all of them NaNs. Shards of gradients that are
+    reduced are not known with `only_apart`.
     """
     given, of_shards = given.unreduced or given, []
     if axes:
-        of_shards.append(
-            which_not_finite(given.present, axes, strategy, only_apart=True, shared=-1.0)
-        )
-    return [*of_shards, which_not_finite(sums.present, None, strategy)]
+        of_shards.append(which_not_finite(given.present, axes, strategy, only_apart, shared=-1.0))
+    return [*of_shards, which_not_finite([unclipped(g) for g in sums.present], None, strategy)]
 
 
 class Skips:
@@ -440,6 +445,17 @@ class ReportsSkips(Wrapper):
     """A wrapper that skips something: the step reports it, the session, or a session hook."""
 
     _skips = OfStep[Union[Skips, None]](None)
+
+    def _shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
+        """Returns the replica axes that number shards in the log, and `only_apart` for flags.
+
+        Inside of islands these are all shards of the mesh. Where each is an island, a gradient is
+        that of its shard.
+        """
+        around = self._in_islands_of
+        if around is None or not around.islands.shard_dims:
+            return self.axes_now(grads), True
+        return around.axes, around.inside.num_shards > 1
 
     def _note_skips(self, skips: Skips | None) -> None:
         self._skips = skips

@@ -141,6 +141,63 @@ def test_a_nan_on_every_step_is_named_and_ends_the_training(kind, name, caplog, 
         assert (error.limit, error.replicas) == (LIMIT, [0, 1] if name == "outer" else [1])
 
 
+def clip(inner):
+    return gs.ClipByGlobalNormOptimizer(inner, 1.0)
+
+
+LOCAL, SYNCED = {"accumulate": "local", **AXES}, {"accumulate": "synced", **AXES}
+NOT_KNOWN = "v (shard unknown)."
+# Stacks in which one shard's NaN is checked in another form, or after another stage has spread it.
+ORDERS = {
+    "of sums that were added up": (
+        lambda: accumulation(loss_scale(), **NO_SKIPS, **SYNCED),
+        NOT_KNOWN,
+    ),
+    "after a clip": (lambda: clip(loss_scale(**AXES)), V),
+    "after a clip of a local sum": (
+        lambda: accumulation(clip(loss_scale()), **NO_SKIPS, **LOCAL),
+        V,
+    ),
+    "in an island": (lambda: outer(loss_scale(**NO_LIMIT)), V),
+    "in an island's microbatch": (lambda: outer(accumulation()), V),
+}
+NO_LIMIT = {"max_steps_without_update": None}
+NO_SKIPS = {"should_skip_update_fn": None, **NO_LIMIT}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("simd", name) for name in ORDERS),
+        pytest.param("placement", "in an island", marks=pytest.mark.slow),
+    ],
+)
+def test_one_shard_s_nan_is_named_as_that_shard_s_in_every_order(kind, name, caplog, capfd):
+    make, named = ORDERS[name]
+    built = harness.built(kind, MESH, LAYOUT, program(make), GOOD)
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        *_, lines = train(built, [feed([1])] * 2, caplog, capfd)
+    of_scale = [line for line in lines if "LossScale" in line] or lines
+    assert of_scale[0].endswith(f"not finite: {named}")
+
+
+def test_shards_of_islands_are_numbered_over_the_whole_mesh(caplog, capfd):
+    axes = {"mesh_shape": MESH, "layout": "outer:cols;batch:rows", "batch_dims": ["outer", "batch"]}
+
+    def build(mesh, inputs):
+        dims = [mtf.Dimension("outer", 2), mtf.Dimension("batch", 2)]
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape(dims))
+        v = mtf.get_variable(mesh, "v", [], initializer=tf.zeros_initializer())
+        opt = gs.OuterOptimizer(loss_scale(), 2, outer_dims="outer", **axes)
+        return opt.minimize(mtf.reduce_mean(x * v)), {}
+
+    bad = {"x": np.array([[1, 1], [NAN, 1]], "f")}
+    built = harness.built("simd", MESH, axes["layout"], build, bad)
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        *_, (line,) = train(built, [bad], caplog, capfd)
+    assert line.endswith("not finite: v (shard 2).")
+
+
 @pytest.mark.parametrize("name", ["local", "scaled"])
 def test_an_update_begins_the_count_anew(name, mesh_kind, caplog, capfd):
     """Five skipped steps are not too many; the accumulation's update needs two steps."""
