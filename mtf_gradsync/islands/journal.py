@@ -12,6 +12,7 @@ import logging
 import time
 from typing import Any, NamedTuple
 
+from mtf_gradsync._tables import text_table
 from mtf_gradsync.islands.folder import DamagedObjectError, Folder
 
 logger = logging.getLogger(__name__)
@@ -97,14 +98,14 @@ class Status(NamedTuple):
             head = f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
                    "last seen", "state")  # fmt: skip
-        lines = [columns]
-        for r in self.rows:
-            ago = f"{max(time.time() - r.last, 0.0):,.0f} s ago"
-            lines.append((r.island, str(r.joined), str(r.contributed), str(r.merged), str(r.late),
-                          str(r.refused), f"{r.tokens:,.0f}", ago, r.state))  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        texts = ["  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in lines]
-        return "\n".join([head, *(texts if self.rows else ["no island has joined"])])
+        lines = [
+            (r.island, str(r.joined), str(r.contributed), str(r.merged), str(r.late),
+             str(r.refused), f"{r.tokens:,.0f}", f"{max(time.time() - r.last, 0.0):,.0f} s ago",
+             r.state)
+            for r in self.rows
+        ]  # fmt: skip
+        table = text_table(columns, lines, ("island", "state"))
+        return "\n".join([head, *(table if lines else ["no island has joined"])])
 
 
 def read_status(folder: Folder) -> Status:

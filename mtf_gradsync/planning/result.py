@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from tabulate import tabulate
+from mtf_gradsync._tables import text_table
 
 _UNKNOWN = (
     "A prediction is no timing: it adds up the compiled operations one after the other, each at "
@@ -283,7 +283,7 @@ def _table(rows: tuple[PlanRow, ...]) -> list[str]:
         cells["GB touched"] = f"{row.bytes_accessed / 1e9:,.4g}"
         cells["estimate ms"] = f"{1e3 * row.estimate_seconds:,.4g}"
         cells["by"] = row.estimate_source
-        cells["links: MB, ms"] = "; ".join(
+        cells["links: MB, ms"] = "\n".join(
             f"{t.axis} {t.bytes_per_core / 1e6:,.3g}, {1e3 * t.seconds:,.3g}" for t in row.traffic
         )
         cells["step ms"] = f"{1e3 * row.step_seconds:,.4g}"
@@ -295,12 +295,7 @@ def _table(rows: tuple[PlanRow, ...]) -> list[str]:
         if row.share_of_peak is not None:
             cells["of peak"] = f"{100 * row.share_of_peak:.3g}%"
         table.append(cells)
-    left = {"mesh", "on", "layout", "fits", "by", "links: MB, ms"}
+    left = {"mesh", "on", "layout", "fits", "by"}
     headers = list(dict.fromkeys(name for cells in table for name in cells))
-    return tabulate(
-        [[cells.get(name, "") for name in headers] for cells in table],
-        headers,
-        tablefmt="simple",
-        disable_numparse=True,
-        colalign=["left" if name in left else "right" for name in headers],
-    ).splitlines()
+    lines = [[cells.get(name, "") for name in headers] for cells in table]
+    return text_table(headers, lines, left, keys=3 if len(layouts) > 1 else 2)

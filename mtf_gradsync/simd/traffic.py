@@ -6,12 +6,12 @@ import collections
 import dataclasses
 import json
 import math
-from typing import Any, NamedTuple, Sequence
-
-from tabulate import tabulate
+import textwrap
+from typing import Any, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._tables import terminal_width, text_table
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.simd.facts import Branch, Context, GraphFacts, Loop, turns_in
@@ -137,37 +137,11 @@ class CommunicationReport:
 
     def __str__(self) -> str:
         lines = [f"mesh {self.mesh}"] if self.mesh else []
-        lines += [self._table(), "", f"every step      {_sentence(self.every_step)}"]
+        lines += [*table_of(self.rows), "", f"every step      {_sentence(self.every_step)}"]
         if self.conditional.operations:
             lines.append(f"in branches     {_sentence(self.conditional)}")
             lines.append(f"update step     {_sentence(self.update_step)}")
         return "\n".join(lines)
-
-    def _table(self) -> str:
-        columns = {
-            "operation": [row.operation for row in self.rows],
-            "dtype": [row.dtype for row in self.rows],
-            "bytes/core": [
-                "?" if row.bytes_per_core is None else f"{row.bytes_per_core:,}"
-                for row in self.rows
-            ],
-            "group": [row.group for row in self.rows],
-            "where": [row.where for row in self.rows],
-            "together": [row.together.rpartition("/")[2] for row in self.rows],
-            "at": [row.name.rpartition("/")[0] or row.name for row in self.rows],
-            "variables": [
-                "?" if row.variables is None else some_of(row.variables, 2) for row in self.rows
-            ],
-        }
-        align = ["right" if name == "bytes/core" else "left" for name in columns]
-        return tabulate(
-            columns,
-            "keys",
-            tablefmt="simple",
-            disable_numparse=True,
-            # tabulate 0.9 cannot align a table without rows.
-            colalign=align if self.rows else None,
-        )
 
     def to_json(self) -> str:
         """Returns the report as JSON: "mesh", "rows" and "totals", with the attributes' names."""
@@ -184,7 +158,7 @@ class CommunicationReport:
         return json.dumps(content, indent=2)
 
     def plot(self, path: str) -> None:
-        """Draws bytes per core and operation count by group, and writes a PNG.
+        """Draws bytes per core and the number of groups by mesh axes, and writes a PNG.
 
         Args:
           path: the file to write.
@@ -207,18 +181,61 @@ class CommunicationReport:
             ]
             values: list[list[float]] = [
                 [t.bytes_per_core / 1e6 for t in totals],
-                [t.runs for t in totals],
+                [t.groups for t in totals],
             ]
             for panel, value, start in zip(panels, values, left):
                 panel.barh(groups, value, left=start, label=label)
             left = [[a + b for a, b in zip(x, y)] for x, y in zip(left, values)]
         panels[0].set_xlabel("MB per core and step")
-        panels[1].set_xlabel("operations per step")
+        panels[1].set_xlabel("groups of operations per step")
         panels[0].invert_yaxis()
         panels[1].legend()
         if self.mesh:
             figure.suptitle(f"mesh {self.mesh}")
         figure.savefig(path, format="png", dpi=120)
+
+
+# A row with more variables has the names of so many.
+_MOST_VARIABLES = 6
+# What a line above a table says where all rows have the same.
+_SAID_ONCE = ("operation", "dtype", "over", "together", "where", "part", "at")
+
+
+def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the lines of a table of rows; those that read alike are one row, with their number.
+
+    What all rows have in common stands in a line above. `parts` has the part of a step to which
+    each row belongs, by the row's name.
+    """
+    counts = collections.Counter(
+        (
+            row.operation,
+            row.dtype,
+            row.bytes_per_core,
+            row.group,
+            row.together.rpartition("/")[2],
+            row.where,
+            parts[row.name] if parts else "",
+            "?" if row.variables is None else some_of(row.variables, _MOST_VARIABLES),
+            row.name.rpartition("/")[0] or row.name,
+        )
+        for row in rows
+    )
+    if not counts:
+        return ["none"]
+    names = ("operation", "dtype", "bytes/core", "over", "together", "where", "part", "variables")
+    columns: dict[str, list[str]] = {"ops": [str(count) for count in counts.values()]}
+    columns.update(zip((*names, "at"), map(list, zip(*counts))))
+    columns["bytes/core"] = [
+        "?" if row[2] is None else f"{row[2] * count:,}" for row, count in counts.items()
+    ]
+    once = {n: columns[n][0] for n in _SAID_ONCE if len(counts) > 1 and len({*columns[n]}) == 1}
+    left = [n for n in columns if n not in once and any(columns[n])]
+    said = [f"{name} {value}" for name, value in once.items() if value]
+    table = text_table(
+        left, list(zip(*(columns[n] for n in left))), text={*left} - {"ops", "bytes/core"}
+    )
+    return [*textwrap.wrap(f"all: {', '.join(said)}" if said else "", terminal_width()), *table]
 
 
 def _total(rows: Sequence[CommunicationRow]) -> Total:
@@ -239,10 +256,11 @@ def _count(number: int, what: str) -> str:
 
 def _sentence(total: Total) -> str:
     about = "" if total.is_exact else "at least "
+    # Operations in loops run more than once.
+    runs = f"{about}{_count(total.runs, 'run')}, " if total.runs != total.operations else ""
     return (
         f"{_count(total.operations, 'operation')} in {_count(total.groups, 'group')}, "
-        f"{about}{_count(total.runs, 'run')}, "
-        f"{about}{total.bytes_per_core:,} bytes per core"
+        f"{runs}{about}{total.bytes_per_core:,} bytes per core"
     )
 
 

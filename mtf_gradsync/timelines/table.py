@@ -8,6 +8,7 @@ import json
 from typing import Sequence
 
 from mtf_gradsync._common import some_of
+from mtf_gradsync._tables import text_table
 from mtf_gradsync.timelines.events import (
     Event,
     Interval,
@@ -285,15 +286,6 @@ def _core_steps(recordings: Sequence[Recording]) -> int:
 
 def _lines(table: Table) -> list[str]:
     """The table as text."""
-    from tabulate import tabulate
-
-    def grid(rows: Sequence[Sequence[object]], head: Sequence[str], left: int = 1) -> str:
-        align = ["left"] * left + ["right"] * (len(head) - left)
-        # tabulate cannot align a table without rows.
-        return tabulate(
-            rows, head, "simple", floatfmt=".3f", colalign=align if rows else None, missingval="?"
-        )
-
     updates = table.update_steps
     kinds = "" if updates is None else f", {updates} of them with an update"
     lines = [f"{table.steps} steps{kinds}; milliseconds of an average step", ""]
@@ -301,23 +293,31 @@ def _lines(table: Table) -> list[str]:
     for name, one in (("all, update", table.update), ("all, other", table.other)):
         if one is not None:
             rows.append((name, *dataclasses.astuple(one)[1:]))
-    lines.append(grid(rows, [f.name for f in dataclasses.fields(CoreTimes)]))
+    head = [f.name for f in dataclasses.fields(CoreTimes)]
+    lines += text_table(head, [(row[0], *map(_number, row[1:])) for row in rows], ["core"])
     lines += ["", "compute + exposed + host + idle = step; collectives: hidden ones, too", ""]
     lines.append("longest operations (milliseconds of a core in a step)")
-    rows = [dataclasses.astuple(one) for one in table.operations]
-    lines += [grid(rows, ["operation", "kind", "ms", "runs"], 2), ""]
-    lines.append("largest collectives (milliseconds of a core in a step)")
-    rows = [
-        (
-            one.name,
-            None if one.bytes_per_core is None else f"{one.bytes_per_core:,}",
-            one.milliseconds,
-            one.exposed,
-            one.runs,
-            "?" if one.variables is None else some_of(one.variables, most=2),
-        )
-        for one in table.collectives
-    ]
-    head = ["collective", "bytes/core", "ms", "exposed", "runs", "variables"]
-    lines.append(grid(rows, head))
+    lines += text_table(
+        ["operation", "kind", "ms", "runs"],
+        [(o.name, o.kind, _number(o.milliseconds), _number(o.runs)) for o in table.operations],
+        ["operation", "kind"],
+    )
+    lines += ["", "largest collectives (milliseconds of a core in a step)"]
+    lines += text_table(
+        ["collective", "bytes/core", "ms", "exposed", "runs", "variables"],
+        [
+            (
+                one.name,
+                "?" if one.bytes_per_core is None else f"{one.bytes_per_core:,}",
+                *map(_number, (one.milliseconds, one.exposed, one.runs)),
+                "?" if one.variables is None else some_of(one.variables, most=2),
+            )
+            for one in table.collectives
+        ],
+        ["collective", "variables"],
+    )
     return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"

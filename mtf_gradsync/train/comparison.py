@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Callable, Iterable, List, NamedTuple, Sequence, Tuple
-
-from tabulate import tabulate
+from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._tables import text_table
 from mtf_gradsync.optimizers import Wrapper
 from mtf_gradsync.simd import CommunicationReport, CommunicationRow, Total
+from mtf_gradsync.simd.traffic import table_of
 from mtf_gradsync.train.figures import new_figure, write_figure
 from mtf_gradsync.train.model import TrainingJob, placeholders
 from mtf_gradsync.train.train_graph import GRADIENTS, PARTS, build_simd, build_train_graph, parts_of
@@ -125,16 +125,11 @@ def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
 _TITLES = ("bare", "wrapped")
 _PART_LABELS = dict(zip(PARTS, ("forward and backward pass", "gradients", "optimizer")))
 _BRANCHES, _UPDATE_STEP = "in branches", "update step"
-_WIDTH = 118
-# tabulate makes a column this much wider than its header.
-_PADDING = 2
-# Columns that are cut where a line gets too long, and how they share what room there is.
-_SHARES = {"group": 2, "where": 4, "variables": 4, "at": 5}
 _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True)
 
 
 def as_text(comparison: Comparison, rows: bool = False) -> str:
-    """Returns totals and the gradients' collectives as lines of at most 120 characters.
+    """Returns totals and the gradients' collectives, in tables that fit into the terminal.
 
     With `rows` all other collectives and transfers are listed, too.
     """
@@ -146,17 +141,19 @@ def as_text(comparison: Comparison, rows: bool = False) -> str:
         blocks += ["Transfers between the devices of a placement mesh in one step"]
         blocks += [_totals([_lines(s.transfers) for s in steps if s.transfers])]
     blocks += [
-        "ops: collectives or transfers; groups: those that are made together, which the compilers\n"
-        "of TPUs and GPUs combine.\n"
-        "bytes: what one core puts into a collective, or a device receives, on average.\n"
-        "share: of the bytes of an update step, which takes every branch."
+        "ops: collectives or transfers. groups: those that are made together, which the\n"
+        "compilers of TPUs and GPUs combine. bytes: what one core puts into a collective,\n"
+        "or a device receives, on average. share: of the bytes of an update step, which\n"
+        "takes every branch."
     ]
     for title, step in zip(_TITLES, steps):
         if rows:
-            blocks += [f"All collectives, {title}", _table(step.collectives.rows, step)]
+            listed, parts = step.collectives.rows, step.part
+            blocks += [f"All collectives, {title}", _table(listed, parts)]
         elif title == "wrapped":
-            sums = step.of_part(GRADIENTS).rows
-            blocks += [f"Collectives that sum gradients, {title}", _table(sums)]
+            sums = step.of_part(GRADIENTS)
+            blocks += [f"Collectives that sum gradients, {title}: {_count(sums)}"]
+            blocks += [_table(sums.rows)]
     if rows:
         for title, step in zip(_TITLES, steps):
             if step.transfers:
@@ -164,12 +161,22 @@ def as_text(comparison: Comparison, rows: bool = False) -> str:
     return "\n\n".join(blocks)
 
 
+def _count(report: CommunicationReport) -> str:
+    total = report.update_step
+    groups = "1 group" if total.groups == 1 else f"{total.groups:,} groups"
+    return f"{total.operations:,} operations in {groups}"
+
+
+def _table(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> str:
+    return "\n".join(table_of(rows, parts))
+
+
 def _head(comparison: Comparison) -> str:
     lines = [f"mesh {comparison.mesh}"]
     for title, step in zip(_TITLES, (comparison.bare, comparison.wrapped)):
         lines.append(f"{title:8} {' > '.join(step.optimizers)}")
     if comparison.bare is comparison.wrapped:
-        lines.append("The optimizer of this config has no wrapper, so both columns are the same.")
+        lines.append("The optimizer of this config has no wrapper, so both are the same.")
     return "\n".join(lines)
 
 
@@ -193,16 +200,15 @@ def _totals(sides: Sequence[dict[str, Total]]) -> str:
     labels = list(dict.fromkeys(label for side in sides for label in side))
     if not any(side[_BRANCHES].operations for side in sides):
         labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
-    headers = [""]
-    for title in _TITLES:
-        headers += [f"{title}\nops", "\ngroups", "\nruns", "\nbytes", "\nshare"]
     lines = []
     for label in labels:
-        line = [label]
-        for side in sides:
-            line += _cells(side.get(label, _NOTHING), side[_UPDATE_STEP])
-        lines.append(line)
-    return _format(lines, headers, "plain", left=[""])
+        for number, (title, side) in enumerate(zip(_TITLES, sides)):
+            cells = _cells(side.get(label, _NOTHING), side[_UPDATE_STEP])
+            lines.append([label if number == 0 else "", title, *cells])
+    headers = ["", "", "ops", "groups", "runs", "bytes", "share"]
+    if all(line[2] == line[4] for line in lines):
+        headers, lines = [h for h in headers if h != "runs"], [x[:4] + x[5:] for x in lines]
+    return "\n".join(text_table(headers, lines, text=[""]))
 
 
 def _cells(total: Total, bare: Total) -> list[str]:
@@ -215,68 +221,6 @@ def _cells(total: Total, bare: Total) -> list[str]:
         f"{about}{total.bytes_per_core:,}",
         share,
     ]
-
-
-def _table(rows: Iterable[CommunicationRow], step: Step | None = None) -> str:
-    """Returns a table with a line for each row, without columns that are empty everywhere."""
-    lines = [
-        {
-            "operation": row.operation,
-            "dtype": row.dtype,
-            "bytes": "?" if row.bytes_per_core is None else f"{row.bytes_per_core:,}",
-            "group": row.group,
-            "together": row.together.rpartition("/")[2],
-            "where": row.where,
-            "part": step.part[row.name] if step else "",
-            "variables": _variables(row.variables),
-            "at": row.name.rpartition("/")[0] or row.name,
-        }
-        for row in rows
-    ]
-    if not lines:
-        return "none"
-    columns = [column for column in lines[0] if any(line[column] for line in lines)]
-    widths = _fit({c: max(len(c) + _PADDING, *(len(x[c]) for x in lines)) for c in columns})
-    cells = [[_cut(line[column], widths[column]) for column in columns] for line in lines]
-    return _format(cells, columns, "simple", left=[c for c in columns if c != "bytes"])
-
-
-def _format(
-    lines: Sequence[Sequence[str]], headers: Sequence[str], style: str, left: Sequence[str]
-) -> str:
-    """Returns a table as text; columns are right-aligned unless they are named in left."""
-    align = ["left" if header in left else "right" for header in headers]
-    text = tabulate(lines, headers, style, colalign=align, disable_numparse=True)
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def _fit(widths: dict[str, int]) -> dict[str, int]:
-    """Returns widths of columns with which lines are not too long; short columns keep theirs."""
-    room = _WIDTH - 2 * (len(widths) - 1)
-    room -= sum(width for column, width in widths.items() if column not in _SHARES)
-    flexible = [column for column in _SHARES if column in widths]
-    fitted = dict(widths)
-    # Narrow columns come first, so that each passes on the room that it does not need.
-    for column in sorted(flexible, key=lambda c: widths[c] / _SHARES[c]):
-        share = room * _SHARES[column] // sum(_SHARES[c] for c in flexible)
-        fitted[column] = min(widths[column], max(share, len(column) + _PADDING))
-        room -= fitted[column]
-        flexible.remove(column)
-    return fitted
-
-
-def _cut(text: str, width: int) -> str:
-    """Returns a text without its middle where it is too long: names say most at their ends."""
-    if len(text) <= width:
-        return text
-    front = max(0, width - 3) // 3
-    return f"{text[:front]}...{text[len(text) - max(0, width - 3 - front) :]}"
-
-
-def _variables(names: Sequence[str] | None) -> str:
-    if not names:
-        return ""
-    return names[0] if len(names) == 1 else f"{len(names)} variables"
 
 
 _COLORS = {
@@ -296,7 +240,7 @@ class _Side(NamedTuple):
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Draws bytes per core and operations of both steps, by group and by part, into a PNG file."""
+    """Draws bytes per core and groups of both steps, by mesh axes and by part, into a PNG file."""
     steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
     parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))
     collectives = {
@@ -321,11 +265,11 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     )
     for (title, bars), (left, right) in zip(sections.items(), panels):
         _draw(left, bars, lambda total: total.bytes_per_core / 1e6)
-        _draw(right, bars, lambda total: total.runs)
+        _draw(right, bars, lambda total: total.groups)
         left.invert_yaxis()
         left.set_title(title, loc="left", fontsize=10)
         left.set_xlabel("MB per core in an update step")
-        right.set_xlabel("runs in an update step")
+        right.set_xlabel("groups of operations in an update step")
     labels = [label for label in _COLORS if label != "transfers" or len(sections) > 1]
     handles = [Patch(color=_COLORS[label], label=label) for label in labels]
     handles.append(Patch(facecolor="white", edgecolor="black", hatch="///", label="in a branch"))

@@ -345,15 +345,16 @@ class TrafficRow(NamedTuple):
     """Collectives or copies ("transfer") of one kind along a group of mesh axes, taken together.
 
     They belong to a `part` of the step, "" where it is not known; if `on_updates`, only update
-    steps have them. `runs` counts them in one update step, and `bytes_per_core` the bytes that a
-    core sends, or a device receives, there.
+    steps have them. `groups` counts those that are made together once, and `bytes_per_core` is what
+    a core sends, or a device receives, in one update step.
     """
 
     operation: str
     group: str
     part: str
     on_updates: bool
-    runs: int
+    operations: int
+    groups: int
     bytes_per_core: int
 
 
@@ -394,13 +395,14 @@ def _totals(
     report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
 ) -> Traffic:
     """Returns the totals of a report, the largest first."""
-    totals: dict[tuple[str, str, str, bool], list[int]] = {}
+    kinds: dict[tuple[str, str, str, bool], list[simd.CommunicationRow]] = {}
     for row in report.rows:
         key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)
-        total = totals.setdefault(key, [0, 0])
-        total[0] += 1 if row.turns is None else row.turns
-        total[1] += row.bytes_per_step or row.bytes_per_core or 0
-    rows = [TrafficRow(*key, runs, size) for key, (runs, size) in totals.items()]
+        kinds.setdefault(key, []).append(row)
+    rows = []
+    for key, found in kinds.items():
+        total = CommunicationReport(tuple(found)).update_step
+        rows.append(TrafficRow(*key, total.operations, total.groups, total.bytes_per_core))
     return Traffic(
         report.every_step.bytes_per_core,
         report.update_step.bytes_per_core,

@@ -7,8 +7,7 @@ import dataclasses
 import json
 from typing import Any, Iterator, Sequence
 
-from tabulate import tabulate
-
+from mtf_gradsync._tables import text_table
 from mtf_gradsync.xla.hlo import (
     groups_of,
     instructions_of,
@@ -330,7 +329,7 @@ class CompiledProgram:
         conditional = (sum(c.is_conditional for c in rows) for _, rows in columns)
         in_loops = (sum(c.is_in_loop for c in rows) for _, rows in columns)
         table += [["in branches", *map(str, conditional)], ["in loops", *map(str, in_loops)]]
-        return _table(["collectives", *(title for title, _ in columns)], table)
+        return text_table(["collectives", *(title for title, _ in columns)], table, ["collectives"])
 
     def _estimates(self) -> list[str]:
         bare = self.estimates.get("bare")
@@ -371,7 +370,7 @@ class CompiledProgram:
         headers = ["estimate per core", "operations", "bytes touched", "us by roofline", "of bare"]
         if bare is None:
             headers, rows = headers[:-1], [row[:-1] for row in rows]
-        return _table(headers, rows) + notes
+        return text_table(headers, rows, headers[:1]) + notes
 
     def _memory(self, memory: CoreMemory) -> list[str]:
         rows = [
@@ -382,7 +381,7 @@ class CompiledProgram:
             ["code", f"{memory.code:,}"],
             ["total", f"{memory.total:,}"],
         ]
-        lines = _table(["memory per core", "bytes"], rows)
+        lines = text_table(["memory per core", "bytes"], rows, ["memory per core"])
         shares = [
             f"{g.name} {100 * memory.total / g.memory_per_core:.3g}%" for g in self._generations()
         ]
@@ -392,11 +391,3 @@ class CompiledProgram:
             f"does not fit on: {', '.join(misfits)}" if misfits else "fits on all of these"
         )
         return lines
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; all columns but the first are aligned to the right."""
-    align = ("left", *("right" for _ in headers[1:]))
-    return tabulate(
-        rows, headers, tablefmt="simple", disable_numparse=True, colalign=align
-    ).splitlines()

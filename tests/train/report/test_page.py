@@ -68,8 +68,8 @@ TRAFFIC = Traffic(
     every_step=30,
     update_step=130,
     rows=[
-        TrafficRow("CrossReplicaSum", "batch", "gradients", True, 1, 100),
-        TrafficRow("CrossReplicaSum", "model", "forward and backward", False, 3, 30),
+        TrafficRow("CrossReplicaSum", "batch", "gradients", True, 19, 1, 100),
+        TrafficRow("CrossReplicaSum", "model", "forward and backward", False, 3, 3, 30),
     ],
     scalars={"traffic/bytes_of_update_step": 130.0, "traffic/bytes_of_other_step": 30.0},
 )
@@ -213,7 +213,7 @@ def test_no_section_about_skipped_steps_where_none_are_skipped(tmp_path):
 
 def test_every_bar_is_to_be_seen():
     def row(size, number):
-        return TrafficRow("CrossReplicaSum", f"axis{number}", "", False, 1, size)
+        return TrafficRow("CrossReplicaSum", f"axis{number}", "", False, 1, 1, size)
 
     # As of configs/lm_cpu_mesh.gin, the largest first.
     rows = [row(size, n) for n, size in enumerate([2_631_680, 888_320, 6_792, 16, 4])]

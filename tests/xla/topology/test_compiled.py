@@ -35,12 +35,12 @@ def test_an_accepted_program_as_text():
         "topology v3:2x2 (TPU v3), 8 cores",
         "accepted, compiled in 1.2 s",
         "",
-        "collectives      before optimization         compiled    compiled, update not split",
-        "-------------  ---------------------  ---------------  ----------------------------",
-        "all-reduce           2 (1,500 bytes)  1 (1,500 bytes)                   0 (0 bytes)",
-        "all-gather               0 (0 bytes)      0 (0 bytes)                   1 (8 bytes)",
-        "in branches                        1                0                             0",
-        "in loops                           1                0                             0",
+        "collectives  before optimization         compiled  compiled, update not split",
+        "-----------  -------------------  ---------------  --------------------------",
+        "all-reduce       2 (1,500 bytes)  1 (1,500 bytes)                 0 (0 bytes)",
+        "all-gather           0 (0 bytes)      0 (0 bytes)                 1 (8 bytes)",
+        "in branches                    1                0                           0",
+        "in loops                       1                0                           0",
         "",
         "memory per core                            bytes",
         "--------------------------------  --------------",
@@ -66,7 +66,7 @@ def test_a_refused_program_as_text():
     assert str(refused).splitlines()[1:4] == [
         "refused: the TPU compiler: no",
         "",
-        "collectives      before optimization",
+        "collectives  before optimization",
     ]
     assert not refused.accepted
     assert refused.fits() == {}

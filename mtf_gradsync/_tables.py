@@ -1,0 +1,143 @@
+"""Tables as text that are no wider than the terminal."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import Collection, NamedTuple, Sequence
+
+#: The width of tables where output is no terminal, in characters.
+WIDE = 160
+# A column of text is not made narrower than this.
+_LEAST = 16
+_GAP = "  "
+# Where lines of a text may end: behind a space, and behind signs that stand in names.
+_PIECES = re.compile(r"[^ /+;>]*[ /+;>]+|[^ /+;>]+")
+
+
+def terminal_width() -> int:
+    """The number of characters in a line: COLUMNS, the terminal's, or `WIDE` without a terminal."""
+    return shutil.get_terminal_size((WIDE, 24)).columns
+
+
+def text_table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    text: Collection[str] = (),
+    keys: int = 1,
+    width: int | None = None,
+) -> list[str]:
+    """Returns the lines of a table that fits into the terminal. Figures are never cut.
+
+    A table that is too wide has the words of its headers below each other, then the widest of its
+    columns of text in several lines. If that is not enough, the columns are in several tables below
+    each other.
+
+    Args:
+      headers: a header for each column. They, and cells, may have several lines.
+      rows: the cells of each row.
+      text: headers of columns of text, which are aligned to the left and may be broken; all others
+        are aligned to the right.
+      keys: the number of columns that name a row. They come first in each of several tables.
+      width: the number of characters in a line; None for `terminal_width`.
+    """
+    width = width or terminal_width()
+    cells = [[row[n] for row in rows] for n in range(len(headers))]
+    columns = [_Column.of(h, c, h in text) for h, c in zip(headers, cells)]
+    if _width(columns) > width:
+        columns = [column.with_narrow_header() for column in columns]
+    lines: list[str] = []
+    for band in _bands(columns, keys, width):
+        lines += ["", *_lines(_fitted(band, width))] if lines else _lines(_fitted(band, width))
+    return lines
+
+
+class _Column(NamedTuple):
+    header: list[str]
+    cells: list[list[str]]
+    is_text: bool
+
+    @classmethod
+    def of(cls, header: str, cells: Sequence[str], is_text: bool) -> _Column:
+        return cls(header.split("\n"), [cell.split("\n") for cell in cells], is_text)
+
+    @property
+    def width(self) -> int:
+        return max(len(line) for lines in (self.header, *self.cells) for line in lines)
+
+    def with_narrow_header(self) -> _Column:
+        words = [word for line in self.header for word in line.split(" ")]
+        room = max([*map(len, words), *(len(line) for cell in self.cells for line in cell)])
+        return self._replace(header=_broken(self.header, room, indent=""))
+
+    def within(self, width: int) -> _Column:
+        return self._replace(cells=[_broken(cell, width) for cell in self.cells])
+
+
+def _broken(lines: Sequence[str], width: int, indent: str = " ") -> list[str]:
+    """Lines of a text that are no longer than `width`; `indent` begins what follows a break."""
+    made = []
+    for line in lines:
+        pieces, current = _PIECES.findall(line), ""
+        while pieces:
+            piece = pieces.pop(0)
+            if len((current + piece).rstrip()) <= width:
+                current += piece
+            elif current.strip():
+                made.append(current.rstrip())
+                current, pieces = indent, [piece, *pieces]
+            else:
+                room = width - len(current)
+                current, pieces = current + piece[:room], [piece[room:], *pieces]
+        made.append(current.rstrip())
+    return made
+
+
+def _width(columns: Sequence[_Column]) -> int:
+    return sum(column.width for column in columns) + len(_GAP) * (len(columns) - 1)
+
+
+def _narrowest(column: _Column) -> _Column:
+    return column.within(max(_LEAST, *map(len, column.header))) if column.is_text else column
+
+
+def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]:
+    """The columns of each of several tables, as few as fit into the width."""
+    bands: list[list[_Column]] = []
+    for column in columns:
+        band = [*bands[-1], column] if bands else [column]
+        if len(band) <= keys + 1 or _width([_narrowest(c) for c in band]) <= width:
+            bands[-1:] = [band]
+        else:
+            bands.append([*columns[:keys], column])
+    return bands
+
+
+def _fitted(columns: Sequence[_Column], width: int) -> list[_Column]:
+    """The columns, the widest of those of text as narrow as the width asks for."""
+    fitted = list(columns)
+    while _width(fitted) > width:
+        left = [n for n, c in enumerate(fitted) if c.is_text and _narrowest(c).width < c.width]
+        if not left:
+            break
+        widest = max(left, key=lambda n: fitted[n].width)
+        fitted[widest] = columns[widest].within(fitted[widest].width - 1)
+    return fitted
+
+
+def _lines(columns: Sequence[_Column]) -> list[str]:
+    widths = [column.width for column in columns]
+    headers = [column.header for column in columns]
+    height = max(map(len, headers))
+    rows = [[[""] * (height - len(h)) + h for h in headers], [["-" * w] for w in widths]]
+    rows += [list(row) for row in zip(*(column.cells for column in columns))]
+    lines = []
+    for row in rows:
+        for number in range(max(map(len, row))):
+            parts = [cell[number] if number < len(cell) else "" for cell in row]
+            aligned = [
+                part.ljust(w) if column.is_text else part.rjust(w)
+                for part, w, column in zip(parts, widths, columns)
+            ]
+            lines.append(_GAP.join(aligned).rstrip())
+    return lines
