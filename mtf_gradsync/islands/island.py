@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 import time
+import uuid
 from typing import Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequence, get_args
 
 import gin
@@ -136,6 +137,7 @@ class Island:
             if merge
             else None
         )
+        self._life = uuid.uuid4().hex  # tells this process from others of its name
         self.version: int | None = None  # whose values the island goes on from
         self.step = 0
         self._fragments = 1
@@ -173,9 +175,29 @@ class Island:
         if newest_version(self.folder) is None:
             facts = {"island": self.name, "version": None, "tokens": 1.0, "steps": 0}
             self.folder.store(offer_object(self.name), facts, values)
-        self._join(session, self._await_version())
-        self.folder.write_json(member_object(self.name), {"version": self.version})
-        self._journal.write("joined", step=step, version=self.version)
+        version = self._await_version()
+        self.folder.write_json(member_object(self.name), {"version": version, "life": self._life})
+        # The merger may have decided on what an earlier life contributed: it stays as it is.
+        has_sent = self._has_contribution(version)
+        self._join(session, version, has_sent)
+        self._journal.write("joined", step=step, version=version, has_sent=has_sent)
+
+    def _has_contribution(self, version: int) -> bool:
+        with contextlib.suppress(DamagedObjectError):
+            return self.folder.load(contribution_object(version, self.name)) is not None
+        return False
+
+    def _has_name(self) -> bool:
+        member = self.folder.read_json(member_object(self.name))
+        return not member or member.get("life") == self._life
+
+    def _check_name(self) -> None:
+        """Raises IslandError if another process has begun by this island's name."""
+        if not self._has_name():
+            raise IslandError(
+                f"Another process has begun as the island {self.name!r} of {self.folder.url}: "
+                "each island needs a name of its own. This one ends."
+            )
 
     def _await_version(self) -> int:
         """Returns the newest version that is whole, once there is one."""
@@ -217,9 +239,16 @@ class Island:
         self._count(read=found.values())
         return found
 
-    def _join(self, session: Any, version: int) -> None:
+    def _join(self, session: Any, version: int, has_sent: bool) -> None:
         self._values.write(session, self._new)
         self._start_from(self._new, version)
+        if has_sent:
+            self._sent = {name: self._base[name] for name in self._turn()}
+
+    def _turn(self) -> list[str]:
+        """The names of the variables that the next version changes."""
+        assert self.version is not None
+        return fragment_of(self.version + 1, list(self._base), self._fragments)
 
     def after_step(self, session: Any, tokens: float = 1.0) -> None:
         """Contributes what the island has learned, or takes merged values, where it is time to.
@@ -263,7 +292,8 @@ class Island:
         if self._merger:
             self._merger.stop()
         if not self._replay and self.version is not None:
-            self.folder.remove(member_object(self.name))
+            if self._has_name():
+                self.folder.remove(member_object(self.name))
             self._journal.write("left", step=self.step, version=self.version)
 
     def _look(self) -> tuple[int, bool]:
@@ -297,10 +327,11 @@ class Island:
         """Contributes the change of the fragment whose turn it is; returns whether it did."""
         assert self.version is not None
         fragment = self.version % self._fragments
-        names = fragment_of(self.version + 1, list(self._base), self._fragments)
-        tokens = self._tokens[fragment]
+        names, tokens = self._turn(), self._tokens[fragment]
         if not tokens:
             return False
+        if not self._replay:
+            self._check_name()
         now = self._values.read(session)
         change = {
             name: (_wide(self._base[name]) - _wide(now[name])).astype(np.float32) for name in names
@@ -380,7 +411,7 @@ class Island:
                 settings = MergeSettings.of(self.folder)
                 self._fragments = settings.fragments if settings else 1
                 self._new = self._load(range(event["version"] + 1))
-                self._join(session, event["version"])
+                self._join(session, event["version"], event.get("has_sent", False))
             elif kind == "took":
                 self._take(session, event["version"])
                 if self.version != event["version"]:

@@ -62,7 +62,7 @@ def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]
     for life in read_journal(folder, island):
         for event in life:
             if event["event"] == "joined":
-                found = {s: events for s, events in found.items() if s <= event["step"]}
+                found = {s: events for s, events in found.items() if s < event["step"]}
             found.setdefault(event["step"], []).append(event)
     return found
 

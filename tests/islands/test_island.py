@@ -70,6 +70,44 @@ def test_returned_and_added_islands_begin_from_the_newest_version(folder):
     assert rows == {"one": 1, "two": 2, "three": 1}
 
 
+def test_what_an_island_contributed_before_it_was_killed_stays(folder):
+    one, two = begun(folder, ["one", "two"])
+    for _ in range(2):
+        one.step(1.0)
+    path = folder / "contributions" / "00000000" / "one.safetensors"
+    before = path.read_bytes()
+    again = Toy(folder, "one", 2, wait="none").begin(step=2)
+    for _ in range(3):
+        again.step(0.25)
+    assert path.read_bytes() == before
+    for _ in range(2):
+        two.step(3.0)
+    (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
+    assert [c["weight"] for c in decision["contributions"]] == [2.0, 2.0]
+    # What it has learned since it came back is kept, and is in its next contribution.
+    again.step(0.0)
+    assert (again.b, again.island.version) == (2.0 - 4.0 - 0.75, 1)
+    (decision,) = merge(folder, 1)
+    assert [(c["island"], c["weight"]) for c in decision["contributions"]] == [("one", 4.0)]
+    # The journal knows: a replay of its second life keeps it in the same way.
+    replayed = Toy(folder, "one", 2, replay=True).begin(2)
+    for move in (0.25, 0.25, 0.25, 0.0):
+        replayed.step(move)
+    assert (replayed.b, replayed.island.version) == (again.b, 1)
+
+
+def test_two_processes_of_one_name(folder):
+    (one,) = begun(folder, ["one"])
+    again = Toy(folder, "one", 2, wait="none").begin()
+    one.step(1.0)
+    with pytest.raises(IslandError, match="Another process has begun as the island 'one' of"):
+        one.step(1.0)
+    one.island.close()
+    for _ in range(2):
+        again.step(1.0)
+    assert len(pending(folder)) == 1
+
+
 def test_values_that_are_not_finite_are_not_contributed(folder, caplog):
     (toy,) = begun(folder, ["one"])
     toy.step(1.0)
