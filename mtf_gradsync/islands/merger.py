@@ -504,11 +504,10 @@ class Merger:
     def _grace(self) -> float:
         """Seconds to wait: half as long again as contributions have usually come apart."""
         assert self._newest is not None
-        spreads = [
-            max(decision["seconds"]["arrivals"].values(), default=0.0)
-            for version in range(max(self._newest - 7, 1), self._newest + 1)
-            if (decision := self._decision(version))
-        ]
+        decisions = [self._decision(v) for v in range(max(self._newest - 7, 1), self._newest + 1)]
+        arrivals = [decision["seconds"]["arrivals"].values() for decision in decisions if decision]
+        # One that came alone says nothing about how far apart they come.
+        spreads = [max(seconds) for seconds in arrivals if len(seconds) > 1]
         usual = 1.5 * float(np.median(spreads)) if spreads else self._waiting.max_grace
         return min(max(usual, self._waiting.min_grace), self._waiting.max_grace)
 

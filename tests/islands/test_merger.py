@@ -156,6 +156,38 @@ def test_an_older_contribution_is_merged_within_max_staleness(folder):
     assert [c["island"] for c in decision["contributions"]] == ["one"]
 
 
+def test_the_grace_window_follows_how_far_apart_contributions_come(folder):
+    one, two, dead = begun(folder, ["one", "two", "dead"])
+    two.island.inner_steps = 100  # it contributes when it sees that others have
+    now, begin, gap = 0.0, 0.0, 2.0
+
+    def sleep(seconds):
+        nonlocal now
+        now += 0.25
+        if now - begin >= gap and two.island._sent is None:
+            two.step(1.0)
+
+    waiting = Waiting(quorum=1, min_grace=0.5, max_grace=10.0)
+    waited, made = [], []
+    merger = Merger(Folder(str(folder)), PLAIN, waiting, poll_seconds=1e-9, clock=lambda: now)
+
+    def on_version(decision):
+        nonlocal begin, gap
+        made.append(decision)
+        waited.append((decision["seconds"]["waited"], len(decision["contributions"])))
+        begin = now
+        gap = 100.0 if len(made) == 1 else 2.0
+        for toy in (one, one, two):
+            toy.step(0.0)
+
+    one.step(1.0)
+    one.step(1.0)
+    merger.run(lambda: len(made) == 3, on_version, sleep)
+    # At first nothing is known of it. Then it is half as long again as the usual 2 s, also after a
+    # version with one contribution alone, and over when all are there that were there lately.
+    assert waited == [(10.0, 2), (3.0, 1), (2.0, 2)]
+
+
 def test_damaged_and_foreign_contributions_are_refused_by_name(folder, caplog):
     toys = begun(folder, ["damaged", "foreign", "good", "nan"])
     for toy in toys:
