@@ -150,6 +150,12 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
+    def remove_half_written(self, folder: str) -> None:
+        """Removes what writers that were killed have left in a folder of it, where nobody writes."""
+        for path in self._files.glob(posixpath.join(self._path(folder), ".*")):
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm_file(path)
+
     def remove_all(self, folder: str) -> None:
         """Removes a folder of it with all objects, if it is there."""
         with contextlib.suppress(FileNotFoundError):

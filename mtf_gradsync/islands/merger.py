@@ -324,6 +324,8 @@ class Merger:
         Raises MergerError if another merger has the folder.
         """
         with lease(self._folder, sleep) as check:
+            for place in ("decisions", "momenta", "versions"):  # where only a merger writes
+                self._folder.remove_half_written(place)
             self._folder.write_json(SETTINGS, self.settings._asdict())
             self._finish_begun(on_version)
             if self._newest is not None:

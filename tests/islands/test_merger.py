@@ -65,6 +65,18 @@ def test_a_version_is_the_mean_weighted_by_tokens(folder):
     assert (one.b, two.b) == (-2.25, -2.5)
 
 
+def test_what_a_killed_merger_has_half_written_goes(folder):
+    (toy,) = begun(folder, ["one"])
+    half = folder / "versions" / ".00000001.safetensors.0123"
+    half.write_bytes(b"half")
+    toy.step(1.0)
+    toy.step(1.0)
+    merge(folder, 1)
+    assert [path.name for path in sorted((folder / "versions").iterdir())] == [
+        "00000000.safetensors", "00000001.safetensors",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_versions_are_sgd_with_momentum(folder, nesterov, fragments):

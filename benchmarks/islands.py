@@ -1,0 +1,294 @@
+"""Islands that die, lag, come back and are added: goodput, loss, and whether a version is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple
+
+import numpy as np
+
+from benchmarks import less_communication, models, report, timing
+from benchmarks.islands_series import (
+    ISLANDS,
+    LENGTH,
+    TOKENS,
+    Scale,
+    Series,
+    language_model,
+    program,
+    rounds_of,
+    run,
+)
+from mtf_gradsync import islands
+
+SETTINGS = {"steps": 300, "step_seconds": 0.15, "down_seconds": 1.5}
+ONE, NONE = "one program", "islands"
+SERIES = [
+    Series(ONE, is_one=True),
+    Series(f"{ONE}, 1 in 100", kill=0.01, is_one=True),
+    Series(f"{ONE}, 1 in 20", kill=0.05, is_one=True),
+    Series(NONE),
+    Series(f"{NONE}, another seed", seed=1),
+    Series(f"{NONE}, 1 in 100", kill=0.01),
+    Series(f"{NONE}, 1 in 20", kill=0.05),
+    Series(f"{NONE} that meet every 3, 1 in 20", kill=0.05, inner_steps=3),
+    Series(f"{NONE}, 1 in 20, merger killed", kill=0.05, merger_seconds=3.0),
+    Series(f"{NONE}, one 3 times slower", slow=3.0),
+    Series(f"{NONE}, merger killed", merger_seconds=3.0),
+    Series(f"{NONE}, one added", is_added=True),
+]
+# What counts as held-out loss at the end: the mean of the last versions, which differ by chance.
+LAST, POINTS = 3, 12
+GOODPUT, NATS = 0.9, 0.02
+
+
+class Trained(NamedTuple):
+    """What a series has come to.
+
+    Attributes:
+      points: tokens, seconds and what `Losses` takes, of each version or round.
+      full: tokens that all islands would make in the time, if none died or was slow.
+      could: tokens that those could make that were there, each as fast as it is.
+      made: tokens of the steps that they made.
+      useful: tokens that are in the last version.
+      seconds: until it was there.
+      kills: of islands and of the merger.
+      versions: how many.
+      bad: versions with other bits than their contributions make, or lost.
+      late: contributions that came too late.
+    """
+
+    points: list[tuple[float, float, Any]]
+    full: float
+    could: float
+    made: float
+    useful: float
+    seconds: float
+    kills: tuple[int, int]
+    versions: int
+    bad: int
+    late: int
+
+
+def measure(options: report.Options) -> report.Table:
+    """Trains each series, looks at what has become of it, and asks for the loss on held-out text."""
+    settings = {**SETTINGS, **options.settings}
+    steps = 20 if options.quick else int(settings["steps"])
+    seconds = float(settings["step_seconds"])
+    scale = Scale(steps, seconds, float(settings["down_seconds"]), 30.0 + 4.0 * steps * seconds)
+    names = options.only.get("series", available())
+    chosen = [one for one in SERIES if one.name in names]
+    if options.quick:
+        chosen = [one for one in chosen if one.name in (NONE, f"{NONE}, 1 in 20")] or chosen[:1]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory, ProcessPoolExecutor(1, context) as worker:
+        places = {}
+        for number, one in enumerate(timing.progress(chosen, "series")):
+            places[one] = Path(directory, str(number))
+            # A process of its own: this one may have threads, and those must not be forked.
+            worker.submit(run, one, scale, str(places[one])).result()
+        found = {
+            one: (_program_trained if one.is_one else _islands_trained)(one, scale, place)
+            for one, place in places.items()
+        }
+        with _losses() as losses:
+            curves = {one.name: _curve(trained, losses) for one, trained in found.items()}
+    rows = [_row(one, trained, curves, found) for one, trained in found.items()]
+    return report.Table(
+        name="islands",
+        title=f"{ISLANDS} islands of a byte-level language model, {steps} steps of each",
+        rows=rows,
+        notes=_notes(scale),
+        targets=[] if options.quick else list(_targets(rows)),
+        plot=lambda axes: _plot(axes, curves, rows),
+    )
+
+
+def available() -> list[str]:
+    """Names of the series."""
+    return [one.name for one in SERIES]
+
+
+def _islands_trained(series: Series, scale: Scale, place: Path) -> Trained:
+    """Reads the folder of a series; a version is replayed from its contributions."""
+    folder = islands.Folder(place / "folder")
+    record = json.loads((place / "record.json").read_text("utf-8"))
+    status = islands.read_status(folder)
+    points, tokens = [], 0.0
+    for decision in status.decisions[1:]:
+        if tokens < scale.tokens:
+            tokens += sum(c["weight"] for c in decision["contributions"])
+            name = f"versions/{decision['version']:08d}.safetensors"
+            load = lambda name=name: folder.load(name).tensors  # noqa: E731
+            points.append((tokens, decision["time"] - record["began"], load))
+    return _trained(
+        series, scale, record, points, tokens,
+        versions=len(status.decisions), bad=_bad_versions(folder, status),
+        late=sum(len(d["dropped"]) for d in status.decisions),
+    )  # fmt: skip
+
+
+def _bad_versions(folder: islands.Folder, status: islands.Status) -> int:
+    """Counts versions that are wrong or missing, and contributions that are merged twice or lost."""
+    wrong = len(islands.replay(folder))
+    lost = sum(d["version"] != number for number, d in enumerate(status.decisions))
+    used = [c["object"] for d in status.decisions for c in (*d["contributions"], *d["dropped"])]
+    twice = len(used) - len(set(used))
+    newest = f"{status.version:08d}"
+    there = {
+        f"contributions/{version}/{name}"
+        for version in folder.names("contributions")
+        for name in folder.names(f"contributions/{version}")
+        if version < newest
+    }
+    return wrong + lost + twice + len(there - set(used))
+
+
+def _program_trained(series: Series, scale: Scale, place: Path) -> Trained:
+    record = json.loads((place / "record.json").read_text("utf-8"))
+    rounds = rounds_of(place)
+    points = [
+        (one["step"] * ISLANDS * TOKENS, one["time"] - record["began"], one["path"])
+        for one in rounds
+    ]
+    useful = points[-1][0] if points else 0.0
+    return _trained(series, scale, record, points, useful, versions=len(rounds), bad=0, late=0)
+
+
+def _trained(
+    series: Series, scale: Scale, record: Any, points: Any, useful: float, **more: int
+) -> Trained:
+    at_once = ISLANDS if series.is_one else 1  # islands that a process trains
+    is_whole = useful >= scale.tokens
+    end = points[-1][1] if is_whole else max(x["end"] for x in record["lives"]) - record["began"]
+    could = made = 0.0
+    for life in record["lives"]:
+        lived = min(life["end"] - record["began"], end) - (life["ready"] - record["began"])
+        share = max(lived, 0.0) / (life["end"] - life["ready"])
+        could += max(lived, 0.0) / life["step_seconds"] * TOKENS * at_once
+        made += life["steps"] * share * TOKENS * at_once
+    full = end / scale.step_seconds * ISLANDS * TOKENS
+    kills = record["kills"], record["merger_kills"]
+    return Trained(points, full, could, made, useful, end, kills, **more)
+
+
+@contextlib.contextmanager
+def _losses() -> Iterator[Callable[[Any], float]]:
+    """A function of values, or of a checkpoint's path: the loss on held-out text."""
+    made, built = program(language_model(1, 64), models.FLOOR, 0)
+    rng = np.random.RandomState(5)
+    asked = [less_communication.batch_of("validation", (64, LENGTH), rng) for _ in range(8)]
+    with built.graph.as_default(), made.session(built.lowering) as session:
+
+        def loss(values: Any) -> float:
+            if callable(values):
+                session.write(values())
+            else:
+                session.restore(values)
+            return float(np.mean([session.run(built.loss, {built.x: x}) for x in asked]))
+
+        yield loss
+
+
+def _curve(trained: Trained, losses: Callable[[Any], float]) -> list[tuple[float, float, float]]:
+    """Tokens, seconds and loss of some versions, the last ones among them."""
+    last = len(trained.points) - 1
+    each = max(1, last // POINTS)
+    chosen = {*range(0, last + 1, each), *range(max(0, last - LAST + 1), last + 1)}
+    some = [trained.points[n] for n in sorted(chosen)]
+    return [(*point[:2], losses(point[2])) for point in timing.progress(some, "held-out loss")]
+
+
+def _row(
+    series: Series, trained: Trained, curves: dict[str, Any], found: dict[Series, Trained]
+) -> report.Row:
+    has_ended = any(curves[series.name]) and trained.useful >= 0.99 * max(
+        one.useful for one in found.values()
+    )
+    loss = _end(curves[series.name]) if has_ended else None
+    base = ONE if series.is_one else NONE
+    has_base = loss is not None and curves.get(base)
+    return {
+        "series": series.name,
+        "seconds": trained.seconds,
+        "killed": trained.kills[0],
+        "mergers killed": trained.kills[1],
+        "versions": trained.versions,
+        "wrong or lost": trained.bad,
+        "late": trained.late,
+        "goodput": trained.useful / trained.full,
+        "living": trained.could / trained.full,
+        "useful/living": trained.useful / trained.could if trained.could else None,
+        "stepping": trained.made / trained.could if trained.could else None,
+        "held-out nats": loss,
+        "than without faults": loss - _end(curves[base]) if has_base else None,
+    }
+
+
+def _end(curve: list[tuple[float, float, float]]) -> float:
+    return float(np.mean([loss for _, _, loss in curve[-LAST:]]))
+
+
+def _notes(scale: Scale) -> list[str]:
+    return [
+        f"A step takes {scale.step_seconds:g} s; an island that was killed (kill -9) is started"
+        f" again {scale.down_seconds:g} s later, in the mean, and then takes as long as it takes.",
+        "killed 1 in N: of island-steps. One program dies with each of its islands.",
+        "goodput: tokens in the last version over what all islands make in the time if none dies."
+        " living: what those could make that were there. stepping: what they made.",
+        f"Islands meet every 10 steps and go on meanwhile (wait none); nats: mean of the last {LAST}"
+        " versions, at the same number of tokens; none where a series was given up before.",
+    ]
+
+
+def _targets(rows: list[report.Row]) -> Iterator[report.Target]:
+    for row in rows:
+        if row["series"].startswith(NONE):
+            what = f"{row['series']}: "
+            yield report.Target(
+                f"{what}part lost of what living islands could do",
+                1.0 - row["useful/living"], 1.0 - GOODPUT, "",
+            )  # fmt: skip
+            if row["than without faults"] is not None:
+                yield report.Target(
+                    f"{what}nats above no faults", row["than without faults"], NATS, ""
+                )
+    kills = sum(row["killed"] + row["mergers killed"] for row in rows)
+    bad = sum(row["wrong or lost"] for row in rows)
+    yield report.Target(f"wrong or lost versions in {kills} kills", bad, 0.0, "")
+
+
+def _plot(axes: Any, curves: dict[str, Any], rows: list[report.Row]) -> None:
+    figure = axes.figure
+    axes.remove()
+    figure.set_size_inches(13, 4.5)
+    by_steps, by_time, bars = figure.subplots(1, 3)
+    for number, (name, curve) in enumerate(curves.items()):
+        style = dict(color=f"C{number % 10}", ls="--" if name.startswith(ONE) else "-", label=name)
+        if curve:
+            tokens, seconds, losses = zip(*curve)
+            by_steps.plot([t / TOKENS / ISLANDS for t in tokens], losses, **style)
+            by_time.plot(seconds, losses, **style)
+    by_steps.set_xlabel("useful steps of each island")
+    by_time.set_xlabel("seconds")
+    for one in (by_steps, by_time):
+        one.set_ylabel("held-out nats a byte")
+        one.set_ylim(top=3.5)
+    by_time.legend(fontsize=6)
+    places = np.arange(len(rows))[::-1]
+    bars.barh(places, [row["living"] for row in rows], color="0.85", label="living")
+    bars.barh(places, [row["goodput"] for row in rows], height=0.5, label="goodput")
+    bars.set_yticks(places, [row["series"] for row in rows], fontsize=6)
+    bars.set_xlabel("of full strength")
+    bars.legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    command = "python -m benchmarks.islands"
+    sys.exit(report.main([measure], command, {"series": available()}, SETTINGS))
