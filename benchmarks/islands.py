@@ -27,7 +27,7 @@ from benchmarks.islands_series import (
 )
 from mtf_gradsync import islands
 
-SETTINGS = {"steps": 300, "step_seconds": 0.15, "down_seconds": 1.5}
+SETTINGS = {"steps": 240, "step_seconds": 0.15, "down_seconds": 1.5}
 ONE, NONE = "one program", "islands"
 SERIES = [
     Series(ONE, is_one=True),
@@ -77,7 +77,7 @@ class Trained(NamedTuple):
 
 
 def measure(options: report.Options) -> report.Table:
-    """Trains each series, looks at what has become of it, and asks for the loss on held-out text."""
+    """Trains each series, reads what has become of it, and asks for the loss on held-out text."""
     settings = {**SETTINGS, **options.settings}
     steps = 20 if options.quick else int(settings["steps"])
     seconds = float(settings["step_seconds"])
@@ -99,7 +99,7 @@ def measure(options: report.Options) -> report.Table:
         }
         with _losses() as losses:
             curves = {one.name: _curve(trained, losses) for one, trained in found.items()}
-    rows = [_row(one, trained, curves, found) for one, trained in found.items()]
+    rows = [_row(one, scale, trained, curves) for one, trained in found.items()]
     return report.Table(
         name="islands",
         title=f"{ISLANDS} islands of a byte-level language model, {steps} steps of each",
@@ -125,8 +125,7 @@ def _islands_trained(series: Series, scale: Scale, place: Path) -> Trained:
         if tokens < scale.tokens:
             tokens += sum(c["weight"] for c in decision["contributions"])
             name = f"versions/{decision['version']:08d}.safetensors"
-            load = lambda name=name: folder.load(name).tensors  # noqa: E731
-            points.append((tokens, decision["time"] - record["began"], load))
+            points.append((tokens, decision["time"] - record["began"], (folder, name)))
     return _trained(
         series, scale, record, points, tokens,
         versions=len(status.decisions), bad=_bad_versions(folder, status),
@@ -135,7 +134,7 @@ def _islands_trained(series: Series, scale: Scale, place: Path) -> Trained:
 
 
 def _bad_versions(folder: islands.Folder, status: islands.Status) -> int:
-    """Counts versions that are wrong or missing, and contributions that are merged twice or lost."""
+    """Counts versions that are wrong or missing, and contributions merged twice or lost."""
     wrong = len(islands.replay(folder))
     lost = sum(d["version"] != number for number, d in enumerate(status.decisions))
     used = [c["object"] for d in status.decisions for c in (*d["contributions"], *d["dropped"])]
@@ -187,10 +186,11 @@ def _losses() -> Iterator[Callable[[Any], float]]:
     with built.graph.as_default(), made.session(built.lowering) as session:
 
         def loss(values: Any) -> float:
-            if callable(values):
-                session.write(values())
-            else:
+            if isinstance(values, str):
                 session.restore(values)
+            else:
+                folder, name = values
+                session.write(folder.load(name).tensors)
             return float(np.mean([session.run(built.loss, {built.x: x}) for x in asked]))
 
         yield loss
@@ -205,15 +205,10 @@ def _curve(trained: Trained, losses: Callable[[Any], float]) -> list[tuple[float
     return [(*point[:2], losses(point[2])) for point in timing.progress(some, "held-out loss")]
 
 
-def _row(
-    series: Series, trained: Trained, curves: dict[str, Any], found: dict[Series, Trained]
-) -> report.Row:
-    has_ended = any(curves[series.name]) and trained.useful >= 0.99 * max(
-        one.useful for one in found.values()
-    )
-    loss = _end(curves[series.name]) if has_ended else None
-    base = ONE if series.is_one else NONE
-    has_base = loss is not None and curves.get(base)
+def _row(series: Series, scale: Scale, trained: Trained, curves: dict[str, Any]) -> report.Row:
+    loss = _end(curves[series.name]) if trained.useful >= scale.tokens else None
+    base = curves.get(ONE if series.is_one else NONE)
+    more = loss - _end(base) if loss is not None and base else None
     return {
         "series": series.name,
         "seconds": trained.seconds,
@@ -227,7 +222,7 @@ def _row(
         "useful/living": trained.useful / trained.could if trained.could else None,
         "stepping": trained.made / trained.could if trained.could else None,
         "held-out nats": loss,
-        "than without faults": loss - _end(curves[base]) if has_base else None,
+        "than without faults": more,
     }
 
 
@@ -242,7 +237,7 @@ def _notes(scale: Scale) -> list[str]:
         "killed 1 in N: of island-steps. One program dies with each of its islands.",
         "goodput: tokens in the last version over what all islands make in the time if none dies."
         " living: what those could make that were there. stepping: what they made.",
-        f"Islands meet every 10 steps and go on meanwhile (wait none); nats: mean of the last {LAST}"
+        f"Islands meet every 10 steps and go on meanwhile (wait none). Nats: of the last {LAST}"
         " versions, at the same number of tokens; none where a series was given up before.",
     ]
 

@@ -114,7 +114,7 @@ def run(series: Series, scale: Scale, directory: str) -> None:
 
     def optimizer() -> Any:
         inner = less_communication.Adam(learning_rate=RATE)
-        mesh = {"mesh_shape": model.mesh_shape, "layout": model.layout}
+        mesh: dict[str, Any] = {"mesh_shape": model.mesh_shape, "layout": model.layout}
         if not series.is_one:
             return gs.CrossShardOptimizer(inner, **mesh)
         return gs.OuterOptimizer(
@@ -363,7 +363,7 @@ def _step(
 
 
 def _count(shared: Any, step_seconds: float) -> None:
-    """Counts a step, of which the first one is the end of a start: TensorFlow prepares the graph."""
+    """Counts a step; the first one is the end of a start: TensorFlow prepares the graph in it."""
     shared[1] += 1
     if not shared[0]:
         shared[0] = time.time() - step_seconds
