@@ -151,7 +151,7 @@ class Folder:
             self._files.rm_file(self._path(name))
 
     def remove_half_written(self, folder: str) -> None:
-        """Removes what writers that were killed have left in a folder of it, where nobody writes."""
+        """Removes what writers that were killed have left in a folder where nobody writes now."""
         for path in self._files.glob(posixpath.join(self._path(folder), ".*")):
             with contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(path)

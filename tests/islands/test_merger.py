@@ -169,7 +169,7 @@ def test_an_older_contribution_is_merged_within_max_staleness(folder):
 
 
 def test_the_grace_window_follows_how_far_apart_contributions_come(folder):
-    one, two, dead = begun(folder, ["one", "two", "dead"])
+    one, two, _ = begun(folder, ["one", "two", "dead"])
     two.island.inner_steps = 100  # it contributes when it sees that others have
     now, begin, gap = 0.0, 0.0, 2.0
 
