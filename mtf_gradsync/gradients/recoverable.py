@@ -173,14 +173,14 @@ class Apart:
         self.mixed: dict[int, Mixing] = {}
         self.made_of_sums: dict[int, MadeOfSums] = {}
         self.shared: dict[int, Mixing] = {}
-        self._grads = grads
+        self._grads, self._flow, self._axes = grads, None, Axes(axes.mesh_axes)
         present = _checked(grads, axes, within)
         if not present:
             return
         graph, layout = present[0].graph, Layout.of(axes, present[0].mesh)
         own = own_slices(graph, layout, names_of_batch(present, axes))
         layout = layout._replace(own=own)
-        flow = Flow(graph, present, layout)
+        flow = self._flow = Flow(graph, present, layout)
         for i, grad in enumerate(grads):
             if grad is None:
                 continue
@@ -195,6 +195,38 @@ class Apart:
                 is_known = not is_pending and not _is_ours(flow, grad)
                 found = self.shared if is_known else self.mixed
                 found[i] = Mixing(grad.operation, Cause.SPLIT)
+
+    def without_data(self, i: int) -> mtf.Tensor | None:
+        """Returns the part of a recoverable gradient that holds no shard's data; None for none.
+
+        It is that of a penalty on weights, for example, of which `per_shard` gives each shard an
+        equal share. What a loop adds up counts as data.
+        """
+        grad, flow = self._grads[i], self._flow
+        if grad is None or flow is None:
+            return None
+        data: dict[mtf.Tensor, None] = {}
+        shared: dict[mtf.Tensor, None] = {}
+        operations: dict[mtf.Operation, None] = {}
+        todo = [grad]
+        while todo:
+            tensor = todo.pop()
+            operation = tensor.operation
+            if not flow.axes.get(tensor, Axes()) & self._axes:
+                shared[tensor] = None
+            elif not flow.keeps_pending(operation):
+                data[tensor] = None
+            elif operation not in operations:
+                operations[operation] = None
+                use = flow.uses.get(operation)
+                inputs = operation.inputs
+                todo += [inputs[i] for i in use.positions] if use else inputs
+        adds = any(isinstance(op, mtf.ScalarAddOperation) for op in operations)
+        if not (shared or adds) or not operations:
+            return grad if shared else None
+        in_order = [op for op in grad.graph.operations if op in operations]
+        zeros = [mtf.zeros(x.mesh, x.shape, x.dtype) for x in data]
+        return MadeOfSums(grad, list(data), list(shared), in_order).remade(zeros, list(shared))
 
     def check(self, names: Sequence[str] | None = None, remakes: bool = False) -> None:
         """Raises ValueError unless per-shard gradients are recoverable.

@@ -303,6 +303,50 @@ def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
         assert_close(run(mesh_kind, make, feeds, how=how), w)
 
 
+PENALTY = 0.25
+WITH_PENALTY = {
+    "cross_shard": (lambda opt: gs.CrossShardOptimizer(opt, **order_table.MESH), [0, 1, 2, 3]),
+    "replicas": (
+        lambda opt: gs.SyncReplicasOptimizer(
+            opt, 1, contributes=[True, False, True, True], **order_table.MESH
+        ),
+        [0, 2, 3],
+    ),
+    "scaled": (
+        lambda opt: gs.LossScaleOptimizer(gs.CrossShardOptimizer(opt), **order_table.MESH),
+        [0, 1, 2, 3],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.parametrize("name", WITH_PENALTY)
+def test_a_penalty_on_weights_is_whole_whatever_the_shards_have(name, kind):
+    """That of the loss of all: equal shares of it are in each shard's term of the gradient."""
+    wrap, contribute = WITH_PENALTY[name]
+
+    def build(mesh, inputs):
+        loss, weights = token_mean(mesh, inputs, "shards of all")
+        w = mesh.graph.trainable_variables[0].value
+        small = mtf.get_variable(mesh, "u", mtf.Shape([]), initializer=tf.ones_initializer())
+        # A gradient that is all penalty, and penalties before and after the data's gradient.
+        loss = mtf.reduce_sum(mtf.square(w)) * (PENALTY / 2) + loss + mtf.square(small)
+        loss += mtf.reduce_sum(mtf.square(w)) * (PENALTY / 2)
+        opt = wrap(order_table.plain())
+        pairs = opt.compute_gradients(loss, weights=weights)
+        return opt.apply_grads(*zip(*pairs)), {}
+
+    feeds = batches([[8, 1, 3, 2], [8, 0, 3, 2]])
+    w, u = START.astype("d"), 1.0
+    for feed in feeds:
+        parts = means_of_shards(w, feed)
+        w = w - RATE * (joined([parts[i] for i in contribute])[0] + 2 * PENALTY * w)
+        u -= RATE * 2 * u
+    found = harness.run(kind, SHAPE, LAYOUT, build, feeds)
+    assert_close(found, w)
+    np.testing.assert_allclose(found.variables["u"], u, rtol=8 * 2**-24)
+
+
 def test_gradients_in_which_replicas_are_mixed_count_by_the_weights_of_those_that_contribute(
     mesh_kind,
 ):

@@ -247,6 +247,15 @@ class Flow:
 
     # What this means for tensors.
 
+    def keeps_pending(self, operation: mtf.Operation) -> bool:
+        """Whether an operation makes pending tensors of pending ones, all outside of loops."""
+        if operation in self.uses:
+            return True
+        is_loop = isinstance(operation, (mtf.WhileLoopOperation, mtf.CustomGradientOperation))
+        return not is_loop and all(
+            self.axes.get(t) == self.axes[operation.outputs[0]] for t in operation.inputs
+        )
+
     def is_derived(self, tensor: mtf.Tensor) -> bool:
         """Whether a pending tensor is made of others that may be reduced in its place."""
         use = self.uses.get(tensor.operation)

@@ -27,7 +27,7 @@ from mtf_gradsync.optimizers.pipeline.stage import (
     in_dtypes_of,
 )
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
-from mtf_gradsync.optimizers.pipeline.weights import without_empty_shards
+from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.state.schedules import UpdateCounters
 from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, scalar_state
 from mtf_gradsync.step import (
@@ -219,7 +219,7 @@ class StepBuilder(StepConditions):
             if gradients.weights is not None:
                 strategy = self._segments[0].reduction.strategy
                 gradients = gradients.with_grads(
-                    without_empty_shards(gradients.grads, gradients.weights, axes, strategy)
+                    weighted_shards(gradients.grads, gradients.weights, axes, strategy)
                 )
             for segment in self._segments:
                 self.received.append(gradients)

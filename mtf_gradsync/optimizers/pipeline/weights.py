@@ -182,19 +182,21 @@ def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
     return mtf.cwise(divide, [grad, on_mesh(by, grad.mesh)], grad.dtype)
 
 
-def without_empty_shards(
+def weighted_shards(
     grads: MaybeGradients, weights: Weights, axes: ReplicaAxes | None, strategy: Strategy
 ) -> list[mtf.Tensor | None]:
-    """Makes gradients of shards with a weight of 0 zeros: their loss may have been 0 / 0.
+    """Makes gradients those of shards with weights, and of shards with a weight of 0 zeros.
 
-    These have shard dims then. Others stay as they are: those from which shards' own gradients are
-    not recoverable, and all where the weights are not those of shards.
+    The loss of a shard without data may have been 0 / 0. What holds no data, as of a penalty on
+    weights, is shared in proportion to the weights. These gradients have shard dims then. Others
+    stay as they are: those from which shards' own gradients are not recoverable, and all where the
+    weights are not those of shards.
     """
     of_shards = weights.of_shards
     if axes is None or of_shards is None or axes.num_shards == 1:
         return list(grads)
     own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-    apart = Apart(own, axes)
+    apart, num_shards = Apart(own, axes), float(axes.num_shards)
 
     def is_apart(i: int, grad: mtf.Tensor) -> bool:
         dims = {d.name for d in shard_dims_in(grad.shape, axes)}
@@ -206,9 +208,21 @@ def without_empty_shards(
     fit = [g if g is not None and is_apart(i, g) else None for i, g in enumerate(grads)]
     shards = split_into_shards(fit, axes, strategy, accept_summed=False)
 
-    def keep(x: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-        return tf.where_v2(tf.reshape(weight, []) > 0, x, tf.zeros_like(x))
+    def weigh(
+        x: tf.Tensor, weight: tf.Tensor, total: tf.Tensor, shared: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        weight = tf.reshape(weight, [])
+        if shared is not None:  # an equal share is in x already
+            more = weight / nonzero(total) - 1.0 / num_shards
+            x = x + tf.cast(tf.cast(shared, more.dtype) * more, x.dtype)
+        return tf.where_v2(weight > 0, x, tf.zeros_like(x))
 
-    return [
-        g if x is None else mtf.cwise(keep, [x, of_shards], x.dtype) for x, g in zip(shards, grads)
-    ]
+    weighted: list[mtf.Tensor | None] = []
+    for i, (x, grad) in enumerate(zip(shards, grads)):
+        if x is None:
+            weighted.append(grad)
+            continue
+        shared = apart.without_data(i)
+        given = [x, of_shards, weights.total, *([] if shared is None else [shared])]
+        weighted.append(mtf.cwise(weigh, given, x.dtype))
+    return weighted
