@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 from mtf_gradsync._tables import text_table
@@ -210,9 +211,11 @@ class Plan:
         for label, values in _parts(self.rows).items():
             axes.barh(places, values, left=left, label=label)
             left = [a + b for a, b in zip(left, values)]
+        # The smallest has three digits, and all others as many decimals.
+        decimals = max(0, 2 - math.floor(math.log10(min(filter(None, left), default=1.0))))
         for place, row in enumerate(self.rows):
             note = ("" if row.fits else " does not fit") + (" not ranked" if row.doubt else "")
-            axes.text(left[place], place, f" {left[place]:.3g} ms{note}", va="center")
+            axes.text(left[place], place, f" {left[place]:,.{decimals}f} ms{note}", va="center")
         axes.set_yticks(places, names)
         axes.margins(y=0.4 / max(1, len(names)))
         axes.set_xlabel("predicted ms per step")

@@ -180,13 +180,13 @@ class CommunicationReport:
                 for g in groups
             ]
             values: list[list[float]] = [
-                [t.bytes_per_core / 1e6 for t in totals],
+                [t.bytes_per_core / 1e3 for t in totals],
                 [t.groups for t in totals],
             ]
             for panel, value, start in zip(panels, values, left):
                 panel.barh(groups, value, left=start, label=label)
             left = [[a + b for a, b in zip(x, y)] for x, y in zip(left, values)]
-        panels[0].set_xlabel("MB per core and step")
+        panels[0].set_xlabel("kB per core and step")
         panels[1].set_xlabel("groups of operations per step")
         panels[0].invert_yaxis()
         panels[1].legend()

@@ -264,11 +264,11 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         len(sections), 2, squeeze=False, sharey="row", gridspec_kw={"height_ratios": sizes}
     )
     for (title, bars), (left, right) in zip(sections.items(), panels):
-        _draw(left, bars, lambda total: total.bytes_per_core / 1e6)
+        _draw(left, bars, lambda total: total.bytes_per_core / 1e3)
         _draw(right, bars, lambda total: total.groups)
         left.invert_yaxis()
         left.set_title(title, loc="left", fontsize=10)
-        left.set_xlabel("MB per core in an update step")
+        left.set_xlabel("kB per core in an update step")
         right.set_xlabel("groups of operations in an update step")
     labels = [label for label in _COLORS if label != "transfers" or len(sections) > 1]
     handles = [Patch(color=_COLORS[label], label=label) for label in labels]

@@ -1,4 +1,4 @@
-"""Figures of matplotlib: the loss curve as a PNG file, and plots as SVG for the page."""
+"""Figures of matplotlib: their colors, PNG files, and SVG for the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import importlib.util
 import io
 import re
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, NamedTuple
 
 from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.manifest import write_bytes
@@ -76,67 +76,56 @@ def write_figure(path: Path, figure: Any) -> None:
     write_bytes(path, content.getvalue())
 
 
-def plot_losses(
-    rows: list[dict[str, Any]], path: Path, unigram_nats: float | None = None, title: str = ""
-) -> None:
-    """Draws the metrics file's training loss and held-out points into a PNG file."""
-    figure = new_figure(width=7, height=4)
-    axes = figure.add_subplot()
-    train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    held_out = [(row["step"], row["held_out_nats"]) for row in rows if "held_out_nats" in row]
-    if train:
-        axes.plot(*zip(*train), color="tab:blue", linewidth=1, label="training loss")
-    if held_out:
-        axes.plot(
-            *zip(*held_out), color="tab:orange", marker="o", linestyle="none", label="held out"
-        )
-    if unigram_nats is not None:
-        axes.axhline(unigram_nats, color="gray", linestyle="--", label="unigram baseline")
-    axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    write_figure(path, figure)
+class Palette(NamedTuple):
+    """Colors of a figure: of letters and axes, of the grid, of lines and bars."""
+
+    ink: str
+    grid: str
+    series: tuple[str, ...]
 
 
-# Placeholders of the page's colors: drawn in these, replaced in the file.
-INK, GRID = "#010203", "#010204"
-SERIES = tuple(f"#0102{number:02x}" for number in range(0x10, 0x18))
+#: Of a PNG file: the page's by day.
+PAPER = Palette(
+    "#1b1f24",
+    "#e4e8ec",
+    ("#0b62c4", "#c2410c", "#15803d", "#8b2fc9", "#a16207", "#be185d", "#0e7490", "#57534e"),
+)
+#: Placeholders of the page's colors: drawn in these, replaced in the file.
+PAGE = Palette("#010203", "#010204", tuple(f"#0102{n:02x}" for n in range(0x10, 0x18)))
 _ON_PAGE = {
-    INK: "currentColor",
-    GRID: "var(--grid)",
-    **{color: f"var(--series-{number})" for number, color in enumerate(SERIES, 1)},
-}
-_STYLE = {
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 9,
-    "grid.color": GRID,
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "mtf_gradsync",
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    PAGE.ink: "currentColor",
+    PAGE.grid: "var(--grid)",
+    **{color: f"var(--series-{number})" for number, color in enumerate(PAGE.series, 1)},
 }
 # The width of a page's column on a telephone, where letters then have their own size.
 WIDTH = 5.2
 
 
-def style() -> Any:
-    """Returns a context manager in which to draw figures for `as_svg`."""
+def style(palette: Palette = PAGE) -> Any:
+    """Returns a context manager in which to draw figures for `as_svg`, or for a PNG file."""
     import matplotlib
 
-    return matplotlib.rc_context(_STYLE)
+    return matplotlib.rc_context(
+        {
+            "axes.edgecolor": palette.ink,
+            "axes.labelcolor": palette.ink,
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "font.size": 9,
+            "grid.color": palette.grid,
+            "legend.frameon": False,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "mtf_gradsync",
+            "text.color": palette.ink,
+            "xtick.color": palette.ink,
+            "ytick.color": palette.ink,
+        }
+    )
 
 
-def figure(height: float = 2.7) -> Any:
-    """Returns an empty figure as wide as a column; height in inches."""
-    return new_figure(WIDTH, height)
+def figure(height: float = 2.7, width: float = WIDTH) -> Any:
+    """Returns an empty figure, as wide as a column by default; sizes in inches."""
+    return new_figure(width, height)
 
 
 def as_svg(drawn: Any, prefix: str, description: str) -> str:

@@ -19,9 +19,9 @@ from mtf_gradsync.train.evaluation import (
     sample,
     unigram_score,
 )
-from mtf_gradsync.train.figures import plot_losses
 from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
 from mtf_gradsync.train.model import ModelSettings
+from mtf_gradsync.train.plots import plot_losses
 
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
@@ -156,7 +156,10 @@ class HeldOut:
             return
         score = self._score(path)
         recorder.write(step, {"held_out_nats": score.nats_per_token})
-        progress.message(f"step {step}: held-out perplexity {score.perplexity:.3f}")
+        progress.message(
+            f"step {step}: held-out loss {score.nats_per_token:.3f}, "
+            f"perplexity {score.perplexity:.3f}"
+        )
 
     def plot(self) -> None:
         """Draws the loss curve from the metrics file."""
@@ -187,8 +190,8 @@ class HeldOut:
             score = self._score(path)
             self.result["held_out"] = _score_fields(score)
             self.result["unigram"] = _score_fields(self.unigram)
-            self._say(f"held-out perplexity per token  {_score_text(score)}")
-            self._say(f"unigram baseline               {_score_text(self.unigram)}")
+            self._say(f"held-out loss     {_score_text(score)}")
+            self._say(f"unigram baseline  {_score_text(self.unigram)}")
             if score.perplexity >= self.unigram.perplexity:
                 self._say("the model has not learned more than how frequent each token is")
         write_json(self._directory / RESULT_FILE, self.result)
@@ -231,7 +234,10 @@ class HeldOut:
 
 
 def _score_text(score: Score) -> str:
-    return f"{score.perplexity:7.3f}  ({score.bits_per_byte:.3f} bits per byte)"
+    return (
+        f"{score.nats_per_token:.3f} nats per token: perplexity {score.perplexity:.3f}, "
+        f"{score.bits_per_byte:.3f} bits per byte"
+    )
 
 
 def _score_fields(score: Score) -> dict[str, float]:

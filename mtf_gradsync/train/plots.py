@@ -1,7 +1,8 @@
-"""The plots of a run's page."""
+"""The plots of a run: of its page, and the loss curve as a PNG file."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
@@ -61,7 +62,8 @@ def thinned(series: Series, is_count: bool = False) -> Series:
 
 Rows = Sequence[Any]
 # If there are more shards than colors, their range is drawn.
-_MOST_LINES = len(figures.SERIES)
+_SERIES = figures.PAGE.series
+_MOST_LINES = len(_SERIES)
 # From this ratio on small values would lie on the axis, so the axis is logarithmic.
 _LOG_RATIO = 20
 _MOST_BARS = 12
@@ -70,11 +72,15 @@ _SHORTEST_BAR = 0.01
 
 
 class Plot(NamedTuple):
-    """A plot, as an ``svg`` element with a description of what it shows, and its texts."""
+    """A plot, as an ``svg`` element with a description of what it shows, and its texts.
+
+    `wide` is the same, as wide as two columns; "" where it is not needed.
+    """
 
     title: str
     svg: str
     caption: str
+    wide: str = ""
 
 
 class _Line(NamedTuple):
@@ -88,17 +94,7 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
 
     unigram_nats is a horizontal line beside the losses.
     """
-    plots = [
-        _over_steps(
-            "Loss",
-            "nats per token",
-            [
-                _Line("training", series_of(rows, "loss")),
-                _Line("held out", series_of(rows, "held_out_nats"), is_points=True),
-            ],
-            "Cross entropy of the training batches and of held-out text.",
-            level=unigram_nats,
-        ),
+    others = [
         _over_steps(
             "Speed",
             "tokens per second",
@@ -141,13 +137,6 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
             [_Line("loss scale", series_of(rows, "loss_scale/scale"))],
             "What the loss is multiplied by before gradients are computed.",
         ),
-    ]  # fmt: skip
-    return [plot for plot in plots if plot]
-
-
-def draw_skipped(rows: Rows) -> list[Plot]:
-    """Draws what was skipped; nothing where the optimizers skip nothing."""
-    plots = [
         _over_steps(
             "Micro steps skipped",
             "micro steps so far",
@@ -168,7 +157,41 @@ def draw_skipped(rows: Rows) -> list[Plot]:
             "Replicas whose gradient was stale, not finite or masked, counted by replica.",
             is_count=True),
     ]  # fmt: skip
-    return [plot for plot in plots if plot]
+    present = [plot for plot in others if plot]
+    # With it all columns are full.
+    is_wide = len(present) % 2 == 0
+    loss = _over_steps("Loss", _LOSS_UNIT, _losses(rows),
+        "Cross entropy of the training batches and of held-out text.", level=unigram_nats,
+        is_wide=is_wide)  # fmt: skip
+    return [loss, *present] if loss else present
+
+
+_LOSS_UNIT = "nats per token"
+
+
+def _losses(rows: Rows) -> list[_Line]:
+    return [
+        _Line("training", series_of(rows, "loss")),
+        _Line("held out", series_of(rows, "held_out_nats"), is_points=True),
+    ]
+
+
+def plot_losses(rows: Rows, path: Path, unigram_nats: float | None = None, title: str = "") -> None:
+    """Draws the plot of losses as the page has it, into a PNG file."""
+    with figures.style(figures.PAPER):
+        figure = figures.new_figure(7, 4)
+        axes = figure.add_subplot()
+        lines = _losses(rows)
+        _draw_lines(axes, lines, figures.PAPER, unigram_nats)
+        values = [line.series for line in lines if line.series is not None]
+        _finish(axes, _LOSS_UNIT, values, may_be_log=True)
+        axes.set_title(title)
+        figures.write_figure(path, figure)
+
+
+def kilobytes(size: int) -> str:
+    """Returns a number of bytes in units of 1,000, exactly."""
+    return f"{size / 1e3:,.3f}"
 
 
 def draw_traffic(traffic: Traffic) -> Plot | None:
@@ -181,13 +204,13 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
     caption = "The table has the same numbers."
     undrawn = sum(row.bytes_per_core for row in present) - sum(r.bytes_per_core for r in rows)
     if undrawn:
-        caption += f" It also has what is too little for a bar, {undrawn:,} bytes in all."
+        caption += f" It also has what is too little for a bar, {kilobytes(undrawn)} kB in all."
     parts = list(dict.fromkeys(row.part or row.operation for row in rows))
     with figures.style():
-        figure = figures.figure(0.9 + 0.32 * len(rows))
+        figure = figures.figure(1.1 + 0.32 * len(rows))
         axes = figure.add_subplot()
         for index, row in enumerate(rows):
-            color = figures.SERIES[parts.index(row.part or row.operation) % _MOST_LINES]
+            color = _SERIES[parts.index(row.part or row.operation) % _MOST_LINES]
             axes.barh(index, row.bytes_per_core / 1e3, color=color, height=0.7)
         axes.set_yticks(range(len(rows)), [f"{r.operation}\n{r.group}" for r in rows], fontsize=7)
         axes.invert_yaxis()
@@ -197,13 +220,13 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
         if len(parts) > 1 or parts[0] != rows[0].operation:
             from matplotlib.patches import Patch
 
-            handles = [Patch(color=c, label=p) for p, c in zip(parts, figures.SERIES)]
-            axes.legend(handles=handles, loc="lower right", fontsize=8)
+            handles = [Patch(color=c, label=p) for p, c in zip(parts, _SERIES)]
+            figure.legend(handles=handles, loc="outside upper right", fontsize=8, ncols=len(parts))
         listed = "; ".join(
             f"{r.operation} over {r.group}{' for ' + r.part if r.part else ''}: "
-            f"{r.bytes_per_core:,} bytes" for r in rows
+            f"{kilobytes(r.bytes_per_core)} kB" for r in rows
         )  # fmt: skip
-        drawn = figures.as_svg(figure, "traffic", f"Bars of bytes for each core. {listed}.")
+        drawn = figures.as_svg(figure, "traffic", f"Bars of kB for each core. {listed}.")
     return Plot("Bytes by kind and mesh axis", drawn, caption)
 
 
@@ -215,38 +238,52 @@ def _over_steps(
     level: float | None = None,
     from_zero: bool = False,
     is_count: bool = False,
+    is_wide: bool = False,
 ) -> Plot | None:
-    present = [(n, line, line.series) for n, line in enumerate(lines) if line.series is not None]
+    present = [(line.label, line.series) for line in lines if line.series is not None]
     if not present:
         return None
 
     def draw(axes: Any) -> None:
-        for number, line, series in present:
-            points = series if line.is_points else thinned(series, is_count)
-            form: dict[str, Any] = (
-                {"marker": "o", "linestyle": "none"} if line.is_points else {"linewidth": 1.3}
-            )
-            if len(points.steps) == 1:
-                form = {"marker": "o"}
-            axes.plot(points.steps, points.values, color=figures.SERIES[number], label=line.label,
-                **form)  # fmt: skip
-        if level is not None:
-            axes.axhline(
-                level, color=figures.INK, linestyle="--", linewidth=1, label="unigram baseline"
-            )
+        _draw_lines(axes, lines, figures.PAGE, level, is_count)
         if is_count:
-            _count_from_zero(axes, present[0][2])
+            _count_from_zero(axes, present[0][1])
         elif from_zero:
             axes.set_ylim(bottom=0)
-        if len(present) > 1 or level is not None:
-            axes.legend(fontsize=8)
 
-    values = [series for _, _, series in present]
-    words = "; ".join(f"{line.label}: {_in_words(series)}" for _, line, series in present)
+    values = [series for _, series in present]
+    words = "; ".join(f"{label}: {_in_words(series)}" for label, series in present)
     if level is not None:
         words += f"; unigram baseline: {_short(level)}"
     caption += _of_means([thinned(s, is_count) for s in values])
-    return Plot(title, _to_svg(title, unit, draw, values, words, not from_zero), caption)
+    svg = _to_svg(title, unit, draw, values, words, not from_zero)
+    wide = _to_svg(title, unit, draw, values, words, not from_zero, is_wide) if is_wide else ""
+    return Plot(title, svg, caption, wide)
+
+
+def _draw_lines(
+    axes: Any,
+    lines: Sequence[_Line],
+    palette: figures.Palette,
+    level: float | None,
+    is_count: bool = False,
+) -> None:
+    for color, line in zip(palette.series, lines):
+        if line.series is None:
+            continue
+        points = line.series if line.is_points else thinned(line.series, is_count)
+        form: dict[str, Any] = (
+            {"marker": "o", "linestyle": "none"} if line.is_points else {"linewidth": 1.3}
+        )
+        if len(points.steps) == 1:
+            form = {"marker": "o"}
+        axes.plot(points.steps, points.values, color=color, label=line.label, **form)
+    if level is not None:
+        axes.axhline(
+            level, color=palette.ink, linestyle="--", linewidth=1, label="unigram baseline"
+        )
+    if len(axes.get_lines()) > 1:
+        axes.legend(fontsize=8)
 
 
 def _by_shard(
@@ -262,14 +299,14 @@ def _by_shard(
         style = {"marker": "o"} if len(points.steps) == 1 else {"linewidth": 1.2}
         if shards <= _MOST_LINES:
             for shard in range(shards):
-                axes.plot(points.steps, points.values[:, shard], color=figures.SERIES[shard],
+                axes.plot(points.steps, points.values[:, shard], color=_SERIES[shard],
                     label=f"shard {shard}", **style)  # fmt: skip
         else:
             low, high = points.values.min(axis=1), points.values.max(axis=1)
-            axes.fill_between(points.steps, low, high, color=figures.SERIES[0], alpha=0.3,
+            axes.fill_between(points.steps, low, high, color=_SERIES[0], alpha=0.3,
                 linewidth=0, label=f"range of {shards} shards")  # fmt: skip
             middle = np.median(points.values, axis=1)
-            axes.plot(points.steps, middle, color=figures.SERIES[0], label="median", **style)
+            axes.plot(points.steps, middle, color=_SERIES[0], label="median", **style)
         axes.legend(fontsize=8, ncols=2)
         if is_count:
             _count_from_zero(axes, series)
@@ -293,22 +330,30 @@ def _to_svg(
     values: Sequence[Series],
     words: str,
     may_be_log: bool,
+    is_wide: bool = False,
 ) -> str:
     with figures.style():
-        figure = figures.figure()
+        width = 2 * figures.WIDTH + 0.3 if is_wide else figures.WIDTH
+        figure = figures.figure(width=width)
         axes = figure.add_subplot()
         draw(axes)
-        axes.grid()
-        axes.set_axisbelow(True)
-        axes.set_xlabel("step")
-        axes.set_ylabel(unit)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        _finish(axes, unit, values, may_be_log)
+        prefix = "".join(c if c.isalnum() else "-" for c in title.lower())
+        prefix += "-wide" if is_wide else ""
+        return figures.as_svg(figure, prefix, f"{title} over steps. {words}.")
+
+
+def _finish(axes: Any, unit: str, values: Sequence[Series], may_be_log: bool) -> None:
+    axes.grid()
+    axes.set_axisbelow(True)
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if values:
         lowest = min(s.values.min() for s in values)
         highest = max(s.values.max() for s in values)
         if may_be_log and lowest > 0 and highest > _LOG_RATIO * lowest:
             _use_log(axes)
-        prefix = "".join(c if c.isalnum() else "-" for c in title.lower())
-        return figures.as_svg(figure, prefix, f"{title} over steps. {words}.")
 
 
 def _count_from_zero(axes: Any, series: Series) -> None:

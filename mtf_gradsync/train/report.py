@@ -160,11 +160,12 @@ def write_page(
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["kB"] = plots.kilobytes
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
 
     def as_markup(plot: plots.Plot) -> plots.Plot:
         # The only text that is not escaped here: matplotlib has escaped it.
-        return plot._replace(svg=markupsafe.Markup(plot.svg))
+        return plot._replace(svg=markupsafe.Markup(plot.svg), wide=markupsafe.Markup(plot.wide))
 
     traffic = facts.traffic if facts else None
     bars = plots.draw_traffic(traffic) if traffic else None
@@ -173,7 +174,6 @@ def write_page(
         ended=ended._replace(how=printable(ended.how)),
         tiles=_tiles(rows, ended, facts),
         plots=[as_markup(p) for p in plots.draw_plots(rows, unigram_nats)],
-        dropped=[as_markup(p) for p in plots.draw_skipped(rows)],
         replicas=_replicas(rows),
         traffic=traffic,
         bars=as_markup(bars) if bars else None,
@@ -203,12 +203,15 @@ def _tiles(
     tiles = []
     loss = series_of(rows, "loss")
     if loss:
-        tiles.append(("training loss", f"{loss.last:.3f}", f"at step {loss.steps[-1]:,}"))
+        remark = f"nats per token, at step {loss.steps[-1]:,}"
+        tiles.append(("training loss", f"{loss.last:.3f}", remark))
     if "held_out" in result:
-        score, unigram = result["held_out"], result["unigram"]
-        remark = f"{score['bits_per_byte']:.3f} bits per byte"
-        tiles.append(("held-out perplexity", f"{score['perplexity']:.3f}", remark))
-        tiles.append(("unigram baseline", f"{unigram['perplexity']:.3f}", "perplexity"))
+        for name, title in (("held_out", "held-out loss"), ("unigram", "unigram baseline")):
+            score = result[name]
+            remark = f"nats per token: perplexity {score['perplexity']:.3f}"
+            if name == "held_out":
+                remark += f", {score['bits_per_byte']:.3f} bits per byte"
+            tiles.append((title, f"{score['nats_per_token']:.3f}", remark))
     else:
         points = series_of(rows, "held_out_nats")
         if points:
@@ -225,7 +228,11 @@ def _tiles(
         traffic = facts.traffic
         if traffic and traffic.is_complete:
             tiles.append(
-                ("bytes across the mesh", f"{traffic.update_step:,}", "a core, in an update step")
+                (
+                    "kB across the mesh",
+                    plots.kilobytes(traffic.update_step),
+                    "a core, in an update step",
+                )
             )
     return tiles
 

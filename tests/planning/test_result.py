@@ -126,6 +126,9 @@ def test_several_layouts_are_told_apart(tmp_path, monkeypatch):
     (axes,) = drawn[0].axes
     assert len({bar.get_y() for bar in axes.patches}) == 2
     assert f"batch:8, {other}, on v5e:2x4" in [label.get_text() for label in axes.get_yticklabels()]
+    assert [text.get_text() for text in axes.texts] == [" 20.0 ms", " 40.0 ms"]
+    planning.Plan((row("batch:8", 0.1), row("batch:4", 0.00123))).plot(str(tmp_path / "plan.png"))
+    assert [text.get_text() for text in drawn[1].axes[0].texts] == [" 100.00 ms", " 1.23 ms"]
 
 
 def test_as_a_picture(tmp_path):

@@ -90,13 +90,13 @@ def test_whole_run_learns_and_leaves_its_files(train):
     config = (directory / run_module.CONFIG_FILE).read_text()
     assert "CrossShardOptimizer.opt = @AdafactorOptimizer" in config
     text = "\n".join(said)
-    assert "held-out perplexity" in text
+    assert f"held-out loss     {summary['held_out']['nats_per_token']:.3f} nats per token" in text
     assert "unigram baseline" in text
     points = [r for r in read_metrics(directory / held_out.METRICS_FILE) if "held_out_nats" in r]
     assert [row["step"] for row in points] == [6, 12, 18, 24, 30, 36, 40]
     page = (directory / REPORT_FILE).read_text()
     assert "40 of 40 steps: finished." in page
-    assert page.count("<svg") == 6  # nothing is skipped here
+    assert page.count("<figure") == 6  # nothing is skipped here
     assert f"report: {directory / REPORT_FILE}" in text
 
     again, _, said = train(four, "train.run.train_steps = 40", ATTENTION)

@@ -1,6 +1,10 @@
+from pathlib import Path
+
 import pytest
 
-from mtf_gradsync.train.figures import plot_losses
+from mtf_gradsync.train import report
+from mtf_gradsync.train.figures import PAPER
+from mtf_gradsync.train.plots import plot_losses
 
 ROWS = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "other": 1}, {"step": 2, "held_out_nats": 2.5}]  # fmt: skip # noqa: E501
 
@@ -23,6 +27,11 @@ def test_draws_training_held_out_and_baseline(tmp_path, monkeypatch):
     plot_losses(ROWS, tmp_path / "loss.png", unigram_nats=3.3)
     (axes,) = drawn[0].axes
     lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
-    assert list(lines["training loss"]) == [3.0, 2.0]
+    assert list(lines["training"]) == [3.0, 2.0]
     assert list(lines["held out"]) == [2.5]
     assert set(lines["unigram baseline"]) == {3.3}
+    # The page's colors by day, and none of the placeholders that its SVG has.
+    page = Path(report.__file__).with_name("page.html.jinja").read_text()
+    by_day = page[page.index(":root") : page.index("@media")]
+    assert all(f": {color};" in by_day for color in (PAPER.grid, PAPER.ink, *PAPER.series))
+    assert {line.get_color() for line in axes.get_lines()} <= {PAPER.ink, *PAPER.series}

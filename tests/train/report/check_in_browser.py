@@ -31,7 +31,9 @@ _PROBE = """<!DOCTYPE html><title>probe</title>
 <script>
 addEventListener("load", () => {{
   const frame = document.getElementById("page").contentWindow, page = frame.document;
-  const plots = [...page.querySelectorAll("svg")].map(s => s.getBoundingClientRect());
+  // Of a plot that is there twice, for wide and for narrow windows, one is hidden.
+  const shown = [...page.querySelectorAll("svg")].filter(s => s.getClientRects().length);
+  const plots = shown.map(s => s.getBoundingClientRect());
   document.getElementById("found").textContent = JSON.stringify({{
     scrollWidth: page.documentElement.scrollWidth,
     height: page.documentElement.scrollHeight,

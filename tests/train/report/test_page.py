@@ -128,8 +128,8 @@ def page_of(directory, rows, ended=None, facts=FACTS, **kwargs):
 @pytest.mark.parametrize("shards", [4, 40])
 def test_all_of_a_run(tmp_path, shards):
     result = {
-        "held_out": {"perplexity": 3.5, "bits_per_byte": 1.8},
-        "unigram": {"perplexity": 20.0},
+        "held_out": {"perplexity": 3.5, "nats_per_token": 1.25, "bits_per_byte": 1.8},
+        "unigram": {"perplexity": 20.0, "nats_per_token": 3.0, "bits_per_byte": 4.3},
         "seconds": 12.0,
         "tokens_per_second": 4321.0,
     }
@@ -140,12 +140,12 @@ def test_all_of_a_run(tmp_path, shards):
         "Gradient noise scaleLoss scaleMicro steps skippedSteps skipped"
         "Steps without a contributionBytes by kind and mesh axis"
     )
-    assert len(page.of("svg")) == 11
+    assert len(page.of("figure")) == len(page.of("svg")) == 11
     labels = " ".join(plot["aria-label"] for plot in page.of("svg"))
     assert "training: 5 at step 1, 0.25 at step 20" in labels
     assert f"{shards} shards" in labels
-    assert "CrossReplicaSum over batch for gradients: 100 bytes" in labels
-    for number in ("3.500", "1.800 bits per byte", "4,321", "1,234,567", "130"):
+    assert "CrossReplicaSum over batch for gradients: 0.100 kB" in labels
+    for number in ("1.250", "3.500", "1.800 bits per byte", "3.000", "4,321", "1,234,567", "0.130"):
         assert number in page.texts["dd"]
 
 
@@ -205,10 +205,12 @@ def test_an_update_that_is_not_looked_into_is_no_number(tmp_path):
     assert "130" not in page.texts["dd"]
 
 
-def test_no_section_about_skipped_steps_where_none_are_skipped(tmp_path):
+def test_no_section_about_replicas_where_none_contributes(tmp_path):
     rows = [{"step": 1, "loss": 5.0}]
-    assert "What was skipped" not in page_of(tmp_path, rows).texts["h2"]
-    assert "What was skipped" in page_of(tmp_path, rows_of(1)).texts["h2"]
+    assert "Replicas" not in page_of(tmp_path, rows, facts=WITHOUT_PLOTS).texts["h2"]
+    page = page_of(tmp_path, rows_of(1), facts=WITHOUT_PLOTS)
+    assert "Replicas" in page.texts["h2"]
+    assert "Steps without a contribution" in page.texts["h3"]
 
 
 def test_every_bar_is_to_be_seen():
@@ -218,9 +220,9 @@ def test_every_bar_is_to_be_seen():
     # As of configs/lm_cpu_mesh.gin, the largest first.
     rows = [row(size, n) for n, size in enumerate([2_631_680, 888_320, 6_792, 16, 4])]
     plot = draw_traffic(TRAFFIC._replace(rows=rows))
-    assert "axis1: 888,320 bytes" in plot.svg
+    assert "axis1: 888.320 kB" in plot.svg
     assert "axis2" not in plot.svg
-    assert "too little for a bar, 6,812 bytes in all" in plot.caption
+    assert "too little for a bar, 6.812 kB in all" in plot.caption
     plot = draw_traffic(TRAFFIC._replace(rows=rows[:2]))
     assert "too little" not in plot.caption
     assert draw_traffic(TRAFFIC._replace(rows=[])) is None
@@ -253,6 +255,26 @@ def test_series_of_lines():
     assert found.last.tolist() == [1, 2, 3]
     assert series_of(rows, "y") is None
     assert series_of([{"step": 1, "x": float("nan")}], "x") is None
+
+
+def test_no_slot_beside_a_plot_is_empty(tmp_path):
+    rows = [{"step": step, "loss": 5.0 / step, "learning_rate": 0.1} for step in (1, 2)]
+    page = page_of(tmp_path, rows, facts=WITHOUT_PLOTS)
+    assert [figure.get("class") for figure in page.of("figure")] == [None, None]
+    # The loss takes both columns of a wide window, where the others fill theirs.
+    rows = [{**row, "tokens_per_second": 100.0} for row in rows]
+    page = page_of(tmp_path, rows, facts=WITHOUT_PLOTS)
+    assert [figure.get("class") for figure in page.of("figure")] == ["wide", None, None]
+    boxes = [[float(x) for x in plot["viewbox"].split()] for plot in page.of("svg")]
+    assert [round(box[2]) for box in boxes] == [374, 770, 374, 374]
+
+
+def test_a_phone_sees_bytes_per_core_first(tmp_path):
+    text = write_page(tmp_path, [], Ended(0, 1, "", {}), FACTS).read_text(encoding="utf-8")
+    table = text[text.index("In one update step") :]
+    row = re.search(r"<tbody>\s*<tr>(.*)</tr>", table)[1]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
+    assert cells == ["0.100", "batch", "gradients", "updates", "1", "19", "CrossReplicaSum"]
 
 
 @pytest.mark.parametrize("shape", [[1001], [1001, 2]])
