@@ -101,6 +101,8 @@ class OuterSteps(Stage):
         self._has_data: mtf.Tensor | None = None
         if gradients.weights is not None and islands.shard_dims:
             self._state = self._state._replace(weight=self._make_weight(mesh))
+        elif gradients.weights is not None:
+            self._has_data = mtf.greater(gradients.weights.total, 0.0)
         held = [hold_by_islands(v, islands.shard_dims, start=v.name) for v in self._variables]
         self._outer = {v: OuterVariable(v) for v in self._variables}
         if wrapper.outer_momentum:

@@ -224,6 +224,20 @@ def test_no_data_is_no_nan(mesh_kind, name):
     assert all(scale == 2.0**15 for scale in scales)
 
 
+def test_a_loss_of_no_data_is_none_of_one_island():
+    """The loss of all is 0 / 0 on steps without data, too."""
+
+    def make():
+        one = {"outer_dims": (), "leave_out_not_finite": True, **order_table.MESH}
+        return gs.OuterOptimizer(gs.LossScaleOptimizer(order_table.plain()), 2, **one)
+
+    feeds = batches(WITH_EMPTY)
+    expected, _ = train(["Outer, one island"], feeds)
+    found = run("simd", make, feeds, how="shards of all")
+    assert_close(found, expected)
+    assert not found.variables["OuterOptimizer/skipped"]
+
+
 MESHES = {
     "second axis": ("rows:4;cols:2", "batch:rows;in:cols", ("batch",), (4,)),
     "two and a second": ("a:2;b:2;c:2", "outer:a;batch:b;in:c", BATCH_DIMS, (2, 2)),

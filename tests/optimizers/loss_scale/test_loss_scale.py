@@ -230,9 +230,28 @@ def test_around_sync_replicas_the_other_shards_contribute(kind, shards):
     assert result.variables["count"] == STEPS
 
 
-@pytest.mark.parametrize("kind", ["shared", "placement", "simd"])
-@pytest.mark.parametrize("accept_summed", [False, True])
-def test_what_a_skipped_shard_has_is_no_overflow(kind, accept_summed, capfd, caplog):
+def averaged(opt):
+    return gs.AverageOptimizer(opt, 0.5)
+
+
+# How a shard is told not to contribute, and what stands around the replicas and the scale.
+@pytest.mark.parametrize(
+    ("kind", "how", "accept_summed", "inside", "outside"),
+    [
+        ("shared", "masked", False, None, None),
+        ("placement", "masked", True, averaged, None),
+        ("simd", "masked", True, None, None),
+        ("simd", "masked", False, averaged, None),
+        ("simd", "stale", False, None, averaged),
+        ("simd", "weights", False, None, None),
+        pytest.param("placement", "weights", False, None, averaged, marks=pytest.mark.slow),
+        pytest.param("xla", "masked", False, None, averaged, marks=pytest.mark.xla),
+        pytest.param("xla", "weights", True, None, None, marks=[pytest.mark.xla, pytest.mark.slow]),
+    ],
+)
+def test_what_a_skipped_shard_has_is_no_overflow(
+    kind, how, accept_summed, inside, outside, capfd, caplog
+):
     """float16: a NaN that is masked, a NaN that is skipped, and a scale that is too large."""
     shape, layout = "a:2;b:2", "batch:b"
     rule = {"initial_scale": 2.0**15, "growth_steps": 3, "min_scale": 1.0, "max_scale": 2.0**15}
@@ -243,7 +262,7 @@ def test_what_a_skipped_shard_has_is_no_overflow(kind, accept_summed, capfd, cap
         *[([0.5, nan], [yes, no], False, [0])] * 4,
         *[([0.5, nan], [yes, yes], False, [0])] * 4,
         ([4.0, 1.0], [no, yes], False, [1]),
-        ([4.0, 1.0], [yes, yes], False, [1]),
+        ([8.0, 1.0], [yes, yes], False, [1]),
         ([4.0, 1.0], [yes, no], True, []),
         ([4.0, 1.0], [yes, no], False, [0]),
         ([4.0, 1.0], [yes, yes], False, [0, 1]),
@@ -257,18 +276,25 @@ def test_what_a_skipped_shard_has_is_no_overflow(kind, accept_summed, capfd, cap
         narrow = mtf.VariableDType(tf.float32, tf.float32, tf.float16)
         zeros = tf.zeros_initializer()
         w = mtf.get_variable(mesh, "w", mtf.Shape([]), narrow, initializer=zeros)
-        loss = mtf.reduce_mean(mtf.cast(x, tf.float16) * w)
+        losses = mtf.cast(x, tf.float16) * w
+        loss = mtf.reduce_mean(losses)
         where = {"mesh_shape": shape, "layout": layout}
+        given, weights, asked = {}, None, inputs["contributes"]
+        if how == "masked":
+            given["contributes"] = asked
+        elif how == "stale":
+            given["local_steps"] = tf.where_v2(asked, 1000, -1)
+        else:
+            weights = mtf.import_tf_tensor(mesh, tf.cast(asked, tf.float32), mtf.Shape([batch]))
+            share = mtf.cast(weights / mtf.reduce_sum(weights), tf.float16)
+            loss = mtf.reduce_sum(losses * share) * 0.5
         inner = gs.SyncReplicasOptimizer(
-            mtf.optimize.SgdOptimizer(1.0),
-            1,
-            contributes=inputs["contributes"],
-            accept_summed=accept_summed,
-            **where,
+            mtf.optimize.SgdOptimizer(1.0), 1, accept_summed=accept_summed, **given, **where
         )
-        optimizer = gs.LossScaleOptimizer(inner, **rule, **where)
-        updates = optimizer.apply_grads(mtf.gradients([loss], [w]), [w.operation])
-        told = gs.reported(optimizer)
+        scaled = gs.LossScaleOptimizer(inside(inner) if inside else inner, **rule, **where)
+        optimizer = outside(scaled) if outside else scaled
+        updates = optimizer.apply_grads(mtf.gradients([loss], [w]), [w.operation], weights=weights)
+        told = gs.reported(scaled)
         names = ("loss_scale/scale", "loss_scale/good_steps", "loss_scale/skipped")
         return updates, {name: told[name] for name in names}
 
@@ -281,7 +307,8 @@ def test_what_a_skipped_shard_has_is_no_overflow(kind, accept_summed, capfd, cap
     assert found == scales([bad for _, _, bad, _ in steps], **rule)
     w = 0.0
     for x, _, _, applied in steps:
-        w -= np.mean(np.array(x)[applied]) if applied else 0
+        unit = 0.5 if how == "weights" else 1.0
+        w -= unit * np.mean(np.array(x)[applied]) if applied else 0
     assert result.variables["w"] == w
     lines = [*capfd.readouterr().err.splitlines(), *(r.getMessage() for r in caplog.records)]
     named = [line.partition("not finite: ")[2] for line in lines if "step skipped" in line]
