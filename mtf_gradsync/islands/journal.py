@@ -10,7 +10,7 @@ import collections
 import json
 import logging
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._tables import text_table
 from mtf_gradsync.islands.folder import DamagedObjectError, Folder
@@ -151,17 +151,20 @@ def _row(island: str, events: list[dict[str, Any]], decisions: list[dict[str, An
     )  # fmt: skip
 
 
-def plot_status(status: Status, axes: Any) -> None:
+def plot_status(
+    status: Status, axes: Any, colors: Sequence[str] = ("C0", "C2", "C3", "C1")
+) -> None:
     """Draws a row for each island over time: when it was there, and what became of its work.
 
-    `axes` is matplotlib's.
+    `axes` is matplotlib's. `colors` are those of its presence, and of contributions that were
+    merged, late, and not finite.
     """
     rows = {row.island: number for number, row in enumerate(status.rows)}
     start = min((e["time"] for e in status.events), default=0.0)
     for island, row in rows.items():
         for begin, end in _lives(status.events, island):
-            axes.plot([begin - start, end - start], [row, row], lw=6, alpha=0.25, color="C0")
-    marks = {"merged": ("C2", "o"), "late": ("C3", "x"), "not finite": ("C1", "s")}
+            axes.plot([begin - start, end - start], [row, row], lw=6, alpha=0.25, color=colors[0])
+    marks = dict(zip(("merged", "late", "not finite"), zip(colors[1:], "oxs")))
     points = collections.defaultdict(list)
     for event in status.events:
         if event["event"] == "went_back":

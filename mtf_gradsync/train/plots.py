@@ -7,6 +7,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
+from mtf_gradsync.islands.journal import Status, plot_status
 from mtf_gradsync.train import figures
 from mtf_gradsync.train.train_graph import Traffic
 
@@ -192,6 +193,22 @@ def plot_losses(rows: Rows, path: Path, unigram_nats: float | None = None, title
 def kilobytes(size: int) -> str:
     """Returns a number of bytes in units of 1,000, exactly."""
     return f"{size / 1e3:,.3f}"
+
+
+def draw_islands(status: Status) -> Plot | None:
+    """Draws a row for each island over time; None where none has joined."""
+    if not status.rows:
+        return None
+    with figures.style():
+        figure = figures.figure(1.3 + 0.3 * len(status.rows))
+        plot_status(status, figure.add_subplot(), figures.SERIES)
+        words = "; ".join(
+            f"{row.island}: {row.contributed} contributions, {row.merged} merged, {row.late} late"
+            for row in status.rows
+        )
+        drawn = figures.as_svg(figure, "islands", f"A row for each island over time. {words}.")
+    caption = f"When each was there, and what became of its work, until version {status.version}."
+    return Plot("Islands", drawn, caption)
 
 
 def draw_traffic(traffic: Traffic) -> Plot | None:

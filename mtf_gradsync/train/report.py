@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
+from mtf_gradsync.islands.journal import Status
 from mtf_gradsync.runtimes.manifest import write_json, write_text
 from mtf_gradsync.timelines import Table, TimelineError
 from mtf_gradsync.train import plots
@@ -146,12 +147,14 @@ def write_page(
     samples: str = "",
     config: str = "",
     recorded: RecordedSteps | None = None,
+    islands: Status | None = None,
 ) -> Path:
     """Writes the page of a run to its directory, from the `rows` of its metrics file.
 
     `facts` are None for a run that ended before its graph was built; unigram_nats are the
     baseline's nats per token, `samples` what the model wrote, `config` gin's text, `recorded` the
-    steps of which there is a timeline, by this session of the run or an earlier one.
+    steps of which there is a timeline, by this session of the run or an earlier one; `islands` the
+    journal of the folder of a run that is an island.
     """
     check_pages_installed()
     import jinja2
@@ -169,11 +172,16 @@ def write_page(
 
     traffic = facts.traffic if facts else None
     bars = plots.draw_traffic(traffic) if traffic else None
+    rows_of_islands = plots.draw_islands(islands) if islands else None
     text = environment.from_string(template).render(
         name=printable(directory.resolve().name),
         ended=ended._replace(how=printable(ended.how)),
         tiles=_tiles(rows, ended, facts),
-        plots=[as_markup(p) for p in plots.draw_plots(rows, unigram_nats)],
+        plots=[
+            as_markup(plot)
+            for plot in (*plots.draw_plots(rows, unigram_nats), rows_of_islands)
+            if plot
+        ],
         replicas=_replicas(rows),
         traffic=traffic,
         bars=as_markup(bars) if bars else None,

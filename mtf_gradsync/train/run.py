@@ -16,7 +16,8 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.gin import changed_bindings, unread
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.islands import ElasticIslands, Island
+from mtf_gradsync.islands import ElasticIslands, Folder, Island, read_status
+from mtf_gradsync.islands.journal import Status
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, TrainingError, first_line
@@ -253,8 +254,17 @@ def _write_report(checked: _CheckedRun, step: int | None, how: str) -> None:
         samples=evaluation.samples,
         config=operative.read_text(encoding="utf-8") if operative.exists() else "",
         recorded=read_recorded(directory),
+        islands=_read_islands(),
     )
     checked.say(f"report: {path}")
+
+
+def _read_islands() -> Status | None:
+    """Returns the journal of the folder in which a run is an island; None where there is none."""
+    url = ElasticIslands().folder
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        return read_status(Folder(url)) if url else None
+    return None
 
 
 def check_schedule(config: RunConfig) -> None:

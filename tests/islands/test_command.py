@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from mtf_gradsync.islands.folder import Folder
+from mtf_gradsync.islands.journal import read_status
 from mtf_gradsync.train.cli import main as cli
+from mtf_gradsync.train.report import Ended, write_page
 from tests.islands.test_merger import begun, merge
 from tests.islands.toy import Toy
 
@@ -31,6 +33,7 @@ def test_merges_until_it_is_stopped(folder):
 
 def test_status_plot_and_replay(folder, tmp_path, capsys):
     one, two = begun(folder, ["one", "two"])
+    place = Folder(str(folder))
     for _ in range(2):
         one.step(1.0)
         two.step(float("nan"))
@@ -42,9 +45,13 @@ def test_status_plot_and_replay(folder, tmp_path, capsys):
     assert re.search(r"^one +1 +1 +1 +0 +0 +2 .* after step 3$", out, re.MULTILINE)
     assert re.search(r"^two +1 +0 +0 +0 +0 +0 .* after step 2$", out, re.MULTILINE)
     assert plot.read_bytes().startswith(b"\x89PNG")
+    page = write_page(tmp_path, [], Ended(3, 9, "stopped", {}), None, islands=read_status(place))
+    (label,) = re.findall('aria-label="(A row for .*?)"', page.read_text("utf-8"))
+    assert label.endswith(
+        "one: 1 contributions, 1 merged, 0 late; two: 0 contributions, 0 merged, 0 late."
+    )
     assert cli.main(["islands", str(folder), "--replay"]) == 0
     assert capsys.readouterr().out == "2 versions: equal, bit for bit\n"
-    place = Folder(str(folder))
     values = place.load("versions/00000001.safetensors").tensors
     values["a"][0, 0] += 1e-6
     place.store("versions/00000001.safetensors", {"version": 1}, values)

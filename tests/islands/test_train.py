@@ -52,6 +52,7 @@ def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
     status = read_status(Folder(str(folder)))
     (row,) = status.rows
     assert (row.island, row.joined, row.state) == ("run", 2, "left")
+    assert "run: 4 contributions, 4 merged" in (tmp_path / "run" / "report.html").read_text("utf-8")
     # 128 tokens a step: to step 6, and killed after step 8 once more from step 6 to step 12.
     assert [c["steps"] for d in status.decisions[1:] for c in d["contributions"]] == [3] * 4
     assert len({c["weight"] for d in status.decisions[1:] for c in d["contributions"]}) == 1
