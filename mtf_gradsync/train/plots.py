@@ -201,7 +201,7 @@ def draw_islands(status: Status) -> Plot | None:
         return None
     with figures.style():
         figure = figures.figure(1.3 + 0.3 * len(status.rows))
-        plot_status(status, figure.add_subplot(), figures.SERIES)
+        plot_status(status, figure.add_subplot(), _SERIES)
         words = "; ".join(
             f"{row.island}: {row.contributed} contributions, {row.merged} merged, {row.late} late"
             for row in status.rows
