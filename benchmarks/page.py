@@ -43,12 +43,14 @@ MEASURED_BY = {
 # What a table shows, in words and a picture; figures are the table's.
 READ = {
     "less_communication": """\
-8 bits, and outer gradients in 8 bits or in fragments, cost nothing that two seeds could show, with error feedback or without; 4 bits
-and a high rank cost one or two hundredths of a nat, rank 4 and outer steps about a tenth, rank 1 a third. The model still learns fast
-when training ends: how much outer steps cost a longer training was not measured. How to use them: [less
+8 bits, and outer gradients in 8 bits or in fragments, cost nothing that two seeds could show, with
+error feedback or without; 4 bits and a high rank cost one or two hundredths of a nat, rank 4 and
+outer steps about a tenth, rank 1 a third. The model still learns fast when training ends: how much
+outer steps cost a longer training was not measured. How to use them: [less
 communication](guides/less_communication.md).
 
-![Held-out loss by steps: 8 bits lie on float32, low ranks and outer steps above](images/less_communication.png)
+![Held-out loss by steps: 8 bits lie on float32, low ranks and outer steps
+above](images/less_communication.png)
 """,
     "less_communication_link": """\
 What remains of a step where next to nothing is sent is computing and the latency of the link.
