@@ -1,0 +1,339 @@
+"""Runs a program in several divisions from the same values, on the same batches."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.verification.comparing import (
+    BFLOAT16,
+    LEAST,
+    Difference,
+    compare,
+    exchanges_in_bfloat16,
+    expected_errors,
+)
+from mtf_gradsync.verification.programs import (
+    Batch,
+    Built,
+    Division,
+    Program,
+    Running,
+    joined,
+    parts_of,
+    rows_of,
+)
+from mtf_gradsync.verification.recording import GRADIENT, UPDATES, Recorded
+
+# More microbatch steps than any program joins: after these there is no update to wait for.
+_MOST_STEPS = 256
+# What a program raises that cannot be divided so.
+_CANNOT = (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, RuntimeError)
+
+
+class Outcome(NamedTuple):
+    """What a division has made.
+
+    Attributes:
+      recorded: what was seen when it was built.
+      losses: the mean loss of each update.
+      gradients: by variable, those of each update.
+      values: trainable variables after the last update.
+      changed_before: variables that changed in a step before its update.
+      apart: variables whose copies are not equal on all processors.
+      graphs: the mesh graphs.
+      exchanges: whether the program exchanges float32 as bfloat16.
+    """
+
+    recorded: Recorded
+    losses: list[float]
+    gradients: list[dict[str, np.ndarray]]
+    values: dict[str, np.ndarray]
+    changed_before: list[str]
+    apart: list[str]
+    graphs: list[mtf.Graph]
+    exchanges: bool
+
+
+class CannotBeDivided(Exception):
+    """A program cannot be built or run in a division; the message says why."""
+
+
+class Engine:
+    """Runs divisions of a program.
+
+    Args:
+      program: the program.
+      batches: its batches, in order.
+      steps: how many updates.
+    """
+
+    def __init__(self, program: Program, batches: Iterable[Batch], steps: int):
+        self._program, self._batches, self._steps = program, iter(batches), steps
+        self.groups: list[list[Batch]] = []
+        self.initial: dict[str, np.ndarray] = {}
+        self._done: dict[Any, Outcome | CannotBeDivided] = {}
+
+    @property
+    def steps_per_update(self) -> int:
+        """How many batches the program itself joins in an update."""
+        return len(self.groups[0])
+
+    def begin(self, division: Division) -> Outcome:
+        """Runs the program as it is, which decides the batches of each update, and first values.
+
+        Raises ValueError where it makes no update, or the batches end before.
+        """
+        first = self._next()
+        built = self._program.build(division, first)
+        with built.session() as running:
+            self.initial = _own(running.values())
+            outcome = self._run(built, running, self._groups_of(running, first))
+        self._done[division.key] = outcome
+        return outcome
+
+    def run(self, division: Division) -> Outcome:
+        """Runs a division; raises `CannotBeDivided` where it cannot be."""
+        done = self._done.get(division.key)
+        if done is None:
+            try:
+                done = self._run_new(division)
+            except _CANNOT as error:
+                done = CannotBeDivided(_one_line(error))
+            except tf.errors.OpError as error:
+                done = CannotBeDivided(_one_line(error))
+            self._done[division.key] = done
+        if isinstance(done, CannotBeDivided):
+            raise done
+        return done
+
+    def orders(self, division: Division) -> list[Outcome]:
+        """Runs a division that joins its batches with their examples in other orders."""
+        found = []
+        for seed in (0, 1):
+            groups = []
+            for group in self.groups:
+                batch = joined(group)
+                size = len(tf.nest.flatten(batch)[0])
+                rows = np.arange(size)[::-1] if not seed else np.random.RandomState(seed).permutation(size)
+                groups.append([rows_of(batch, rows)])
+            found.append(self._run_on(division, groups))
+        return found
+
+    def _run_new(self, division: Division) -> Outcome:
+        return self._run_on(division, [self._batches_of(division, group) for group in self.groups])
+
+    def _run_on(self, division: Division, groups: list[list[Batch]]) -> Outcome:
+        built = self._program.build(division, groups[0][0])
+        with built.session() as running:
+            running.write(self.initial)
+            return self._run(built, running, groups)
+
+    def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
+        """Returns the batches of an update: those of the program, joined, or in parts."""
+        changes = division.changes
+        if division.is_reference and changes.mask is not None:
+            return [_contributed(joined(group), changes.mask)]
+        taken_out = changes.unwrapped or any(x in changes.without for x in self.schedulers)
+        if len(group) > 1 and taken_out:
+            return [joined(group)]
+        if changes.micro_steps > 1:
+            return parts_of(joined(group), changes.micro_steps)
+        return group
+
+    schedulers: tuple[str, ...] = ()
+
+    def _next(self) -> Batch:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            made = len(self.groups)
+            raise ValueError(
+                f"The batches ended after {made} of {self._steps} updates: give more batches, or "
+                "fewer steps."
+            ) from None
+
+    def _groups_of(self, running: Running, first: Batch) -> Iterator[list[Batch]]:
+        """Gives for each update the batches until the program has made it."""
+        batch: Batch | None = first
+        for number in range(self._steps):
+            group: list[Batch] = []
+            self.groups.append(group)
+
+            def until_update() -> Iterator[Batch]:
+                nonlocal batch
+                while _updates(running.values()) <= number:
+                    if len(group) == _MOST_STEPS:
+                        raise ValueError(
+                            f"The program made no update in {_MOST_STEPS} steps: it calls no "
+                            "apply_grads of an mtf.optimize.Optimizer, or skips every step."
+                        )
+                    group.append(self._next() if batch is None else batch)
+                    batch = None
+                    yield group[-1]
+
+            yield until_update()
+
+    def _run(self, built: Built, running: Running, groups: Iterable[Iterable[Batch]]) -> Outcome:
+        losses, gradients, changed = [], [], []
+        for number, group in enumerate(groups):
+            before, of_group = _own(running.values()), []
+            for batch in group:
+                of_group.append(running.step(batch))
+                after = running.values()
+                if _updates(after) <= number:
+                    changed += _changed(before, after, built.recorded)
+            made = _updates(after)
+            if made != number + 1:
+                raise ValueError(
+                    f"it made {made - number:g} updates of the batches of one"
+                )
+            losses.append(float(np.mean(of_group)))
+            gradients.append(_gradients(after))
+        lowerings = built.recorded.lowerings
+        values = {name: after[name] for name in built.recorded.variables if name in after}
+        return Outcome(
+            built.recorded,
+            losses,
+            gradients,
+            values,
+            list(dict.fromkeys(changed)),
+            running.copies_apart(),
+            [lowering.graph for lowering in lowerings],
+            built.program is not None and exchanges_in_bfloat16(built.graph),
+        )
+
+
+class Reference(NamedTuple):
+    """What divisions are compared with.
+
+    Attributes:
+      outcome: of the reference, in the program's own dtypes.
+      exact: the same without rounding where that was possible; else the outcome.
+      expected: the errors of gradients, and of values, that rounding explains, by variable.
+      of_losses: that of losses.
+      source: what they are known from.
+    """
+
+    outcome: Outcome
+    exact: Outcome
+    expected: dict[str, float]
+    expected_values: dict[str, float]
+    of_losses: float
+    source: str
+
+
+def make_reference(engine: Engine, division: Division) -> Reference:
+    """Runs the reference, and finds out how far rounding moves it.
+
+    Raises `CannotBeDivided` where the program does not run on one core.
+    """
+    outcome = engine.run(division)
+    try:
+        exact = engine.run(division_in_float64(division))
+        others, source = [exact], "float64"
+    except CannotBeDivided:
+        exact, others, source = outcome, engine.orders(division), "orders of summation"
+    flat = _flat(outcome.gradients)
+    expected = expected_errors(flat, [_flat(other.gradients) for other in others])
+    values = expected_errors(outcome.values, [other.values for other in others])
+    losses = expected_errors(
+        {"loss": np.array(outcome.losses)}, [{"loss": np.array(o.losses)} for o in others]
+    )
+    return Reference(outcome, exact, expected, values, losses["loss"], source)
+
+
+def division_in_float64(division: Division) -> Division:
+    """The same division in float64."""
+    import dataclasses
+
+    return dataclasses.replace(division, doubled=True)
+
+
+class Comparison(NamedTuple):
+    """How a division compares with the reference.
+
+    Attributes:
+      gradients: of each variable, in the order of the backward pass.
+      values: of each variable after the last update.
+      loss: that of the losses.
+    """
+
+    gradients: list[Difference]
+    values: list[Difference]
+    loss: Difference
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference that rounding does not explain: of gradients, values, losses."""
+        every = (*self.gradients, *self.values, self.loss)
+        return next((x for x in every if not x.is_equal), None)
+
+    @property
+    def worst(self) -> Difference:
+        """The largest error of the gradients, in terms of what rounding explains."""
+        return max(self.gradients, key=lambda x: x.error / x.expected)
+
+
+def compare_with(reference: Reference, outcome: Outcome, masked: bool) -> Comparison:
+    """Compares a division with the reference."""
+    more = BFLOAT16 if outcome.exchanges else 0.0
+    expected = {k: v + more for k, v in reference.expected.items()}
+    expected_values = {k: v + more for k, v in reference.expected_values.items()}
+    order = reference.outcome.recorded.order
+    updates = range(len(reference.exact.gradients))
+    keys = [f"{name}@{number}" for number in updates for name in order]
+    gradients = compare(_flat(outcome.gradients), _flat(reference.exact.gradients), keys, expected)
+    gradients = [x._replace(variable=x.variable.rpartition("@")[0]) for x in gradients]
+    values = compare(outcome.values, reference.exact.values, order, expected_values)
+    losses = {"loss": np.array(outcome.losses)}
+    # A masked shard's loss is in the program's mean.
+    limit = float("inf") if masked else reference.of_losses + more
+    exact = {"loss": np.array(reference.exact.losses)}
+    (loss,) = compare(losses, exact, ["loss"], {"loss": limit})
+    return Comparison(gradients, values, loss)
+
+
+def _flat(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {f"{k}@{number}": v for number, of in enumerate(updates) for k, v in of.items()}
+
+
+def _own(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    hidden = (GRADIENT, UPDATES)
+    return {k: np.array(v) for k, v in values.items() if not k.endswith(hidden)}
+
+
+def _gradients(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    ending = len(GRADIENT)
+    return {k[:-ending]: np.array(v) for k, v in values.items() if k.endswith(GRADIENT)}
+
+
+def _updates(values: Mapping[str, np.ndarray]) -> float:
+    return float(next((v for k, v in values.items() if k.endswith(UPDATES)), 0.0))
+
+
+def _changed(
+    before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray], recorded: Recorded
+) -> list[str]:
+    return [
+        name
+        for name in recorded.variables
+        if name in before and not np.array_equal(before[name], after[name], equal_nan=True)
+    ]
+
+
+def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
+    """Returns the examples of the shards that contribute."""
+    size = len(tf.nest.flatten(batch)[0])
+    return rows_of(batch, np.repeat(np.asarray(mask), size // len(mask)))
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+Progress = Callable[[str], None]
+_ = LEAST

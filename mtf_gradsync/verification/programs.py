@@ -1,0 +1,260 @@
+"""Builds a program in one division, and runs it: in a graph and a session of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from typing import Any, Callable, ContextManager, Iterator, Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync import simd, xla
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.reduce import placement_mesh_impl
+from mtf_gradsync.session import session_config
+from mtf_gradsync.simd.session import VariableAccess
+from mtf_gradsync.verification.float64 import in_float64
+from mtf_gradsync.verification.recording import GRADIENT, UPDATES, Changes, Recorded, recording
+
+Batch = Any  # a structure of arrays, the examples their first dimension
+RUNTIMES = ("placement_mesh", "cpu_replicas", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """One way to divide a program.
+
+    Attributes:
+      name: for the table.
+      mesh_shape: Mesh-TF's mesh shape.
+      layout: Mesh-TF's layout rules.
+      runtime: one of `RUNTIMES`.
+      changes: what is changed of its stack of wrappers.
+      params: more of the program's settings, as pairs.
+      is_reference: whether its gradients are those to compare with.
+      doubled: whether it is built in float64.
+    """
+
+    name: str
+    mesh_shape: str
+    layout: str
+    runtime: str = "cpu_replicas"
+    changes: Changes = Changes()
+    params: tuple[tuple[str, Any], ...] = ()
+    is_reference: bool = False
+    doubled: bool = False
+
+    @property
+    def key(self) -> Any:
+        """What makes two divisions the same program."""
+        shape = mtf.convert_to_shape(self.mesh_shape).to_string
+        params = tuple((name, repr(value)) for name, value in self.params)
+        return shape, self.layout, self.runtime, self.changes, params, self.doubled
+
+
+class Program:
+    """A user's program: a model_fn, or a function that builds a step on a mesh.
+
+    Args:
+      function: `model_fn(features, labels, mode, params[, config])`, which returns a spec; or
+        `step(mesh, inputs, params)`, which returns a loss and mtf operations, where `inputs` has
+        the structure of a batch.
+      params: the settings that it gets, with "mesh_shape" and "layout" among them.
+    """
+
+    def __init__(self, function: Callable[..., Any], params: Mapping[str, Any]):
+        self.function, self.params = function, dict(params)
+        names = inspect.signature(function).parameters
+        self.is_model_fn = "mode" in names
+        self._names = set(names)
+
+    def build(self, division: Division, batch: Batch) -> Built:
+        """Builds the program in a graph of its own, for batches like this one."""
+        params = {**self.params, **dict(division.params)}
+        params.update(mesh_shape=division.mesh_shape, layout=division.layout)
+        if "batch_size" in params:
+            params["batch_size"] = len(tf.nest.flatten(batch)[0])
+        with tf.Graph().as_default() as graph, contextlib.ExitStack() as blocks:
+            tf.set_random_seed(1)
+            inputs = tf.nest.map_structure(
+                lambda x: tf.placeholder(tf.as_dtype(x.dtype), x.shape), batch
+            )
+            tf.train.get_or_create_global_step()
+            recorded = blocks.enter_context(recording(division.changes))
+            if division.doubled:
+                blocks.enter_context(in_float64())
+            program = None
+            if division.runtime != "placement_mesh":
+                block: ContextManager[Any] = simd.tpu_program(division.mesh_shape, division.layout)
+                program = blocks.enter_context(block)
+            build = self._build_model_fn if self.is_model_fn else self._build_step
+            loss, updates = build(division, inputs, params, program)
+            blocks.close()
+        return Built(division, graph, program, recorded, tf.nest.flatten(inputs), loss, updates)
+
+    def _build_step(
+        self, division: Division, inputs: Any, params: dict[str, Any], program: Any
+    ) -> tuple[tf.Tensor, list[Any]]:
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        if program is not None:
+            mesh_impl = program.mesh_impl
+        else:
+            size = mtf.convert_to_shape(division.mesh_shape).size
+            devices = [f"/device:CPU:{number}" for number in range(size)]
+            mesh_impl = placement_mesh_impl(division.mesh_shape, division.layout, devices)
+        loss, operations = self.function(mesh, inputs, params)
+        mean = mtf.anonymize(mtf.reduce_mean(loss))
+        lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+        updates = [lowering.lowered_operation(op) for op in operations]
+        return lowering.export_to_tf_tensor(mean), updates
+
+    def _build_model_fn(
+        self, division: Division, inputs: Any, params: dict[str, Any], program: Any
+    ) -> tuple[tf.Tensor, list[Any]]:
+        if program is not None:
+            params = {**params, "context": program.tpu_context, "use_tpu": True}
+        features, labels = inputs if isinstance(inputs, tuple) else (inputs, None)
+        given = {
+            "features": features,
+            "labels": labels,
+            "mode": "train",
+            "params": params,
+            "config": None,
+        }
+        spec = self.function(**{k: v for k, v in given.items() if k in self._names})
+        return spec.loss, [spec.train_op]
+
+
+class Built(NamedTuple):
+    """A program that was built.
+
+    Attributes:
+      division: how it is divided.
+      graph: its graph.
+      program: the SIMD program; None on a placement mesh.
+      recorded: what was seen meanwhile.
+      inputs: placeholders of a batch.
+      loss: the loss.
+      updates: the operations of a step.
+    """
+
+    division: Division
+    graph: tf.Graph
+    program: Any
+    recorded: Recorded
+    inputs: list[tf.Tensor]
+    loss: tf.Tensor
+    updates: list[Any]
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[Running]:
+        """Opens a session, with initial values."""
+        lowerings = self.recorded.lowerings
+        if not lowerings:
+            raise ValueError("The program has lowered nothing: it makes no mtf.Lowering.")
+        with self.graph.as_default():
+            if self.program is not None:
+                if self.division.runtime == "xla":
+                    session = xla.session(self.program, lowerings, cache_dir=None)
+                else:
+                    session = self.program.session(lowerings)
+                with session:
+                    yield Running(self, session)
+                return
+            to_masters = tf.group(*(x.copy_slices_to_masters() for x in lowerings))
+            to_slices = tf.group(*(x.copy_masters_to_slices() for x in lowerings))
+            init = [
+                tf.global_variables_initializer(),
+                tf.local_variables_initializer(),
+                tf.tables_initializer(),
+            ]
+            sizes = [impl.size for x in lowerings for impl in x.mesh_to_impl.values()]
+            masters = {v.op.name: v.read_value() for v in tf.global_variables()}
+            access = VariableAccess(self.graph)
+            config = session_config(num_cpu_devices=max(sizes))
+            with tf.Session(config=config) as session:
+                session.run(init)
+                session.run(to_slices)
+                yield Running(self, session, to_masters, to_slices, masters, access)
+
+
+class Running:
+    """A session of a program that was built."""
+
+    def __init__(
+        self,
+        built: Built,
+        session: Any,
+        to_masters: Any = None,
+        to_slices: Any = None,
+        masters: Any = None,
+        access: VariableAccess | None = None,
+    ):
+        self.built, self._session = built, session
+        self._to_masters, self._to_slices = to_masters, to_slices
+        self._masters, self._access = masters, access
+
+    def step(self, batch: Batch) -> float:
+        """Makes a step, and returns its loss."""
+        feed = dict(zip(self.built.inputs, tf.nest.flatten(batch)))
+        loss, _ = self._session.run([self.built.loss, self.built.updates], feed)
+        return float(np.mean(loss))
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Returns the values of all variables by name."""
+        if self._access is None:
+            return self._session.variables()
+        self._session.run(self._to_masters)
+        return self._session.run(self._masters)
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        """Sets the values of variables that the program has, of the same shape."""
+        there = self.values()
+        fitting = {k: v for k, v in values.items() if k in there and there[k].shape == v.shape}
+        fitting = {k: np.asarray(v, there[k].dtype) for k, v in fitting.items()}
+        if self._access is None:
+            self._session.write(fitting)
+            return
+        self._access.set(self._session, fitting.items())
+        self._session.run(self._to_slices)
+
+    def copies_apart(self) -> list[str]:
+        """Returns the variables of which processors hold copies that are not equal.
+
+        They are looked at on placement meshes.
+        """
+        if self._access is None:
+            return []
+        found = []
+        for lowering in self.built.recorded.lowerings:
+            for variable, lowered in lowering.variables.items():
+                mesh_impl = lowering.mesh_impl(variable)
+                slices = self._session.run(lowered.laid_out_tensor.to_laid_out_tensor().tensor_list)
+                first: dict[Any, np.ndarray] = {}
+                for number, part in enumerate(slices):
+                    begin = tuple(mesh_impl.slice_begin(variable.shape, number))
+                    same = np.array_equal(first.setdefault(begin, part), part, equal_nan=True)
+                    if not same and variable.name not in found:
+                        found.append(variable.name)
+        return [name for name in found if not name.endswith((GRADIENT, UPDATES))]
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Returns one batch of the examples of several."""
+    return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
+
+
+def parts_of(batch: Batch, count: int) -> list[Batch]:
+    """Returns a batch in parts of equally many examples; ValueError if it cannot be divided."""
+    size = len(tf.nest.flatten(batch)[0])
+    if size % count:
+        raise ValueError(f"a batch of {size} cannot be divided into {count} microbatches")
+    each = size // count
+    return [rows_of(batch, slice(n * each, (n + 1) * each)) for n in range(count)]
+
+
+def rows_of(batch: Batch, rows: Any) -> Batch:
+    """Returns some of the examples of a batch."""
+    return tf.nest.map_structure(lambda x: x[rows], batch)

@@ -1,0 +1,383 @@
+"""What a program under test is asked while it is built: its stack, its gradients, its lowerings."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import (
+    ClipByGlobalNormOptimizer,
+    GradientAccumulationOptimizer,
+    SyncReplicasOptimizer,
+    Wrapper,
+    traits_of,
+)
+from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
+from mtf_gradsync.optimizers.pipeline.order import why_not
+
+# Endings of the names of variables that a program under test has besides its own.
+GRADIENT = "/verified_gradient"
+UPDATES = "verified_updates"
+
+_REST = ("opt", "optimizer", "_opt", "_optimizer")
+
+
+class Changes(NamedTuple):
+    """What is changed of a program's stack of wrappers.
+
+    Attributes:
+      without: labels of wrappers to take out (`Recorded.stack`).
+      unwrapped: whether the others are taken out, too, as for the reference; clipping of its own
+        stands for each `ClipByGlobalNormOptimizer` among these.
+      micro_steps: over how many microbatch steps gradients are accumulated around the stack.
+      mask: whether each shard contributes, for `SyncReplicasOptimizer`; None for all.
+      mesh: mesh shape and layout, for the accumulation.
+      drops: what is taken out of the model: "dropout", "random".
+    """
+
+    without: tuple[str, ...] = ()
+    unwrapped: bool = False
+    micro_steps: int = 1
+    mask: tuple[bool, ...] | None = None
+    mesh: tuple[str, str] = ("", "")
+    drops: tuple[str, ...] = ()
+
+
+class Recorded:
+    """What was seen of a program while it was built.
+
+    Attributes:
+      stack: labels of the wrappers, from the outside in: the name of the class, with a number from
+        the second of a kind on.
+      wrappers: the wrappers by label.
+      innermost: the optimizer that makes the update.
+      lowerings: the lowerings that were made.
+      order: names of the variables in the order in which the backward pass makes their gradients.
+      variables: the mesh variables that got a gradient, by name.
+    """
+
+    def __init__(self, changes: Changes):
+        self.changes = changes
+        self.stack: list[str] = []
+        self.wrappers: dict[str, Wrapper] = {}
+        self.innermost: Any = None
+        self.lowerings: list[mtf.Lowering] = []
+        self.variables: dict[str, mtf.Variable] = {}
+        self._positions: dict[str, int] = {}
+        self._outermost: dict[int, Any] = {}
+        self._busy: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def order(self) -> list[str]:
+        """Names of variables in the order of the backward pass."""
+        return sorted(self._positions, key=lambda name: self._positions[name])
+
+    @property
+    def batch_dims(self) -> tuple[str, ...]:
+        """Names of the tensor dimensions that the batch is split along, by the wrappers."""
+        found = (w._stack_shard_names() for w in self.wrappers.values())
+        return next((names for names in found if names), ("batch",))
+
+    @property
+    def schedulers(self) -> tuple[str, ...]:
+        """Labels of the wrappers that join several steps, or may."""
+        return tuple(k for k, w in self.wrappers.items() if w.traits.schedules_updates)
+
+    @property
+    def islands(self) -> tuple[str, ...]:
+        """Labels of the wrappers that train islands apart."""
+        return tuple(k for k, w in self.wrappers.items() if w.traits.keeps_outer_values)
+
+    # What the patched methods call.
+
+    def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes gradients by the changed stack, or those of a mean where nothing is left."""
+        stack = self._changed(opt)
+        if isinstance(stack, Wrapper):
+            return method(stack, loss, *args, **kwargs)
+        given = inspect.signature(method).bind(opt, loss, *args, **kwargs).arguments
+        variables = given.get("var_list")
+        variables = list(loss.graph.trainable_variables if variables is None else variables)
+        mean, weights = loss, given.get("weights")
+        if loss.shape.dims and isinstance(weights, mtf.Tensor) and weights.shape.dims:
+            mean = mtf.reduce_sum(loss * weights) / mtf.reduce_sum(weights + loss * 0.0)
+        elif loss.shape.dims:
+            mean = mtf.reduce_mean(loss)
+        grads = mtf.gradients([mean], [v.value for v in variables])
+        return list(zip(grads, variables))
+
+    def apply(
+        self, method: Any, opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Applies gradients by the changed stack, and notes those that the innermost one gets."""
+        if any(opt is busy for busy in self._busy):
+            return method(opt, grads, variables, *args, **kwargs)
+        is_outermost = not self._busy
+        stack = self._changed(opt) if is_outermost and isinstance(opt, Wrapper) else opt
+        if stack is not opt and not isinstance(stack, Wrapper):
+            kwargs.pop("weights", None)
+            grads = self._as_reference(opt, list(grads), list(variables))
+        if stack is not opt:
+            return stack.apply_grads(grads, variables, *args, **kwargs)
+        self._busy.append(opt)
+        try:
+            operations = method(opt, grads, variables, *args, **kwargs)
+        finally:
+            self._busy.pop()
+        if isinstance(opt, Wrapper):
+            return operations
+        self.innermost = opt
+        return [*operations, *self._note(grads, variables)]
+
+    def undo(self) -> None:
+        """Puts the stack together again."""
+        while self._undo:
+            self._undo.pop()()
+
+    # The rest.
+
+    def _changed(self, opt: Any) -> Any:
+        """Returns the outermost optimizer of the changed stack."""
+        if id(opt) in self._outermost:
+            return self._outermost[id(opt)]
+        stack = [opt, *opt.inner_stack()]
+        labels: dict[int, str] = {}
+        for one in stack:
+            if isinstance(one, Wrapper):
+                kind = type(one).__name__
+                number = 1 + sum(label.split("#")[0] == kind for label in labels.values())
+                labels[id(one)] = kind if number == 1 else f"{kind}#{number}"
+        self.stack = list(dict.fromkeys([*self.stack, *labels.values()]))
+        self.wrappers.update({labels[id(one)]: one for one in stack if id(one) in labels})
+        changes = self.changes
+        for one in stack:
+            if isinstance(one, SyncReplicasOptimizer):
+                self._mask(one)
+        out = labels.values() if changes.unwrapped else changes.without
+        left = [one for one in stack if labels.get(id(one)) not in out]
+        for outer, inner in zip(left, left[1:]):
+            self._put(outer, inner)
+        outermost = left[0]
+        if changes.micro_steps > 1:
+            outermost = self._accumulated(left)
+        self._outermost[id(opt)] = self._outermost[id(outermost)] = outermost
+        # What holds on to both, so that no other object gets their numbers.
+        self._undo.append(lambda: (opt, outermost) and None)
+        return outermost
+
+    def _mask(self, wrapper: SyncReplicasOptimizer) -> None:
+        mask = self.changes.mask
+        self._set(wrapper, "_contributes", None if mask is None else list(mask))
+        if mask is not None:
+            self._set(wrapper, "_to_aggregate", min(wrapper._to_aggregate, sum(mask)))
+
+    def _accumulated(self, left: Sequence[Any]) -> Any:
+        """Puts accumulation as far outside as the order of wrappers permits."""
+        shape, layout = self.changes.mesh
+        names = next((x._given_names for x in left if isinstance(x, Wrapper)), ("batch",))
+        for number, inner in enumerate(left):
+            try:
+                made = GradientAccumulationOptimizer(
+                    inner,
+                    self.changes.micro_steps,
+                    average_aggregated_gradients=True,
+                    mesh_shape=shape,
+                    layout=layout,
+                    batch_dims=names,
+                    name="verified_accumulation",
+                )
+            except ValueError:
+                continue
+            around = [one for one in left[:number] if isinstance(one, Wrapper)]
+            if any(why_not(traits_of(one), made.traits) for one in around):
+                continue
+            if number:
+                self._put(left[number - 1], made)
+            return left[0] if number else made
+        raise ValueError("no order of wrappers permits an accumulation in this stack")
+
+    def _put(self, outer: Any, inner: Any) -> None:
+        for name in _REST:
+            if callable(getattr(getattr(outer, name, None), "apply_grads", None)):
+                self._set(outer, name, inner)
+                return
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name)
+        self._undo.append(lambda: setattr(owner, name, before))
+        setattr(owner, name, value)
+
+    def _as_reference(
+        self, opt: Any, grads: list[Any], variables: list[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """Returns gradients without shard dims, clipped where the stack that is gone clips them."""
+        plain = []
+        for grad, variable in zip(grads, variables):
+            if grad is not None and grad.shape != variable.shape:
+                more = [d for d in grad.shape.dims if d not in variable.shape.dims]
+                grad = mtf.reduce_mean(grad, output_shape=variable.shape) if more else grad
+            plain.append(grad)
+        gone = [w for label, w in self.wrappers.items() if label in self.changes.without]
+        clips = [x for x in [opt, *opt.inner_stack()] if _clips(x) and x not in gone]
+        present = [g for g in plain if g is not None]
+        for one in clips:
+            norm = mtf.sqrt(mtf.add_n([mtf.reduce_sum(mtf.square(g)) for g in present]))
+            limit = one._clip_norm
+            share = limit / mtf.maximum(norm, limit)
+            plain = [None if g is None else g * share for g in plain]
+        return plain
+
+    def _note(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        """Returns operations that keep gradients, and count the update."""
+        operations: list[mtf.Operation] = []
+        for grad, variable in zip(grads, variables):
+            if grad is None or variable.name in self.variables:
+                continue
+            self._positions[variable.name] = _position(grad)
+            self.variables[variable.name] = variable
+            operations.append(_assigned(variable.name + GRADIENT, grad, variable))
+            if len(self.variables) == 1:
+                count = _hidden(variable.mesh, UPDATES, mtf.Shape([]), tf.float32)
+                operations.append(mtf.assign(count, count.value + 1.0))
+        return operations
+
+
+def _clips(opt: Any) -> bool:
+    return isinstance(opt, ClipByGlobalNormOptimizer) and isinstance(
+        opt._clip_norm, (int, float)
+    )
+
+
+def _position(grad: mtf.Tensor) -> int:
+    """Returns where in the graph the backward pass made a gradient."""
+    operations = grad.graph.operations
+    return operations.index(grad.operation) if grad.operation in operations else len(operations)
+
+
+def _assigned(name: str, grad: mtf.Tensor, variable: Any) -> mtf.Operation:
+    dtype = tf.float64 if grad.dtype == tf.float64 else tf.float32
+    kept = _hidden(grad.mesh, name, variable.shape, dtype)
+    return mtf.assign(kept, mtf.cast(grad, dtype) if grad.dtype != dtype else grad)
+
+
+def _hidden(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType) -> mtf.Variable:
+    root = tf.VariableScope(reuse=tf.AUTO_REUSE, name="", use_resource=True)
+    with tf.variable_scope(root, auxiliary_name_scope=False):
+        tensor = mtf.get_variable(
+            mesh, name, shape, dtype=dtype, initializer=tf.zeros_initializer(), trainable=False
+        )
+    return tensor.operation
+
+
+@contextlib.contextmanager
+def recording(changes: Changes) -> Iterator[Recorded]:
+    """Notes what a program that is built inside the block does, with its stack changed."""
+    recorded = Recorded(changes)
+    with contextlib.ExitStack() as undone:
+        undone.callback(recorded.undo)
+
+        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+            method = owner.__dict__[name]
+            made = functools.wraps(method)(make(method))
+            made.__signature__ = inspect.signature(method)
+            setattr(owner, name, made)
+            undone.callback(setattr, owner, name, method)
+
+        def applies(method: Any) -> Any:
+            def apply_grads(opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+                return recorded.apply(method, opt, grads, variables, *args, **kwargs)
+
+            return apply_grads
+
+        def applies_one(method: Any) -> Any:
+            def one(opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+                return method(opt, grads[0], variables[0], *args, **kwargs)
+
+            def apply_grad(opt: Any, grad: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
+                return recorded.apply(one, opt, [grad], [var], *args, **kwargs)
+
+            return apply_grad
+
+        def watch(kind: type) -> None:
+            if "apply_grads" in vars(kind):
+                replace(kind, "apply_grads", applies)
+            if "apply_grad" in vars(kind) and not issubclass(kind, Wrapper):
+                replace(kind, "apply_grad", applies_one)
+
+        def computes(method: Any) -> Any:
+            def compute_gradients(opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+                return recorded.compute_gradients(method, opt, loss, *args, **kwargs)
+
+            return compute_gradients
+
+        for kind in _kinds(mtf.optimize.Optimizer):
+            watch(kind)
+
+        # Programs define optimizers of their own, even while they are built.
+        def watch_new(cls: type, **kwargs: Any) -> None:
+            super(mtf.optimize.Optimizer, cls).__init_subclass__(**kwargs)
+            watch(cls)
+
+        mtf.optimize.Optimizer.__init_subclass__ = classmethod(watch_new)
+        undone.callback(delattr, mtf.optimize.Optimizer, "__init_subclass__")
+        replace(TrainOptimizerInterface, "compute_gradients", computes)
+
+        def notes(init: Any) -> Any:
+            def lower(self: mtf.Lowering, *args: Any, **kwargs: Any) -> None:
+                init(self, *args, **kwargs)
+                recorded.lowerings.append(self)
+
+            return lower
+
+        replace(mtf.Lowering, "__init__", notes)
+        for name in changes.drops:
+            _DROPS[name](undone)
+        yield recorded
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    seen = {kind}
+    todo = [kind]
+    while todo:
+        one = todo.pop()
+        yield one
+        new = [sub for sub in one.__subclasses__() if sub not in seen]
+        seen.update(new)
+        todo += new
+
+
+def _drop_dropout(undone: contextlib.ExitStack) -> None:
+    def dropout(x: mtf.Tensor, *args: Any, **kwargs: Any) -> mtf.Tensor:
+        return x
+
+    for module in (mtf, mtf.ops):
+        undone.callback(setattr, module, "dropout", module.dropout)
+        module.dropout = dropout
+
+
+def _drop_random(undone: contextlib.ExitStack) -> None:
+    init = mtf.ops.RandomOperation.__init__
+
+    def constant(self: Any, mesh: Any, shape: Any, tf_fn: Any, **kwargs: Any) -> None:
+        def half(shape: Any, dtype: tf.DType = tf.float32, **more: Any) -> tf.Tensor:
+            low, high = more.get("minval", 0.0), more.get("maxval")
+            middle = (low + (1.0 if high is None else high)) / 2
+            return tf.cast(tf.fill(shape, middle), dtype)
+
+        init(self, mesh, shape, half, **kwargs)
+
+    undone.callback(setattr, mtf.ops.RandomOperation, "__init__", init)
+    mtf.ops.RandomOperation.__init__ = constant
+
+
+_DROPS: dict[str, Callable[[contextlib.ExitStack], None]] = {
+    "dropout": _drop_dropout,
+    "random": _drop_random,
+}
+DROPS = tuple(_DROPS)
