@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
-
-from mtf_gradsync.verification.engine import Engine, Outcome
+from typing import Mapping
 
 _CLOSE = 1e-3
 # The largest error of a sum in bfloat16 whose terms do not cancel, and the least that shows it.
@@ -28,8 +26,6 @@ def cause_of(
     factor: float | None,
     of_factor: str,
     error: float,
-    outcome: Outcome,
-    engine: Engine,
 ) -> str:
     """Returns what usually is the cause of a difference; "" for no idea.
 
@@ -39,8 +35,6 @@ def cause_of(
       factor: the number that it is multiplied by, if it is one.
       of_factor: what that number is.
       error: how far it is.
-      outcome: of the division.
-      engine: which has run it.
     """
     kind = culprit.split("#")[0]
     joins_steps = "Accumulation" in kind or kind == "microbatch steps" or "SyncReplicas" in kind
@@ -95,6 +89,3 @@ def cause_of(
         "It is no one factor: shards or microbatches have losses of unequal weight, examples are "
         "dropped, or a dimension is called like the batch's."
     )
-
-
-_: Any = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Mapping, NamedTuple, Sequence
 
 import numpy as np
 
+from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
 
 Values = Mapping[str, np.ndarray]
@@ -102,50 +103,67 @@ def expected_errors(
     }
 
 
-def must_differ(graphs: Sequence[mtf.Graph], batch_dims: Sequence[str]) -> list[str]:
-    """Returns what in a model depends on how it is divided, by its operations: one text each."""
+class Dependence(NamedTuple):
+    """Something in a model that depends on how it is divided.
+
+    Attributes:
+      text: what it is, and what would do.
+      by_steps: whether it depends only on which examples are in one step, and not on the mesh.
+    """
+
+    text: str
+    by_steps: bool = False
+
+
+def dependences(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[Dependence]:
+    """Returns what in the models behind losses depends on how they are divided."""
+    before = walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs])
+    there = set(before)
+    forward = [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
     found = []
-    for graph in graphs:
-        forward = graph.operations
-        names = [op.name for op in forward if isinstance(op, mtf.ops.RandomOperation)]
-        if names:
-            found.append(
-                f"random numbers are drawn for each shard and microbatch ({_some(names)}); "
-                "take them out by --without=dropout or --without=random"
+    names = [op.name for op in forward if isinstance(op, mtf.ops.RandomOperation)]
+    if names:
+        found.append(
+            Dependence(
+                f"random numbers are drawn for each shard and microbatch ({_some(names)}); take "
+                "them out by without dropout or random"
             )
-        dims = {d.name for op in forward for x in op.outputs for d in x.shape.dims}
-        capacity = sorted(name for name in dims if "capacity" in name)
-        if capacity:
-            found.append(
-                f"experts take a number of examples of each group ({', '.join(capacity)}); what is "
-                "beyond it depends on the groups"
+        )
+    dims = {d.name for op in forward for x in op.outputs for d in x.shape.dims}
+    capacity = sorted(name for name in dims if "capacity" in name)
+    if capacity:
+        found.append(
+            Dependence(
+                f"experts take a number of examples of each group ({', '.join(capacity)}), and "
+                "what is beyond it depends on the groups"
             )
-        statistics = _statistics(graph, batch_dims)
-        if statistics:
-            found.append(
-                f"statistics of the batch come back to its examples ({_some(statistics)}); those of "
-                "a microbatch are others"
+        )
+    statistics = _statistics(forward, batch_dims)
+    if statistics:
+        found.append(
+            Dependence(
+                f"statistics of the batch come back to its examples ({_some(statistics)}), and a "
+                "microbatch has others",
+                by_steps=True,
             )
-    return list(dict.fromkeys(found))
+        )
+    return found
 
 
-def _statistics(graph: mtf.Graph, batch_dims: Sequence[str]) -> list[str]:
+def _statistics(forward: Sequence[mtf.Operation], batch_dims: Sequence[str]) -> list[str]:
     """Returns operations in which something summed over the batch meets the examples again."""
-    summed: dict[Any, bool] = {}
+    summed: dict[mtf.Tensor, bool] = {}
 
     def has_batch(x: mtf.Tensor) -> bool:
         return any(d.name in batch_dims for d in x.shape.dims)
 
     found = []
-    for op in graph.operations:
-        if op.name.startswith("gradients") or isinstance(op, mtf.Variable):
-            continue
-        inputs = [x for x in op.inputs if isinstance(x, mtf.Tensor)]
-        from_sums = any(summed.get(x, False) and not has_batch(x) for x in inputs)
+    for op in forward:
+        from_sums = any(summed.get(x, False) and not has_batch(x) for x in op.inputs)
         for out in op.outputs:
-            falls = any(has_batch(x) for x in inputs) and not has_batch(out)
-            summed[out] = falls or any(summed.get(x, False) for x in inputs)
-            if from_sums and has_batch(out) and any(has_batch(x) for x in inputs):
+            falls = any(has_batch(x) for x in op.inputs) and not has_batch(out)
+            summed[out] = falls or any(summed.get(x, False) for x in op.inputs)
+            if from_sums and has_batch(out) and any(has_batch(x) for x in op.inputs):
                 found.append(op.name)
     return found
 
@@ -158,6 +176,5 @@ def _some(names: Sequence[str]) -> str:
 def exchanges_in_bfloat16(graph: tf.Graph) -> bool:
     """Returns whether a SIMD program sends float32 as bfloat16: Mesh-TF's all-to-all does."""
     return any(
-        op.type == "AllToAll" and op.inputs[0].dtype == tf.bfloat16
-        for op in graph.get_operations()
+        op.type == "AllToAll" and op.inputs[0].dtype == tf.bfloat16 for op in graph.get_operations()
     )

@@ -40,7 +40,7 @@ class Division:
     mesh_shape: str
     layout: str
     runtime: str = "cpu_replicas"
-    changes: Changes = Changes()
+    changes: Changes = dataclasses.field(default_factory=Changes)
     params: tuple[tuple[str, Any], ...] = ()
     is_reference: bool = False
     doubled: bool = False

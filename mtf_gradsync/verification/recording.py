@@ -57,6 +57,7 @@ class Recorded:
       lowerings: the lowerings that were made.
       order: names of the variables in the order in which the backward pass makes their gradients.
       variables: the mesh variables that got a gradient, by name.
+      losses: what `mtf.gradients` differentiated.
     """
 
     def __init__(self, changes: Changes):
@@ -66,9 +67,11 @@ class Recorded:
         self.innermost: Any = None
         self.lowerings: list[mtf.Lowering] = []
         self.variables: dict[str, mtf.Variable] = {}
+        self.losses: list[mtf.Tensor] = []
         self._positions: dict[str, int] = {}
         self._outermost: dict[int, Any] = {}
         self._busy: list[Any] = []
+        self._held: list[Any] = []
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -165,8 +168,8 @@ class Recorded:
         if changes.micro_steps > 1:
             outermost = self._accumulated(left)
         self._outermost[id(opt)] = self._outermost[id(outermost)] = outermost
-        # What holds on to both, so that no other object gets their numbers.
-        self._undo.append(lambda: (opt, outermost) and None)
+        # Held on to, so that no other object gets their numbers.
+        self._held += [opt, outermost]
         return outermost
 
     def _mask(self, wrapper: SyncReplicasOptimizer) -> None:
@@ -239,7 +242,7 @@ class Recorded:
         for grad, variable in zip(grads, variables):
             if grad is None or variable.name in self.variables:
                 continue
-            self._positions[variable.name] = _position(grad)
+            self._positions[variable.name] = -_first_use(grad.graph, variable.name)
             self.variables[variable.name] = variable
             operations.append(_assigned(variable.name + GRADIENT, grad, variable))
             if len(self.variables) == 1:
@@ -249,15 +252,15 @@ class Recorded:
 
 
 def _clips(opt: Any) -> bool:
-    return isinstance(opt, ClipByGlobalNormOptimizer) and isinstance(
-        opt._clip_norm, (int, float)
-    )
+    return isinstance(opt, ClipByGlobalNormOptimizer) and isinstance(opt._clip_norm, (int, float))
 
 
-def _position(grad: mtf.Tensor) -> int:
-    """Returns where in the graph the backward pass made a gradient."""
-    operations = grad.graph.operations
-    return operations.index(grad.operation) if grad.operation in operations else len(operations)
+def _first_use(graph: mtf.Graph, name: str) -> int:
+    """Returns where a variable is used first: there the backward pass has all of its gradient."""
+    for number, operation in enumerate(graph.operations):
+        if any(x.operation.name == name for x in operation.inputs):
+            return number
+    return 0
 
 
 def _assigned(name: str, grad: mtf.Tensor, variable: Any) -> mtf.Operation:
@@ -336,6 +339,16 @@ def recording(changes: Changes) -> Iterator[Recorded]:
             return lower
 
         replace(mtf.Lowering, "__init__", notes)
+
+        differentiate = mtf.gradients
+
+        def gradients(ys: Any, *args: Any, **kwargs: Any) -> Any:
+            recorded.losses += ys
+            return differentiate(ys, *args, **kwargs)
+
+        for module in (mtf, mtf.ops):
+            undone.callback(setattr, module, "gradients", module.gradients)
+            module.gradients = gradients
         for name in changes.drops:
             _DROPS[name](undone)
         yield recorded

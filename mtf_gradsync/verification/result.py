@@ -108,7 +108,10 @@ class Verification:
         text = []
         for number, row in enumerate(rows):
             right = (3, 4)
-            cells = [x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths))]
+            cells = [
+                x.rjust(w) if i in right else x.ljust(w)
+                for i, (x, w) in enumerate(zip(row, widths))
+            ]
             text.append("  ".join(cells).rstrip())
             if number and (said := self.lines[number - 1].explained):
                 text.append(f"    {said}")

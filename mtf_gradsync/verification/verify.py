@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import ClipByGlobalNormOptimizer
 from mtf_gradsync.verification import divisions as kinds
 from mtf_gradsync.verification.causes import cause_of, name_of_factor
-from mtf_gradsync.verification.comparing import Difference, must_differ
+from mtf_gradsync.verification.comparing import Difference, dependences
 from mtf_gradsync.verification.engine import (
     CannotBeDivided,
     Comparison,
@@ -120,7 +120,7 @@ def verify(
         steps,
         engine.steps_per_update,
         len(outcome.recorded.variables),
-        tuple(verifier.must_differ),
+        tuple(one.text for one in verifier.dependences),
     )
 
 
@@ -131,7 +131,7 @@ class _Verifier:
         self._engine, self._base, self._own = engine, base, outcome
         self._references: dict[Any, Reference] = {}
         self._found: list[tuple[str, float | None, str]] = []
-        self.must_differ = must_differ(outcome.graphs, outcome.recorded.batch_dims)
+        self.dependences = dependences(outcome.recorded.losses, outcome.recorded.batch_dims)
 
     def reference(self, of: Division) -> Reference:
         """Returns what a division is compared with."""
@@ -170,8 +170,10 @@ class _Verifier:
         if first is None:
             return Line(*about, EQUAL, **numbers)
         numbers.update(error=first.error, expected=first.expected)
-        if self.must_differ and not what.startswith("copies"):
-            return Line(*about, MUST_DIFFER, **numbers, cause="; ".join(self.must_differ))
+        other_steps = outcome.batches > 1 or division.changes.mask is not None
+        natural = [x.text for x in self.dependences if other_steps or not x.by_steps]
+        if natural and what in ("gradient", "value", "loss"):
+            return Line(*about, MUST_DIFFER, **numbers, cause="; ".join(natural))
         culprit = self._culprit(division, what, first)
         factor = first.factor
         named = "" if factor is None else name_of_factor(factor, self._numbers(division, outcome))
@@ -184,7 +186,7 @@ class _Verifier:
             factor=factor,
             of_factor=named,
             brought_in_by=culprit,
-            cause=cause_of(what, culprit, factor, named, first.error, outcome, self._engine),
+            cause=cause_of(what, culprit, factor, named, first.error),
         )
 
     def _compare(self, division: Division, outcome: Outcome) -> Comparison:
@@ -225,8 +227,9 @@ class _Verifier:
         for dim in shape.dims:
             if dim.size > 1:
                 dims = [d if d != dim else mtf.Dimension(d.name, 1) for d in shape.dims]
-                yield f"mesh axis {dim.name}", dataclasses.replace(
-                    division, mesh_shape=kinds.mesh_text(dims)
+                yield (
+                    f"mesh axis {dim.name}",
+                    dataclasses.replace(division, mesh_shape=kinds.mesh_text(dims)),
                 )
         if division.params:
             names = ", ".join(name for name, _ in division.params)
@@ -253,16 +256,17 @@ class _Verifier:
 
 def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
     """Returns what differs first, and how; None where nothing does."""
+    # These two explain what differs in later steps.
+    for what, names in (
+        ("value before the update", outcome.changed_before),
+        ("copies", outcome.apart),
+    ):
+        if names:
+            return what, Difference(names[0], float("inf"), 0.0)
     for what, found in (("gradient", compared.gradients), ("value", compared.values)):
         first = next((x for x in found if not x.is_equal), None)
         if first is not None:
-            if what == "value" and first.variable in outcome.changed_before:
-                what = "value before the update"
             return what, first
-    if outcome.apart:
-        return "copies", Difference(outcome.apart[0], float("inf"), 0.0)
-    if outcome.changed_before:
-        return "value before the update", Difference(outcome.changed_before[0], float("inf"), 0.0)
     return "loss", None if compared.loss.is_equal else compared.loss
 
 
@@ -320,4 +324,3 @@ def _check(
         wrong = [name for name in given if name not in known]
         if wrong:
             raise ValueError(f"{kind} must be of {', '.join(known)}; got {wrong[0]!r}.")
-

@@ -1,4 +1,4 @@
-"""Small programs, each with one wrong line that public reports describe, and the same without it."""
+"""Small programs with one wrong line each, as public reports describe them, and without it."""
 
 from __future__ import annotations
 
@@ -157,7 +157,9 @@ def clipped_each_step(mesh, inputs, params, wrong):
     grads, variables = gradients(loss, mesh)
     if wrong:
         grads, _ = gs.clip_by_global_norm(grads, 0.1)
-        return loss, accumulated(gs.CrossShardOptimizer(sgd()), params).apply_grads(grads, variables)
+        return loss, accumulated(gs.CrossShardOptimizer(sgd()), params).apply_grads(
+            grads, variables
+        )
     opt = accumulated(gs.ClipByGlobalNormOptimizer(sgd(), 0.1), params)
     return loss, opt.apply_grads(grads, variables)
 
@@ -173,10 +175,7 @@ def named_like_the_batch(mesh, inputs, params, wrong):
     memory = variable(mesh, "memory", slots)
     read = mtf.reduce_sum(mtf.square(mtf.rename_dimension(memory, slots.name, "read")))
     loss = mtf.reduce_mean(each * read)
-    opt = gs.SyncReplicasOptimizer(
-        sgd(), 4, mesh_shape=params["mesh_shape"], layout=params["layout"], accept_summed=True
-    )
-    return loss, opt.apply_grads(*gradients(loss, mesh))
+    return loss, gs.CrossShardOptimizer(sgd()).apply_grads(*gradients(loss, mesh))
 
 
 def sum_in_bfloat16(mesh, inputs, params, wrong):
@@ -199,13 +198,24 @@ def dropped_at_the_end(mesh, inputs, params, wrong):
     return loss, gs.CrossShardOptimizer(sgd()).apply_grads(*gradients(loss, mesh))
 
 
-def stale_copy(mesh, inputs, params, wrong):
-    loss = mtf.reduce_mean(model(mesh, inputs)[0])
+def stale_copy(features, labels, mode, params, wrong):
+    """A model_fn, whose mesh is Mesh-TensorFlow's own: ours shares copies, and refuses this."""
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    shape = mtf.convert_to_shape(params["mesh_shape"])
+    loss = mtf.reduce_mean(model(mesh, features)[0])
     updates = gs.CrossShardOptimizer(sgd()).minimize(loss)
     if wrong:
-        (v,) = (v for v in mesh.graph.trainable_variables if v.name == "v")
+        (v,) = (v for v in graph.trainable_variables if v.name == "v")
         updates = [*updates, AssignOnFirstDevice(v, updates)]
-    return loss, updates
+    layout = mtf.convert_to_layout_rules(params["layout"])
+    devices = [f"/device:CPU:{number}" for number in range(shape.size)]
+    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, devices)
+    lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+    train_op = tf.group(*(lowering.lowered_operation(op) for op in updates))
+    return tf.estimator.EstimatorSpec(
+        mode, loss=lowering.export_to_tf_tensor(loss), train_op=train_op
+    )
 
 
 def decayed_each_step(mesh, inputs, params, wrong):
@@ -268,14 +278,14 @@ FAULTS = {
         "average_aggregated_gradients=True",
     ),
     "a dimension called like the batch": Fault(
-        named_like_the_batch, "memory", 4.0, "number of shards", "SyncReplicasOptimizer", "",
+        named_like_the_batch, "memory", None, "", "CrossShardOptimizer", "called like the batch's",
     ),
     "a sum in bfloat16": Fault(
         sum_in_bfloat16, "v", None, "", "CrossShardOptimizer", "rounding to bfloat16"
     ),
     "a dropped microbatch": Fault(
         dropped_at_the_end, "v", None, "", "params microbatch", "dropped",
-        params=({"microbatch": ROWS}, {"microbatch": 6}),
+        params=({"microbatch": ROWS}, {"microbatch": 12}),
     ),
     "a stale copy of a slice": Fault(
         stale_copy, "v", None, "", "", "copies of one slice", "copies", runtime="placement_mesh"

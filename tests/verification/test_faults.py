@@ -1,4 +1,4 @@
-"""Faults that public reports describe are found, with the variable, the factor and what brings it in."""
+"""Faults that public reports describe are found: the variable, the factor, what brings it in."""
 
 import functools
 
@@ -14,16 +14,12 @@ QUICK = ("a loss per shard that is summed", "K without division")
 def verified(name, wrong):
     fault = FAULTS[name]
     return verification.verify(
-        functools.partial(program, fault, wrong),
+        functools.partial(fault.program, wrong=wrong),
         batches,
         [{**MESH, **more} for more in fault.params or ({},)],
         divisions=(),
         runtime=fault.runtime,
     )
-
-
-def program(fault, wrong, mesh, inputs, params):
-    return fault.program(mesh, inputs, params, wrong)
 
 
 @pytest.mark.parametrize(
