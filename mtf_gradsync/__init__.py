@@ -62,6 +62,7 @@ from mtf_gradsync.reduce import (
 from mtf_gradsync.session import session_config
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 from mtf_gradsync.timelines import Timeline, TimelineError, timeline
+from mtf_gradsync.verification import verify
 
 note_meshes()
 note_gradients()
@@ -115,4 +116,5 @@ __all__ = [
     "skip_not_finite",
     "sum_shards",
     "timeline",
+    "verify",
 ]

@@ -77,18 +77,7 @@ def build_train_graph(
     )
     with mesh_block() as mesh_impl:
         model = MeshModel(job.model, mesh_impl)
-        loss, grads = _loss_and_gradients(model, features)
-        job.model.mesh.check_splits(model.graph, model.input_dims)
-        chosen = _variable_chooser(job.variable_filter)
-        pairs = [(g, v) for g, v in zip(grads, model.graph.trainable_variables) if chosen(v)]
-        if not pairs:
-            raise ConfigError(
-                f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
-                f"names look like {model.graph.trainable_variables[0].name!r}"
-            )
-        rate = job.learning_rate
-        rate = rate(step=step_now) if callable(rate) else rate
-        opt = _make_optimizer(job.optimizer, rate)
+        loss, pairs, opt, rate = model_and_optimizer(job, model, features, step_now)
         update_ops = list(opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs]))
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
@@ -129,6 +118,28 @@ def build_train_graph(
         gradients=[g for g, _ in pairs if g is not None],
         optimizers=stack,
     )
+
+
+def model_and_optimizer(
+    job: TrainingJob, model: MeshModel, features: dict[str, tf.Tensor], step: tf.Tensor
+) -> tuple[mtf.Tensor, list[tuple[mtf.Tensor, mtf.Variable]], Any, Any]:
+    """Adds a job's model and gradients to the model's graph, and makes the optimizer.
+
+    Returns the loss, pairs of a gradient and a variable to train, the optimizer, and the learning
+    rate of the step, None if the optimizer has its own.
+    """
+    loss, grads = _loss_and_gradients(model, features)
+    job.model.mesh.check_splits(model.graph, model.input_dims)
+    chosen = _variable_chooser(job.variable_filter)
+    pairs = [(g, v) for g, v in zip(grads, model.graph.trainable_variables) if chosen(v)]
+    if not pairs:
+        raise ConfigError(
+            f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
+            f"names look like {model.graph.trainable_variables[0].name!r}"
+        )
+    rate = job.learning_rate
+    rate = rate(step=step) if callable(rate) else rate
+    return loss, pairs, _make_optimizer(job.optimizer, rate), rate
 
 
 def build_on(

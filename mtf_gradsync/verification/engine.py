@@ -30,8 +30,6 @@ from mtf_gradsync.verification.recording import GRADIENT, UPDATES, Recorded
 
 # More microbatch steps than any program joins: after these there is no update to wait for.
 _MOST_STEPS = 256
-# What a program raises that cannot be divided so.
-_CANNOT = (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, RuntimeError)
 
 
 class Outcome(NamedTuple):
@@ -101,9 +99,7 @@ class Engine:
         if done is None:
             try:
                 done = self._run_new(division)
-            except _CANNOT as error:
-                done = CannotBeDivided(_one_line(error))
-            except tf.errors.OpError as error:
+            except Exception as error:  # whatever a user's program raises
                 done = CannotBeDivided(_one_line(error))
             self._done[division.key] = done
         if isinstance(done, CannotBeDivided):
@@ -331,5 +327,7 @@ def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    if not isinstance(error, ValueError) or not text:
+        text = f"{type(error).__name__}: {text}"
     return text if len(text) <= 300 else f"{text[:300]}..."

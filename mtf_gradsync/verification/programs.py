@@ -88,6 +88,7 @@ class Program:
             if division.runtime != "placement_mesh":
                 block: ContextManager[Any] = simd.tpu_program(division.mesh_shape, division.layout)
                 program = blocks.enter_context(block)
+                params["mesh_impl"] = program.mesh_impl
             build = self._build_model_fn if self.is_model_fn else self._build_step
             loss, updates = build(division, inputs, params, program)
             blocks.close()

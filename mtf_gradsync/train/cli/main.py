@@ -215,6 +215,7 @@ _COMMANDS = {
     "report": steps.REPORT,
     "compile": steps.COMPILE,
     "plan": steps.PLAN,
+    "verify": steps.VERIFY,
     "timeline": runs.TIMELINE,
     "islands": ISLANDS,
     "env": ENV,

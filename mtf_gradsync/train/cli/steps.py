@@ -1,4 +1,4 @@
-"""The commands that look at a training step without training: ``report``, ``compile``, ``plan``."""
+"""The commands that look at a training step without training: report, compile, plan, verify."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mtf_gradsync.train.cli.arguments import (
     make_output_folder,
     output_path,
     output_paths,
+    whole_number,
     writing,
 )
 
@@ -323,6 +324,90 @@ def _as_text(layout: Any) -> str:
         ) from error
 
 
+_VERIFY_DESCRIPTION = """\
+Proves that an update of the training that gin files describe is the same however it is divided.
+From the same values and batches it makes one update on one core without wrappers, and one in each
+division: the config's mesh, its cores along one axis, another order of axes, microbatch steps, each
+wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the innermost
+optimizer, the new values and the losses: equal to rounding, or the first variable that differs, by
+what factor, and what brings it in."""
+
+_VERIFY_EPILOG = """\
+examples:
+  mtf-gradsync verify --gin_file=lm_cpu_mesh.gin
+  mtf-gradsync verify --gin_file=my.gin --mesh_shape="batch:2;model:4" --divisions=wrappers
+  mtf-gradsync verify --gin_file=my.gin --without=dropout --json=verified.json --png=verified.png
+
+Exit code 0: the same training, 1: it is not. docs/guides/verify.md explains the table."""
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--mesh_shape",
+        action="append",
+        metavar="SHAPE",
+        help="mesh shape to try; may be given several times (default: those of --divisions)",
+    )
+    parser.add_argument(
+        "--divisions",
+        metavar="KIND[,KIND...]",
+        help="batch, model, order, microbatches, wrappers, masked, runtimes (default: all, or with "
+        "--mesh_shape none)",
+    )
+    parser.add_argument(
+        "--without",
+        metavar="WHAT[,WHAT...]",
+        help="what to take out of the model, as it must differ: dropout, random",
+    )
+    parser.add_argument(
+        "--steps", type=whole_number(1), default=1, metavar="N", help="updates (default: 1)"
+    )
+    parser.add_argument(
+        "--runtime",
+        default="cpu_replicas",
+        metavar="NAME",
+        help="where divisions run: placement_mesh, cpu_replicas or xla (default: cpu_replicas)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all errors as JSON, too")
+    parser.add_argument("--png", metavar="FILE", help="draw the error of each variable")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    json_file, png_file = output_paths({"--json": args.json, "--png": args.png})
+    with Interruption() as stop, loaded_config(args):
+        from mtf_gradsync.train.figures import check_drawing
+        from mtf_gradsync.train.verifying import verify_config
+
+        if png_file:
+            check_drawing()
+        stop.check()
+        found = verify_config(
+            args.mesh_shape,
+            args.steps,
+            None if args.divisions is None else args.divisions.split(","),
+            (args.without or "").split(",") if args.without else (),
+            args.runtime,
+        )
+    print(found)
+    if json_file:
+        with writing("--json", json_file):
+            json_file.write_text(found.to_json() + "\n", encoding="utf-8")
+    if png_file:
+        with writing("--png", png_file):
+            found.plot(png_file)
+    return 0 if found.is_equal else 1
+
+
+VERIFY = Command(
+    "prove that an update is the same however it is divided",
+    _VERIFY_DESCRIPTION,
+    _VERIFY_EPILOG,
+    _verify_arguments,
+    _verify,
+)
 REPORT = Command(
     "list what the cores exchange in a training step, bare and wrapped",
     _REPORT_DESCRIPTION,
