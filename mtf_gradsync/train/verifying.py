@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, Generator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -91,7 +91,7 @@ def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> 
     )
 
 
-def _batches(job: TrainingJob) -> Iterator[dict[str, np.ndarray]]:
+def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:
     """Gives the training batches of a job, by feature."""
     with tf.Graph().as_default(), job.batches() as source:
         feeds = source.placeholders()

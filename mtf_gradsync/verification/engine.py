@@ -28,6 +28,8 @@ from mtf_gradsync.verification.programs import (
 )
 from mtf_gradsync.verification.recording import GRADIENT, UPDATES, Recorded
 
+# In how many orders of the examples the reference is computed besides the given one.
+_ORDERS = 3
 # More microbatch steps than any program joins: after these there is no update to wait for.
 _MOST_STEPS = 256
 
@@ -98,7 +100,8 @@ class Engine:
         done = self._done.get(division.key)
         if done is None:
             try:
-                done = self._run_new(division)
+                groups = [self._batches_of(division, group) for group in self.groups]
+                (done,) = self._runs(division, [groups])
             except Exception as error:  # whatever a user's program raises
                 done = CannotBeDivided(_one_line(error))
             self._done[division.key] = done
@@ -107,30 +110,31 @@ class Engine:
         return done
 
     def orders(self, division: Division) -> list[Outcome]:
-        """Runs a division that joins its batches with their examples in other orders."""
-        found = []
-        for seed in (0, 1):
-            groups = []
-            for group in self.groups:
-                batch = joined(group)
+        """Runs a division that joins its batches, with their examples in other orders, too.
+
+        The first outcome is the one that `run` gives.
+        """
+        every = [[self._batches_of(division, group) for group in self.groups]]
+        for seed in range(_ORDERS):
+            shuffled = []
+            for (batch,) in every[0]:
                 size = len(tf.nest.flatten(batch)[0])
-                rows = (
-                    np.arange(size)[::-1]
-                    if not seed
-                    else np.random.RandomState(seed).permutation(size)
-                )
-                groups.append([rows_of(batch, rows)])
-            found.append(self._run_on(division, groups))
-        return found
+                shuffled.append([rows_of(batch, np.random.RandomState(seed).permutation(size))])
+            every.append(shuffled)
+        outcomes = self._runs(division, every)
+        self._done[division.key] = outcomes[0]
+        return outcomes
 
-    def _run_new(self, division: Division) -> Outcome:
-        return self._run_on(division, [self._batches_of(division, group) for group in self.groups])
-
-    def _run_on(self, division: Division, groups: list[list[Batch]]) -> Outcome:
-        built = self._program.build(division, groups[0][0])
+    def _runs(self, division: Division, series: list[list[list[Batch]]]) -> list[Outcome]:
+        """Builds a division, and runs it on several series of batches from the first values."""
+        built = self._program.build(division, series[0][0][0])
+        outcomes = []
         with built.session() as running:
-            running.write(self.initial)
-            return self._run(built, running, groups)
+            first = {**running.values(), **self.initial}
+            for groups in series:
+                running.write(first)
+                outcomes.append(self._run(built, running, groups))
+        return outcomes
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
         """Returns the batches of an update: those of the program, joined, or in parts."""
@@ -156,7 +160,7 @@ class Engine:
                 "fewer steps."
             ) from None
 
-    def _groups_of(self, running: Running, first: Batch) -> Iterator[list[Batch]]:
+    def _groups_of(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
         """Gives for each update the batches until the program has made it."""
         self._batches = itertools.chain([first], self._batches)
         for number in range(self._steps):
@@ -227,12 +231,13 @@ def make_reference(engine: Engine, division: Division) -> Reference:
 
     Raises `CannotBeDivided` where the program does not run on one core.
     """
-    outcome = engine.run(division)
     try:
-        exact = engine.run(division_in_float64(division))
+        exact = engine.run(dataclasses.replace(division, doubled=True))
+        outcome = engine.run(division)
         others, source = [exact], "float64"
     except CannotBeDivided:
-        exact, others, source = outcome, engine.orders(division), "other orders of the examples"
+        outcome, *others = engine.orders(division)
+        exact, source = outcome, "other orders of the examples"
     flat = _flat(outcome.gradients)
     expected = expected_errors(flat, [_flat(other.gradients) for other in others])
     values = expected_errors(outcome.values, [other.values for other in others])
@@ -240,11 +245,6 @@ def make_reference(engine: Engine, division: Division) -> Reference:
         {"loss": np.array(outcome.losses)}, [{"loss": np.array(o.losses)} for o in others]
     )
     return Reference(outcome, exact, expected, values, losses["loss"], source)
-
-
-def division_in_float64(division: Division) -> Division:
-    """The same division in float64."""
-    return dataclasses.replace(division, doubled=True)
 
 
 class Comparison(NamedTuple):

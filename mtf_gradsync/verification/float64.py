@@ -8,6 +8,8 @@ from unittest import mock
 
 from mtf_gradsync._private.libraries import mtf, tf
 
+_WITH_SCALARS = (mtf.ops.ScalarMultiplyOperation, mtf.ops.ScalarAddOperation)
+
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
@@ -33,11 +35,21 @@ def in_float64() -> Iterator[None]:
     def cast_to_wide(x: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         return cast(x, wide(tf.as_dtype(dtype)), *args, **kwargs)
 
+    def scaled(init: Any) -> Any:
+        # A learning rate may be a tensor of TensorFlow's.
+        def scalar_operation(self: Any, x: Any, scalar: Any, *args: Any, **kw: Any) -> None:
+            if isinstance(scalar, tf.Tensor) and scalar.dtype.is_floating:
+                scalar = tf.cast(scalar, x.dtype)
+            init(self, x, scalar, *args, **kw)
+
+        return scalar_operation
+
     with contextlib.ExitStack() as patched:
         for owner, function in (
             (mtf.Tensor, tensor),
             (mtf.VariableDType, dtypes),
             (mtf.ops.ImportOperation, imported),
+            *((kind, scaled(kind.__init__)) for kind in _WITH_SCALARS),
         ):
             patched.enter_context(mock.patch.object(owner, "__init__", function))
         for module in (mtf, mtf.ops):

@@ -287,7 +287,7 @@ def recording(changes: Changes) -> Iterator[Recorded]:
 
         def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             method = owner.__dict__[name]
-            made = functools.wraps(method)(make(method))
+            made: Any = functools.wraps(method)(make(method))
             made.__signature__ = inspect.signature(method)
             setattr(owner, name, made)
             undone.callback(setattr, owner, name, method)
@@ -355,12 +355,12 @@ def recording(changes: Changes) -> Iterator[Recorded]:
 
 
 def _kinds(kind: type) -> Iterator[type]:
-    seen = {kind}
+    seen: set[type] = {kind}
     todo = [kind]
     while todo:
         one = todo.pop()
         yield one
-        new = [sub for sub in one.__subclasses__() if sub not in seen]
+        new: list[type] = [sub for sub in one.__subclasses__() if sub not in seen]
         seen.update(new)
         todo += new
 

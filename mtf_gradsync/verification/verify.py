@@ -155,32 +155,34 @@ class _Verifier:
 
     def line(self, division: Division) -> Line:
         """Returns what is found of a division."""
-        about = (division.name, division.mesh_shape, division.layout, division.runtime)
+        found = Line(
+            division.name, division.mesh_shape, division.layout, division.runtime, CANNOT_BE
+        )
         try:
             outcome = self._engine.run(division)
         except CannotBeDivided as error:
-            return Line(*about, CANNOT_BE, cause=str(error))
+            return dataclasses.replace(found, cause=str(error))
         compared = self._compare(division, outcome)
         worst = compared.worst
         errors: dict[str, float] = {}
         for one in compared.gradients:
             errors[one.variable] = max(one.error, errors.get(one.variable, 0.0))
-        numbers = {"error": worst.error, "expected": worst.expected, "errors": errors}
+        found = dataclasses.replace(
+            found, verdict=EQUAL, error=worst.error, expected=worst.expected, errors=errors
+        )
         what, first = _first(compared, outcome)
         if first is None:
-            return Line(*about, EQUAL, **numbers)
-        numbers.update(error=first.error, expected=first.expected)
+            return found
+        found = dataclasses.replace(found, error=first.error, expected=first.expected)
         other_steps = outcome.batches > 1 or division.changes.mask is not None
         natural = [x.text for x in self.dependences if other_steps or not x.by_steps]
         if natural and what in ("gradient", "value", "loss"):
-            return Line(*about, MUST_DIFFER, **numbers, cause="; ".join(natural))
-        culprit = self._culprit(division, what, first)
-        factor = first.factor
+            return dataclasses.replace(found, verdict=MUST_DIFFER, cause="; ".join(natural))
+        culprit, factor = self._culprit(division, first), first.factor
         named = "" if factor is None else name_of_factor(factor, self._numbers(division, outcome))
-        return Line(
-            *about,
-            NOT_EQUAL,
-            **numbers,
+        return dataclasses.replace(
+            found,
+            verdict=NOT_EQUAL,
             variable="" if what == "loss" else first.variable,
             what=what,
             factor=factor,
@@ -199,7 +201,7 @@ class _Verifier:
             return False
         return _first(self._compare(division, outcome), outcome)[1] is None
 
-    def _culprit(self, division: Division, what: str, first: Difference) -> str:
+    def _culprit(self, division: Division, first: Difference) -> str:
         """Returns the wrapper, axis, or whatever else without which the division is equal."""
         simpler = list(self._simpler(division))
         # What was found once is tried first.
@@ -244,7 +246,10 @@ class _Verifier:
         batch_axes = kinds.axes_of_batch(division.layout, outcome.recorded)
         shards = int(np.prod([d.size for d in shape.dims if d.name in batch_axes] or [1]))
         steps = max(self._engine.steps_per_update, division.changes.micro_steps)
-        numbers = {"the number of shards": shards, "K, the microbatch steps": steps}
+        numbers: dict[str, float] = {
+            "the number of shards": shards,
+            "K, the microbatch steps": steps,
+        }
         for dim in shape.dims:
             numbers[f"the number of cores along {dim.name}"] = dim.size
         numbers["the number of cores"] = shape.size
