@@ -109,10 +109,12 @@ class Dependence(NamedTuple):
     Attributes:
       text: what it is, and what would do.
       by_steps: whether it depends only on which examples are in one step, and not on the mesh.
+      is_random: whether it is random numbers.
     """
 
     text: str
     by_steps: bool = False
+    is_random: bool = False
 
 
 def dependences(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[Dependence]:
@@ -126,7 +128,8 @@ def dependences(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list
         found.append(
             Dependence(
                 f"random numbers are drawn for each shard and microbatch ({_some(names)}); take "
-                "them out by without dropout or random"
+                "them out by without dropout or random",
+                is_random=True,
             )
         )
     dims = {d.name for op in forward for x in op.outputs for d in x.shape.dims}

@@ -354,15 +354,13 @@ def recording(changes: Changes) -> Iterator[Recorded]:
         yield recorded
 
 
-def _kinds(kind: type) -> Iterator[type]:
-    seen: set[type] = {kind}
-    todo = [kind]
-    while todo:
-        one = todo.pop()
-        yield one
-        new: list[type] = [sub for sub in one.__subclasses__() if sub not in seen]
-        seen.update(new)
-        todo += new
+def _kinds(kind: type) -> list[type]:
+    """Returns a class and all that are made of it."""
+    found: list[type] = [kind]
+    for one in found:
+        subclasses: list[type] = type.__subclasses__(one)
+        found += [sub for sub in subclasses if sub not in found]
+    return found
 
 
 def _drop_dropout(undone: contextlib.ExitStack) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import textwrap
 from pathlib import Path
 from typing import Any, Sequence
 
+from mtf_gradsync._tables import terminal_width, text_table
+
+_SAME = "The same training, however it is divided."
 EQUAL, NOT_EQUAL, MUST_DIFFER, CANNOT_BE = "equal", "NOT EQUAL", "must differ", "cannot be"
 
 
@@ -96,36 +100,27 @@ class Verification:
         return json.dumps(_finite(fields), indent=2)
 
     def __str__(self) -> str:
-        rows = [("division", "mesh", "on", "error", "expected", "")]
+        headers = ("division", "mesh", "on", "error", "expected", "result")
+        rows: list[tuple[str, ...]] = []
+        said: dict[str, list[str]] = {}
         for line in self.lines:
             compared = line.verdict in (EQUAL, NOT_EQUAL) or line.error > 0
-            error = f"{line.error:.1e}" if compared else ""
-            expected = f"{line.expected:.1e}" if compared else ""
-            rows.append(
-                (line.division, line.mesh_shape, line.runtime, error, expected, line.verdict)
-            )
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        text = []
-        for number, row in enumerate(rows):
-            right = (3, 4)
-            cells = [
-                x.rjust(w) if i in right else x.ljust(w)
-                for i, (x, w) in enumerate(zip(row, widths))
-            ]
-            text.append("  ".join(cells).rstrip())
-            if number and (said := self.lines[number - 1].explained):
-                text.append(f"    {said}")
+            numbers = [f"{x:.1e}" if compared else "" for x in (line.error, line.expected)]
+            rows.append((line.division, line.mesh_shape, line.runtime, *numbers, line.verdict))
+            if line.explained:
+                said.setdefault(line.explained, []).append(line.division)
+        text = text_table(headers, rows, ("division", "mesh", "on", "result"))
+        for explained, names in said.items():
+            text += ["", *textwrap.wrap(f"{', '.join(names)}: {explained}", terminal_width())]
         many = f", {self.steps_per_update} batches each" if self.steps_per_update > 1 else ""
-        text.append(
-            f"{self.variables} gradients of {self.steps} update{'s' * (self.steps > 1)}{many}, "
-            f"against {self.reference}; expected rounding by {self.source}."
+        plural = "s" if self.steps > 1 else ""
+        summary = (
+            f"{self.variables} gradients of {self.steps} update{plural}{many}, against "
+            f"{self.reference}; expected rounding by {self.source}."
         )
         wrong = [line.division for line in self.lines if line.verdict == NOT_EQUAL]
-        if wrong:
-            text.append(f"Not the same training: {', '.join(wrong)}.")
-        else:
-            text.append("The same training, however it is divided.")
-        return "\n".join(text)
+        verdict = f"Not the same training: {', '.join(wrong)}." if wrong else _SAME
+        return "\n".join([*text, "", summary, verdict])
 
     def plot(self, path: str | Path) -> None:
         """Draws the error of each variable's gradient in each division, over the expected one.

@@ -148,7 +148,9 @@ class _Verifier:
         division = dataclasses.replace(division, changes=changes)
         if division.key not in self._references:
             try:
-                self._references[division.key] = make_reference(self._engine, division)
+                is_random = any(one.is_random for one in self.dependences)
+                made = make_reference(self._engine, division, is_random)
+                self._references[division.key] = made
             except CannotBeDivided as error:
                 raise ValueError(f"The program does not run on one core: {error}") from error
         return self._references[division.key]

@@ -9,7 +9,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 
-D, H = mtf.Dimension("d", 4), mtf.Dimension("h", 6)
+D, H = mtf.Dimension("d", 4), mtf.Dimension("h", 8)
 ROWS = 16
 MESH = {"mesh_shape": "batch:4;model:2", "layout": "batch:batch;h:model;experts:batch"}
 STEPS = 2
