@@ -11,6 +11,9 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=12")
 
+# Tables are as wide as where output is no terminal, whatever the tests are started from.
+os.environ["COLUMNS"] = "160"
+
 # Compiled programs are kept for these tests, not for the user. Xdist's workers have one folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["MTF_GRADSYNC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtf_gradsync_tests_")

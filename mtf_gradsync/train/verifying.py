@@ -93,8 +93,9 @@ def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> 
 
 def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:
     """Gives the training batches of a job, by feature."""
-    with tf.Graph().as_default(), job.batches() as source:
-        feeds = source.placeholders()
+    with job.batches() as source:
+        with tf.Graph().as_default():
+            feeds = source.placeholders()
         source.begin(0, 0)
         while True:
             fed = source.next()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tqdm import tqdm
@@ -290,23 +291,23 @@ def _with_params(base: Division, more: Mapping[str, Any], number: int) -> Divisi
 
 def _batches(input_fn: Any, params: Mapping[str, Any]) -> Iterator[Batch]:
     """Gives batches of arrays."""
-    with tf.Graph().as_default():
+    graph = tf.Graph()
+    with graph.as_default():
         given = input_fn
         if callable(input_fn):
             takes = "params" in inspect.signature(input_fn).parameters
             given = input_fn(params=dict(params)) if takes else input_fn()
         if isinstance(given, tf.data.Dataset):
-            following = tf.data.make_one_shot_iterator(given).get_next()
-            with tf.Session() as session:
-                while True:
-                    try:
-                        batch = session.run(following)
-                    except tf.errors.OutOfRangeError:
-                        return
-                    yield batch
-    batches: Iterable[Batch] = given
-    for batch in batches:
+            given = _read(tf.data.make_one_shot_iterator(given).get_next(), graph)
+    for batch in given:
         yield tf.nest.map_structure(np.asarray, batch)
+
+
+def _read(following: Any, graph: tf.Graph) -> Iterator[Batch]:
+    session = tf.Session(graph=graph)
+    with contextlib.closing(session), contextlib.suppress(tf.errors.OutOfRangeError):
+        while True:
+            yield session.run(following)
 
 
 def _check(
