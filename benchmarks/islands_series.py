@@ -14,8 +14,6 @@ import math
 import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
@@ -26,7 +24,8 @@ import mtf_gradsync as gs
 from benchmarks import less_communication, models, report
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.islands import Folder, Island
+from mtf_gradsync.islands import Folder, Island, Merger, MergeSettings, Waiting
+from mtf_gradsync.islands.folder import Spec
 
 ISLANDS, BATCH, LENGTH = 4, 8, 32
 TOKENS = BATCH * LENGTH  # of a step of one island
@@ -45,6 +44,7 @@ class Series(NamedTuple):
       merger_seconds: how long a merger lives, in the mean; 0 for ever.
       is_added: whether the last island is added when half of the tokens are merged.
       is_one: whether one program trains by `OuterOptimizer`, and all islands die with it.
+      kills: how many are enough, whatever was trained; its islands are numbers without a model.
       seed: of values, data and faults.
     """
 
@@ -55,6 +55,7 @@ class Series(NamedTuple):
     merger_seconds: float = 0.0
     is_added: bool = False
     is_one: bool = False
+    kills: int = 0
     seed: int = 0
 
 
@@ -108,6 +109,43 @@ def run(series: Series, scale: Scale, directory: str) -> None:
 
     It forks processes: call it in a process that has not opened a session.
     """
+    place = Path(directory)
+    place.mkdir(parents=True)
+    built = None
+    if not series.kills:
+        built = _built(series)
+        less_communication.text("train")  # read once, before the processes begin
+    work = _one_program if series.is_one else _numbers if series.kills else _island
+
+    def process(number: int) -> _Process:
+        # One program dies when one of its islands does.
+        kill = series.kill * (ISLANDS if series.is_one else 1)
+        step_seconds = scale.step_seconds * (series.slow if number == 0 else 1.0)
+        life = step_seconds / kill if kill else math.inf
+        given = (number, series, scale, place, built)
+        return _Process(f"{number}", work, given, life, scale.down_seconds, step_seconds)
+
+    processes = [process(number) for number in range(1 if series.is_one else ISLANDS)]
+    merger = _Process(
+        "merger", _merger, (series, scale, place, None), series.merger_seconds or math.inf,
+        scale.down_seconds / 4, scale.step_seconds,
+    )  # fmt: skip
+    try:
+        _watch(series, scale, processes, merger, place)
+    finally:
+        for one in (*processes, merger):
+            one.kill()
+    began = min(life["ready"] for process in processes for life in process.lives)
+    record = {
+        "began": began,
+        "lives": [life for process in processes for life in process.lives],
+        "kills": sum(process.kills for process in processes),
+        "merger_kills": merger.kills,
+    }
+    (place / "record.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def _built(series: Series) -> tuple[simd.Program, models.Program]:
     report.prepare()
     count = ISLANDS if series.is_one else 1
     model = language_model(count, BATCH * count)
@@ -122,49 +160,24 @@ def run(series: Series, scale: Scale, directory: str) -> None:
             outer_momentum=OUTER_MOMENTUM, **mesh,
         )  # fmt: skip
 
-    built = program(model._replace(make_optimizer=optimizer), models.BARE, series.seed)
-    less_communication.text("train")  # read once, before the processes begin
-    place = Path(directory)
-    (place / "logs").mkdir(parents=True)
-    work = _one_program if series.is_one else _island
-    processes = [
-        _Process(n, series, scale, place, work, built)
-        for n in range(1 if series.is_one else ISLANDS)
-    ]
-    merger = None if series.is_one else _MergerProcess(series, place)
-    try:
-        _watch(series, scale, processes, merger, place)
-    finally:
-        for process in processes:
-            process.kill()
-        if merger:
-            merger.stop()
-    began = min(life["ready"] for process in processes for life in process.lives)
-    record = {
-        "began": began,
-        "lives": [life for process in processes for life in process.lives],
-        "kills": sum(process.kills for process in processes),
-        "merger_kills": merger.kills if merger else 0,
-    }
-    (place / "record.json").write_text(json.dumps(record), encoding="utf-8")
+    return program(model._replace(make_optimizer=optimizer), models.BARE, series.seed)
 
 
 def _watch(
-    series: Series,
-    scale: Scale,
-    processes: list[_Process],
-    merger: _MergerProcess | None,
-    place: Path,
+    series: Series, scale: Scale, processes: list[_Process], merger: _Process, place: Path
 ) -> None:
-    """Starts and kills until the tokens are there."""
+    """Starts and kills until the tokens are there, or the kills."""
     until, done = time.time() + scale.most_seconds, 0.0
     tokens_of = _tokens_of_program if series.is_one else _MergedTokens(place).read
-    while done < scale.tokens and time.time() < until:
+    while time.time() < until:
         done = tokens_of(place)
+        kills = merger.kills + sum(process.kills for process in processes)
+        if kills >= series.kills if series.kills else done >= scale.tokens:
+            return
         waits = series.is_added and done < scale.tokens / 2
         for process in processes[: -1 if waits else None]:
             process.tend()
-        if merger:
+        if not series.is_one:
             merger.tend()
         time.sleep(0.01)
 
@@ -195,22 +208,17 @@ def rounds_of(place: Path) -> list[dict[str, Any]]:
 
 
 class _Process:
-    """An island, or one program: started, killed, and started again after a while."""
+    """An island, a merger or one program: started, killed, and started again after a while."""
 
     def __init__(
-        self, number: int, series: Series, scale: Scale, place: Path,
-        work: Callable[..., None], built: Any,
+        self, name: str, work: Callable[..., None], arguments: tuple[Any, ...],
+        life_seconds: float, down_seconds: float, step_seconds: float,
     ):  # fmt: skip
-        self.lives: list[dict[str, float]] = []
+        self.lives: list[dict[str, Any]] = []
         self.kills = 0
-        self._arguments = number, series, scale, place, built
-        self._number, self._place, self._work = number, place, work
-        self._down = scale.down_seconds
-        self.step_seconds = scale.step_seconds * (series.slow if number == 0 else 1.0)
-        # One program dies when one of its islands does.
-        kill = series.kill * (ISLANDS if series.is_one else 1)
-        self._life = self.step_seconds / kill if kill else math.inf
-        self._random = random.Random(f"{series.seed} {number}")
+        self._name, self._work, self._arguments = name, work, arguments
+        self._life, self._down, self._step_seconds = life_seconds, down_seconds, step_seconds
+        self._random = random.Random(name)
         self._fork = multiprocessing.get_context("fork")
         self._shared: Any = None  # when it was ready, and the steps of this life
         self._process: Any = None
@@ -230,23 +238,13 @@ class _Process:
             self.kills += 1
             self._start_at = now + self._random.uniform(0.5, 1.5) * self._down
         elif not self._process.is_alive():
-            log = self._log.read_text("utf-8", "replace")
-            raise RuntimeError(f"process {self._number} has ended by itself:\n{log[-3000:]}")
-
-    @property
-    def _log(self) -> Path:
-        return self._place / "logs" / f"{self._number}"
+            raise RuntimeError(f"process {self._name} has ended by itself")
 
     def _start(self) -> None:
         self._shared, self._kill_at = self._fork.Array("d", 2, lock=False), math.inf
-        self._process = self._fork.Process(target=self._run, daemon=True)
+        given = (*self._arguments, self._shared, self._step_seconds)
+        self._process = self._fork.Process(target=self._work, args=given, daemon=True)
         self._process.start()
-
-    def _run(self) -> None:
-        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        self._work(*self._arguments, self._shared, self.step_seconds)
 
     def kill(self) -> None:
         """Kills it now, as ``kill -9`` does."""
@@ -256,50 +254,64 @@ class _Process:
         self._process.join()
         if self._shared[0]:
             self.lives.append(
-                {"island": self._number, "ready": self._shared[0], "end": time.time(),
-                 "steps": self._shared[1], "step_seconds": self.step_seconds}
+                {"name": self._name, "ready": self._shared[0], "end": time.time(),
+                 "steps": self._shared[1], "step_seconds": self._step_seconds}
             )  # fmt: skip
         self._process = None
 
 
-class _MergerProcess:
-    """The command ``mtf-gradsync islands``, killed from time to time and started again at once."""
+def _merger(
+    series: Series, scale: Scale, place: Path, built: Any, shared: Any, step_seconds: float
+) -> None:
+    """Merges until it is killed, as the command ``mtf-gradsync islands`` does."""
+    merger = merger_of(place / "folder", series.inner_steps * step_seconds)
+    shared[0] = time.time()
+    merger.run()
 
-    def __init__(self, series: Series, place: Path):
-        self.kills = 0
-        self._seconds = series.merger_seconds
-        self._random = random.Random(f"{series.seed} merger")
-        self._command = [
-            sys.executable, "-m", "mtf_gradsync_command", "islands", str(place / "folder"),
-            "--keep_all", "--min_grace=0.5", "--max_grace=2",
-            f"--outer_learning_rate={OUTER_RATE}", f"--outer_momentum={OUTER_MOMENTUM}",
-        ]  # fmt: skip
-        self._log = place / "logs" / "merger"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._starts, self._kill_at = 0, math.inf
 
-    def tend(self) -> None:
-        """Starts or kills it if it is time to; raises RuntimeError if it has ended by itself."""
-        if self._process is None:
-            with self._log.open("ab") as log:
-                self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-            self._starts, self._kill_at = self._starts + 1, math.inf
-        elif time.time() >= self._kill_at:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            self.kills += 1
-        elif self._seconds and self._kill_at == math.inf:
-            if self._log.read_text("utf-8").count("merging in") == self._starts:
-                self._kill_at = time.time() + self._random.expovariate(1.0 / self._seconds)
-        elif self._process.poll() is not None:
-            raise RuntimeError(f"The merger has ended by itself:\n{self._log.read_text('utf-8')}")
+def merger_of(folder: Path, round_seconds: float) -> Merger:
+    """A merger that waits for a third of a round to one and a half."""
+    return Merger(
+        Folder(folder),
+        MergeSettings(OUTER_RATE, OUTER_MOMENTUM),
+        Waiting(1, round_seconds / 3, 1.5 * round_seconds),
+        keep_all=True,
+        poll_seconds=min(0.2, round_seconds / 10),
+    )
 
-    def stop(self) -> None:
-        """Lets it finish what it has decided on, and end."""
-        if self._process:
-            self._process.terminate()
-            self._process.wait()
+
+class _Numbers:
+    """Values of a session that is a dictionary."""
+
+    def __init__(self) -> None:
+        self.specs = {"a": Spec((64, 96), "float32"), "b": Spec((), "float32")}
+
+    def read(self, session: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: value.copy() for name, value in session.items()}
+
+    def write(self, session: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> None:
+        session.update({name: np.array(value) for name, value in values.items()})
+
+
+def _numbers(
+    number: int, series: Series, scale: Scale, place: Path, built: Any, shared: Any,
+    step_seconds: float,
+) -> None:  # fmt: skip
+    """An island of numbers that move at random, without TensorFlow, until it is killed."""
+    random_numbers, values = np.random.RandomState(os.getpid()), _Numbers()
+    session = {name: np.zeros(spec.shape, np.float32) for name, spec in values.specs.items()}
+    made = Island(
+        str(place / "folder"), f"island-{number}", series.inner_steps, values=values, wait="none",
+        poll_seconds=step_seconds,
+    )  # fmt: skip
+    made.begin(session)
+    shared[0] = time.time()
+    while True:
+        for name, value in session.items():
+            session[name] = value + random_numbers.standard_normal(value.shape).astype(np.float32)
+        shared[1] += 1
+        made.after_step(session, TOKENS)
+        time.sleep(step_seconds)
 
 
 def _island(

@@ -138,6 +138,7 @@ class Island:
             else None
         )
         self._life = uuid.uuid4().hex  # tells this process from others of its name
+        self._has_left = False
         self.version: int | None = None  # whose values the island goes on from
         self.step = 0
         self._fragments = 1
@@ -277,13 +278,18 @@ class Island:
         if self._sent is None and is_due and self._contribute(session, is_closing):
             self._wait_and_take(session)
 
-    def finish(self, session: Any) -> None:
-        """Contributes what is left, takes merged values if they come in time, and says good-bye."""
-        if self._replay:
+    def finish(self, session: Any, waits: bool = True) -> None:
+        """Contributes what is left, takes merged values if they come in time, and says good-bye.
+
+        Args:
+          session: in which steps were made.
+          waits: whether there is time for merged values; they are not taken otherwise.
+        """
+        if self._replay or self._has_left or self.version is None:
             return
         if self._sent is None and self._since:
             self._contribute(session, True)
-        if self._sent is not None:
+        if self._sent is not None and waits:
             self._wait_and_take(session)
         self.close()
 
@@ -291,7 +297,8 @@ class Island:
         """Says good-bye without a last contribution, and ends this process's merger."""
         if self._merger:
             self._merger.stop()
-        if not self._replay and self.version is not None:
+        if not self._replay and self.version is not None and not self._has_left:
+            self._has_left = True
             if self._has_name():
                 self.folder.remove(member_object(self.name))
             self._journal.write("left", step=self.step, version=self.version)

@@ -425,12 +425,11 @@ def training_graph(
         island: Island | None = None,
     ) -> Runner:
         given = graph, batches, model_dir, start, config.keep_checkpoint_max
-        exchange = island, job.tokens_per_step
         if cores is not None:
-            return SimdProgramRunner(*given, cores, (), *exchange)
+            return SimdProgramRunner(*given, cores, (), island)
         hooks = [hook() for hook in config.hooks]
         place = OnDevices(session, runtime.target)
-        return PlacementMeshRunner(*given, place, hooks, *exchange)
+        return PlacementMeshRunner(*given, place, hooks, island)
 
     return graph, None if cores is None else cores.program, runner
 

@@ -208,13 +208,12 @@ class GraphRunner(Runner):
         place: OnDevices | OnCores,
         hooks: Sequence[Any] = (),
         island: Island | None = None,
-        tokens_per_step: float = 1.0,
     ):
         """Adds a saver and watches to the default graph, which has to be that of `graph`.
 
         Checkpoints go to `model_dir`; None for `keep_checkpoint_max` keeps all. `place` makes the
         sessions, which begin with `start`; `hooks` are for sessions of a placement mesh. `island`
-        exchanges values after steps, which stand for `tokens_per_step` each.
+        exchanges values after steps.
         """
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
@@ -230,7 +229,7 @@ class GraphRunner(Runner):
         self._session: Any = None
         self._lowering = graph.lowering
         self._place, self._hooks = place, hooks
-        self._island, self._tokens = island, tokens_per_step
+        self._island = island
         self.steps_ahead = place.steps_ahead
         self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
 
@@ -265,7 +264,7 @@ class GraphRunner(Runner):
         """See `Runner`."""
         if self._island is None:
             return
-        island, tokens = self._island, self._tokens
+        island, tokens = self._island, float(self._batches.targets)
 
         def after_step(session: Any) -> None:
             island.after_step(session, tokens)
@@ -276,6 +275,16 @@ class GraphRunner(Runner):
             self._raw(after_step)
         except IslandError as error:
             raise TrainingError(str(error)) from error
+
+    def _leave(self, error: Any) -> None:
+        """Contributes what an island has learned that was told to stop; after an error nothing."""
+        island = self._island
+        if island is None:
+            return
+        if error is None:
+            self._raw(lambda session: island.finish(session, waits=False))
+        else:
+            island.close()
 
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""
@@ -296,6 +305,7 @@ class PlacementMeshRunner(GraphRunner):
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._leave(exception[0])
         self._session.__exit__(*exception)
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
@@ -346,6 +356,7 @@ class SimdProgramRunner(GraphRunner):
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._leave(exception[0])
         self._session.close()
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:

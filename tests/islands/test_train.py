@@ -1,5 +1,6 @@
 """Runs of ``mtf-gradsync train`` that are islands."""
 
+import gin
 import numpy as np
 import pytest
 
@@ -28,12 +29,20 @@ def values_of(directory):
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
+@gin.configurable(module="tests.islands")
+def padded(sequence_length, vocabulary, dataset_split):
+    """Examples of which the last 6 of 16 targets are padding."""
+    ids = np.random.RandomState(0).randint(3, 200, [64, sequence_length["targets"]])
+    ids[:, 10:] = 0
+    return tf.data.Dataset.from_tensor_slices({"targets": ids.astype(np.int32)})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "runtime", ["cpu_replicas", "placement_mesh", pytest.param("xla", marks=pytest.mark.xla)]
 )
 def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
-    where = f"train.run.runtime = '{runtime}'"
+    where = [f"train.run.runtime = '{runtime}'", "train.run.train_dataset_fn = @padded"]
     merger = ["merge = True", "keep_all = True", "min_grace = 0.0"]
 
     class KillError(Exception):
@@ -44,18 +53,19 @@ def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
 
     after_step(8, kill)
     with pytest.raises(KillError):
-        train_tiny(tmp_path / "run", where, *bindings(folder, *merger))
+        train_tiny(tmp_path / "run", *where, *bindings(folder, *merger))
     after_step(None)
-    result, _, said = train_tiny(tmp_path / "run", where, *bindings(folder, *merger))
+    result, _, said = train_tiny(tmp_path / "run", *where, *bindings(folder, *merger))
     assert result.step == 12
     assert any(f"this run is the island 'run' of {folder}" in line for line in said)
     status = read_status(Folder(str(folder)))
     (row,) = status.rows
     assert (row.island, row.joined, row.state) == ("run", 2, "left")
     assert "run: 4 contributions, 4 merged" in (tmp_path / "run" / "report.html").read_text("utf-8")
-    # 128 tokens a step: to step 6, and killed after step 8 once more from step 6 to step 12.
-    assert [c["steps"] for d in status.decisions[1:] for c in d["contributions"]] == [3] * 4
-    assert len({c["weight"] for d in status.decisions[1:] for c in d["contributions"]}) == 1
+    # To step 6, and after it was killed after step 8 again from step 6 to step 12: of each batch
+    # of 8 sequences 80 targets count.
+    merged = [c for d in status.decisions[1:] for c in d["contributions"]]
+    assert [(c["steps"], c["weight"]) for c in merged] == [(3, 240.0)] * 4
     assert replay(Folder(str(folder))) == []
     # The last version is in the last checkpoint.
     merged = Folder(str(folder)).load("versions/00000004.safetensors").tensors
@@ -63,7 +73,7 @@ def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
     for name, value in merged.items():
         np.testing.assert_array_equal(live[name], value)
     again = bindings(folder, "name = 'run'", "replay = True")
-    train_tiny(tmp_path / "replayed", where, *again)
+    train_tiny(tmp_path / "replayed", *where, *again)
     replayed = values_of(tmp_path / "replayed")
     assert {k: v.tobytes() for k, v in replayed.items()} == {
         k: v.tobytes() for k, v in live.items()

@@ -28,7 +28,12 @@ class TrainingBatches:
     """Draws a run's batches, one for each step. Use it as a context manager.
 
     A data set is repeated when it ends, or one of its functions raises StopIteration.
+
+    Attributes:
+      targets: how many targets of the newest batch count in the loss: those that are no padding.
     """
+
+    targets = 0
 
     def __init__(
         self,
@@ -116,6 +121,7 @@ class TrainingBatches:
         for name, ids in features.items():
             self._check_ids(step, name, ids)
         self._step = step
+        self.targets = int(np.count_nonzero(features["targets"] > 0))
         return {feed: features[name].astype(np.int32) for name, feed in self._feeds.items()}
 
     def _example(
