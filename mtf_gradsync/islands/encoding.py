@@ -62,7 +62,7 @@ def decoded(stored: Stored, specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
             value = _from_blocks(value, scales, spec.shape)
         if value.shape != spec.shape:
             raise _other_shape(name, value, spec)
-        found[name] = value.astype(np.float32)
+        found[name] = value.astype(np.float32, copy=False)
     return found
 
 

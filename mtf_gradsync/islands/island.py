@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import uuid
-from typing import Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequence, get_args
+from typing import Any, Callable, Literal, Mapping, NamedTuple, Sequence, get_args
 
 import gin
 import numpy as np
@@ -181,7 +181,8 @@ class Island:
         # The merger may have decided on what an earlier life contributed: it stays as it is.
         has_sent = self._has_contribution(version)
         self._join(session, version, has_sent)
-        self._journal.write("joined", step=step, version=version, has_sent=has_sent)
+        self._journal.write("joined", step=step, version=version, has_sent=has_sent,
+                            bytes=_bytes(self._new))  # fmt: skip
 
     def _has_contribution(self, version: int) -> bool:
         with contextlib.suppress(DamagedObjectError):
@@ -237,7 +238,7 @@ class Island:
         """Returns what the newest of some versions has of the variables that they changed."""
         specs, newest = self._values.specs, versions[-1]
         found = read_values(self.folder, newest, self._fragments, specs, versions[0])
-        self._count(read=found.values())
+        self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found))
         return found
 
     def _join(self, session: Any, version: int, has_sent: bool) -> None:
@@ -365,11 +366,11 @@ class Island:
         self._residual.update(errors)
         facts = {"island": self.name, "version": self.version, "tokens": tokens, "steps": steps,
                  "form": self.form, "step": self.step}  # fmt: skip
-        self._count(written=tensors.values())
+        self.traffic = self.traffic._replace(written=self.traffic.written + _bytes(tensors))
         # Before the object: what is merged is in the journal.
         self._journal.write(
             "contributed", step=self.step, version=self.version, tokens=tokens, steps=steps,
-            early=is_early, bytes=sum(x.nbytes for x in tensors.values()),
+            early=is_early, bytes=_bytes(tensors),
         )  # fmt: skip
         self.folder.store(contribution_object(self.version, self.name), facts, tensors)
         return True
@@ -400,7 +401,7 @@ class Island:
         self._base.update(merged)
         self.version, self._sent = newest, None
         if not self._replay:
-            self._journal.write("took", step=self.step, version=newest)
+            self._journal.write("took", step=self.step, version=newest, bytes=_bytes(merged))
 
     def _lack_of(self, step: int) -> None:
         first = [e for e in self._events.get(step, []) if e["event"] == "joined"]
@@ -432,11 +433,9 @@ class Island:
             elif kind == "went_back":
                 self._go_back(session)
 
-    def _count(self, written: Iterable[np.ndarray] = (), read: Iterable[np.ndarray] = ()) -> None:
-        self.traffic = Traffic(
-            self.traffic.written + sum(x.nbytes for x in written),
-            self.traffic.read + sum(x.nbytes for x in read),
-        )
+
+def _bytes(values: Mapping[str, np.ndarray]) -> int:
+    return sum(value.nbytes for value in values.values())
 
 
 def _wide(value: np.ndarray) -> np.ndarray:

@@ -68,7 +68,7 @@ def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]
 
 
 class IslandRow(NamedTuple):
-    """What became of one island: counts, and the times of its first and last event."""
+    """What became of one island: counts, bytes of tensors, times of its first and last event."""
 
     island: str
     contributed: int
@@ -77,6 +77,8 @@ class IslandRow(NamedTuple):
     refused: int
     joined: int
     tokens: float
+    written: int
+    read: int
     first: float
     last: float
     state: str
@@ -97,11 +99,11 @@ class Status(NamedTuple):
         else:
             head = f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
-                   "last seen", "state")  # fmt: skip
+                   "MB written", "MB read", "last seen", "state")  # fmt: skip
         lines = [
             (r.island, str(r.joined), str(r.contributed), str(r.merged), str(r.late),
-             str(r.refused), f"{r.tokens:,.0f}", f"{max(time.time() - r.last, 0.0):,.0f} s ago",
-             r.state)
+             str(r.refused), f"{r.tokens:,.0f}", f"{r.written / 1e6:,.2f}", f"{r.read / 1e6:,.2f}",
+             f"{max(time.time() - r.last, 0.0):,.0f} s ago", r.state)
             for r in self.rows
         ]  # fmt: skip
         table = text_table(columns, lines, ("island", "state"))
@@ -143,11 +145,15 @@ def _row(island: str, events: list[dict[str, Any]], decisions: list[dict[str, An
     late = sum(c["island"] == island for d in decisions for c in d["dropped"])
     refused = sum(path.split("/")[-1].rsplit(".", 1)[0] == island
                   for d in decisions for path in d["refused"])  # fmt: skip
+    moved: collections.Counter[str] = collections.Counter()
+    for event in own:
+        moved[event["event"]] += event.get("bytes", 0)
     last: dict[str, Any] = own[-1] if own else {"time": 0.0, "event": "?"}
     state = "left" if last["event"] == "left" else f"after step {last.get('step')}"
     return IslandRow(
         island, count["contributed"], len(merged), late, refused, count["joined"],
-        sum(c["weight"] for c in merged), own[0]["time"] if own else 0.0, last["time"], state,
+        sum(c["weight"] for c in merged), moved["contributed"], moved["took"] + moved["joined"],
+        own[0]["time"] if own else 0.0, last["time"], state,
     )  # fmt: skip
 
 

@@ -316,6 +316,10 @@ def test_progress_is_in_the_journal(folder, caplog):
     merge(folder, 1)
     toy.step(0.0)
     toy.island.close()
-    table = read_status(Folder(str(folder))).table()
-    assert re.search(r"^one +1 +1 +1 +0 +0 +2 +\d+ s ago +left$", table, re.MULTILINE)
+    status = read_status(Folder(str(folder)))
+    # 7 numbers of four bytes: contributed once, read at the beginning and with the version.
+    assert [(row.written, row.read) for row in status.rows] == [(28, 56)]
+    table = status.table()
+    line = r"^one +1 +1 +1 +0 +0 +2 +0\.00 +0\.00 +\d+ s ago +left$"
+    assert re.search(line, table, re.MULTILINE)
     assert table.startswith("version 1\n")

@@ -307,3 +307,24 @@ def test_old_versions_go_unless_all_are_kept(folder, tmp_path):
         assert Folder(str(place)).names("versions") == names
     with pytest.raises(DamagedObjectError, match="is gone"):
         replay(Folder(str(folder)))
+
+
+@pytest.mark.slow
+def test_a_folder_in_an_object_store(tmp_path):
+    place = f"memory://{tmp_path.name}"
+    toy = Toy(place, "one", 1, wait_seconds=60.0)
+    with merging(place, PLAIN, keep_all=True):
+        toy.begin()
+        toy.step(0.5)
+        toy.step(0.25)
+        # There are no locks: a second merger waits whether the first one's number goes on.
+        merger = Merger(Folder(place), poll_seconds=0.01)
+        with pytest.raises(FolderTakenError, match=r"process \d+ on .*\. One is enough"):
+            merger.run(sleep=lambda seconds: time.sleep(seconds / 3))
+    toy.island.close()
+    assert (toy.b, toy.island.version) == (1.25, 2)
+    assert replay(Folder(place)) == []
+    Folder(place).write("contributions/00000002/two.safetensors", b"foreign")
+    with pytest.raises(DamagedObjectError, match=r"two\.safetensors in memory://.* is refused"):
+        Folder(place).load("contributions/00000002/two.safetensors")
+    assert {row.island: row.merged for row in read_status(Folder(place)).rows} == {"one": 2}
