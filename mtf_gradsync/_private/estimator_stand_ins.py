@@ -152,6 +152,15 @@ class TPURunConfig(RunConfig):
         )
 
 
+class WarmStartSettings(NamedTuple):
+    """Where variables get their first values from, and which of them."""
+
+    ckpt_to_initialize_from: str
+    vars_to_warm_start: Any = ".*"
+    var_name_to_vocab_info: Any = None
+    var_name_to_prev_var_name: Any = None
+
+
 class PredictOutput(NamedTuple):
     """The predictions of an exported model."""
 

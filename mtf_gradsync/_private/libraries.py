@@ -58,7 +58,6 @@ _ESTIMATOR_CLASSES = (
     "Head",
     "LatestExporter",
     "TrainSpec",
-    "WarmStartSettings",
     "train_and_evaluate",
 )
 
@@ -164,6 +163,7 @@ def _estimator_stand_in() -> types.ModuleType:
     members.update(
         EstimatorSpec=_data.EstimatorSpec,
         RunConfig=_data.RunConfig,
+        WarmStartSettings=_data.WarmStartSettings,
         export=_stand_in_module(f"{name}.export", export),
         tpu=_stand_in_module(f"{name}.tpu", tpu),
     )

@@ -6,12 +6,22 @@ import copy
 import logging
 import os
 import tempfile
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from mtf_gradsync import simd, xla
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
 from mtf_gradsync.estimator.host import Evaluation, HostCallHook, training_hooks, write_summary
-from mtf_gradsync.estimator.specs import ModelFn, examples, selected, write_saved_model
+from mtf_gradsync.estimator.specs import (
+    ModelFn,
+    checkpoint_to_warm_start,
+    examples,
+    name_of,
+    naming_uneven_batches,
+    selected,
+    warm_start,
+    warm_start_settings,
+    write_saved_model,
+)
 from mtf_gradsync.mesh.axes import MeshShapeLike
 from mtf_gradsync.optimizers.average import check_averages_kept
 from mtf_gradsync.runtimes.sessions import RUNTIMES, OnCores, OnDevices, RuntimeName
@@ -20,15 +30,20 @@ from mtf_gradsync.session import session_config
 
 _logger = logging.getLogger(__name__)
 _Modes = tf.estimator.ModeKeys
+# train_and_evaluate and hooks that stop early ask for one of this class. Nothing of it is used.
+_TensorFlows: Any = tf.estimator.Estimator if ESTIMATOR_AVAILABLE else object
+# Settings of RunConfig that say where to run, which the mesh and the runtime do here.
+_NOT_READ = ("train_distribute", "eval_distribute", "device_fn")
 
 
-class Estimator:
+class Estimator(_TensorFlows):
     """Runs a model_fn that was written for Estimator or TPUEstimator.
 
-    It takes their place, with the same arguments, and needs neither: TensorFlow dropped both after
-    2.15. The model_fn's specs may have hooks, a scaffold or scaffold_fn, host_call, eval_metrics or
-    eval_metric_ops; all of them are used as Estimator and TPUEstimator use them. Sessions are
-    TensorFlow's monitored sessions on every runtime.
+    It takes their place, with the same arguments but for a short list at the end of this page, and
+    needs neither: TensorFlow dropped both after 2.15. The model_fn's specs may have hooks, a
+    scaffold or scaffold_fn, host_call, eval_metrics or eval_metric_ops; all of them are used as
+    Estimator and TPUEstimator use them. Sessions are TensorFlow's monitored sessions on every
+    runtime.
 
         runs = estimator.Estimator(model_fn, "runs/mine", params=params)
         runs.train(input_fn, max_steps=1000)
@@ -45,6 +60,7 @@ class Estimator:
         model_dir: str | None = None,
         config: Any = None,
         params: Any = None,
+        warm_start_from: Any = None,
         *,
         use_tpu: bool = False,
         runtime: RuntimeName | None = None,
@@ -54,6 +70,7 @@ class Estimator:
         predict_batch_size: int | None = None,
         eval_on_tpu: bool = True,
         export_to_tpu: bool = True,
+        export_to_cpu: bool = True,
         evaluate_with_averages: bool = False,
         skip_damaged_checkpoint: bool = False,
     ):
@@ -65,11 +82,15 @@ class Estimator:
           model_dir: directory of checkpoints and summaries; None is config's, or a temporary one.
           config: a RunConfig of Estimator or TPUEstimator; None for its defaults. Read are
             model_dir, session_config, tf_random_seed, save_checkpoints_steps and
-            save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max
-            and tpu_config.num_shards.
+            save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max,
+            keep_checkpoint_every_n_hours and tpu_config.num_shards.
           params: a dict, or anything whose attributes can be set. The model_fn gets a copy with
             "batch_size" if one is given, "use_tpu" if it was written for TPUEstimator (use_tpu, or
             a config with a tpu_config), and in a SIMD program "use_tpu" and "context".
+          warm_start_from: where values come from while model_dir has no checkpoint: the path of a
+            checkpoint, of its directory or of a SavedModel, for all variables that are trained; or
+            tf.estimator.WarmStartSettings, for those that they choose. Slots and counters begin as
+            in a new run.
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
             has, with use_tpu, and "placement_mesh" without.
@@ -79,6 +100,7 @@ class Estimator:
           predict_batch_size: likewise for predictions.
           eval_on_tpu: ignored; evaluation runs where training does.
           export_to_tpu: ignored; exported models run on a host.
+          export_to_cpu: ignored, likewise.
           evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
             moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
             the variables; those without one keep their values. Training goes on with the variables.
@@ -86,15 +108,15 @@ class Estimator:
             files to "damaged" in model_dir and goes on from an older one; otherwise it raises.
 
         Raises:
-          TypeError: model_fn is no function.
+          TypeError: model_fn is no function, or warm_start_from neither a path nor settings.
           ValueError: there is no such runtime, it does not run here, or it needs num_cores; or
             model_dir differs from the config's.
         """
-        del eval_on_tpu, export_to_tpu
+        del eval_on_tpu, export_to_tpu, export_to_cpu
         if not callable(model_fn):
             raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
-        self.config = copy.copy(config) if config is not None else tf.estimator.RunConfig()
-        configured = getattr(self.config, "model_dir", None)
+        self._config = copy.copy(config) if config is not None else tf.estimator.RunConfig()
+        configured = getattr(self._config, "model_dir", None)
         if model_dir and configured and os.fspath(model_dir) != os.fspath(configured):
             raise ValueError(
                 f"model_dir is {model_dir!r} here and {configured!r} in config; give it once."
@@ -103,13 +125,20 @@ class Estimator:
             model_dir = tempfile.mkdtemp()
             _logger.warning("There is no model_dir: checkpoints go to %s.", model_dir)
         directory: Any = model_dir or configured
-        self.model_dir: str = os.fspath(directory)
-        if configured != self.model_dir:
-            if hasattr(self.config, "replace"):
-                self.config = self.config.replace(model_dir=self.model_dir)
+        self._model_dir: str = os.fspath(directory)
+        if configured != self._model_dir:
+            if hasattr(self._config, "replace"):
+                self._config = self._config.replace(model_dir=self._model_dir)
             else:
-                self.config.model_dir = self.model_dir
-        self.params = params
+                self._config.model_dir = self._model_dir
+        not_read = [name for name in _NOT_READ if self._setting(name) is not None]
+        if not_read:
+            _logger.warning(
+                "Of config %s have no effect: the mesh, and runtime=, say where steps run.",
+                ", ".join(not_read),
+            )
+        self._params = params
+        self._warm_start = warm_start_settings(warm_start_from)
         self._with_averages = evaluate_with_averages
         self._skip_damaged = skip_damaged_checkpoint
         tpu_config = getattr(self.config, "tpu_config", None)
@@ -122,9 +151,45 @@ class Estimator:
         }
         self._model = ModelFn(model_fn, tpu_config is not None or use_tpu, batch_sizes)
 
+    @property
+    def model_dir(self) -> str:
+        """The directory of checkpoints and summaries."""
+        return self._model_dir
+
+    @property
+    def config(self) -> Any:
+        """The RunConfig, with model_dir."""
+        return self._config
+
+    @property
+    def params(self) -> Any:
+        """The params that were given."""
+        return self._params
+
+    @property
+    def model_fn(self) -> Callable[..., Any]:
+        """A function of features, labels, mode and config that returns the model_fn's spec."""
+
+        def call(features: Any, labels: Any, mode: str, config: Any) -> Any:
+            return self._model.call(features, labels, mode, self.params, config)
+
+        return call
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Returns the directory of the summaries of `evaluate`, with its argument `name`."""
+        return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
+
     def latest_checkpoint(self) -> str | None:
         """Returns the newest checkpoint of model_dir, or None."""
         return newest(self.model_dir).path
+
+    def get_variable_names(self) -> list[str]:
+        """Returns the names of the newest checkpoint's variables; raises ValueError without one."""
+        return [name for name, _ in tf.train.list_variables(self._checkpoint())]
+
+    def get_variable_value(self, name: str) -> Any:
+        """Returns a variable of the newest checkpoint; raises ValueError without one."""
+        return tf.train.load_variable(self._checkpoint(), name)
 
     def train(
         self,
@@ -150,7 +215,9 @@ class Estimator:
         Raises:
           ValueError: both of steps and max_steps are given, or one is not positive; nothing saves
             checkpoints for saving_listeners; evaluate_with_averages is set and no optimizer keeps
-            averages; or the newest checkpoint is damaged, or of another model or inner optimizer.
+            averages; the newest checkpoint is damaged, or of another model or inner optimizer;
+            there is no checkpoint to warm start from; or a batch is smaller or larger than those
+            that the model takes.
         """
         _check_positive(steps=steps, max_steps=max_steps)
         if steps is not None and max_steps is not None:
@@ -160,7 +227,8 @@ class Estimator:
             _logger.info("The checkpoint has %d steps already.", max_steps)
             return self
         with self._graph():
-            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.TRAIN)
+            start = newest(self.model_dir)
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.TRAIN, start)
             if self._with_averages:
                 check_averages_kept()
             program = place.program
@@ -175,7 +243,9 @@ class Estimator:
             # Asked again where a worker was lost: by then there may be a newer one.
             sessions = place.sessions(spec, scaffold, lambda: newest(self.model_dir))
             made_a_step = False
-            with tf.train.MonitoredSession(sessions, all_hooks) as session:
+            with naming_uneven_batches(input_fn), tf.train.MonitoredSession(
+                sessions, all_hooks
+            ) as session:
                 while not session.should_stop():
                     session.run([spec.train_op, spec.loss])
                     made_a_step = True
@@ -183,7 +253,7 @@ class Estimator:
             _logger.warning(
                 "Training made no step. Perhaps the input of %s has no batches: its data are "
                 "missing, or they are fewer examples than a batch takes.",
-                getattr(input_fn, "__qualname__", input_fn),
+                name_of(input_fn),
             )
         return self
 
@@ -201,7 +271,8 @@ class Estimator:
           input_fn: see `train`.
           steps: how many steps to make; None for all that the input has.
           hooks: more session hooks.
-          checkpoint_path: the checkpoint; None takes the newest of model_dir.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir, and without one the
+            values to warm start from.
           name: summaries go to "eval_<name>" in model_dir, "eval" without one.
 
         Returns:
@@ -214,16 +285,17 @@ class Estimator:
         _check_positive(steps=steps)
         start = self._start(checkpoint_path)
         with self._graph():
-            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.EVAL)
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.EVAL, start)
             evaluation = Evaluation(spec, place.program is not None)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.evaluation_hooks]
             if getattr(spec, "host_call", None):
                 all_hooks.append(HostCallHook(spec.host_call))
             sessions = place.sessions(spec, scaffold, lambda: start)
-            with tf.train.MonitoredSession(sessions, all_hooks) as session:
+            with naming_uneven_batches(input_fn), tf.train.MonitoredSession(
+                sessions, all_hooks
+            ) as session:
                 result = evaluation.run(session, steps)
-        directory = os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
-        write_summary(directory, result, result["global_step"])
+        write_summary(self.eval_dir(name), result, result["global_step"])
         return result
 
     def predict(
@@ -252,7 +324,7 @@ class Estimator:
         """
         start = self._start(checkpoint_path)
         with self._graph():
-            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT)
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT, start)
             predictions = selected(spec.predictions, predict_keys)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
             sessions = place.sessions(spec, scaffold, lambda: start)
@@ -261,7 +333,8 @@ class Estimator:
         with monitored as session:
             while not session.should_stop():
                 try:
-                    batch = session.run(predictions)
+                    with naming_uneven_batches(input_fn):
+                        batch = session.run(predictions)
                 except (tf.errors.OutOfRangeError, StopIteration):
                     break
                 yield from examples(batch) if yield_single_examples else [batch]
@@ -270,6 +343,8 @@ class Estimator:
         self,
         export_dir_base: str,
         serving_input_receiver_fn: Callable[[], Any],
+        assets_extra: Mapping[str, str] | None = None,
+        as_text: bool = False,
         checkpoint_path: str | None = None,
     ) -> str:
         """Writes the model as a SavedModel, lowered onto devices whatever the runtime.
@@ -278,7 +353,10 @@ class Estimator:
           export_dir_base: parent of the new directory, which is named by the time in seconds.
           serving_input_receiver_fn: returns a ServingInputReceiver: features, and what a server
             feeds.
-          checkpoint_path: the checkpoint; None takes the newest of model_dir.
+          assets_extra: files to copy into the directory "assets.extra": the name there -> the file.
+          as_text: whether to write the graph as text.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir, and without one that
+            to warm start from.
 
         Returns:
           The directory.
@@ -286,7 +364,10 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or it has no averages.
         """
-        start = self._start(checkpoint_path)
+        path = checkpoint_path or self.latest_checkpoint()
+        if not path and self._warm_start:
+            path = checkpoint_to_warm_start(self._warm_start[0])
+        start = Start(self._checkpoint(path), with_averages=self._with_averages)
         with self._graph():
             received = serving_input_receiver_fn()
             spec, scaffold = self._model.spec(
@@ -296,7 +377,21 @@ class Estimator:
             inputs = inputs if isinstance(inputs, dict) else {"input": inputs}
             with start.restorable() as restored:
                 assert restored is not None  # as a checkpoint is there
-                return write_saved_model(export_dir_base, spec, scaffold, inputs, restored)
+                return write_saved_model(
+                    export_dir_base, spec, scaffold, inputs, restored, assets_extra, as_text
+                )
+
+    def export_savedmodel(self, *args: Any, strip_default_attrs: bool = True, **kwargs: Any) -> str:
+        """TensorFlow's old name of `export_saved_model`; default attributes are always left out."""
+        del strip_default_attrs
+        return self.export_saved_model(*args, **kwargs)
+
+    def experimental_export_all_saved_models(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: only the model that predicts is written."""
+        raise NotImplementedError(
+            "A model that trains or evaluates is not written as a SavedModel; export_saved_model "
+            "writes the one that predicts."
+        )
 
     # Shared by these methods.
 
@@ -310,27 +405,42 @@ class Estimator:
         return graph.as_default()
 
     def _build(
-        self, input_fn: Callable[..., Any], mode: str
+        self, input_fn: Callable[..., Any], mode: str, start: Start
     ) -> tuple[OnDevices | OnCores, Any, Any, list[Any]]:
-        """Builds a step; returns where it runs, the spec, its scaffold, and its input's hooks."""
+        """Builds a step; returns where it runs, the spec, its scaffold, and its input's hooks.
+
+        Without a checkpoint to start from, variables get the values to warm start from.
+        """
+        settings = None if start.path else self._warm_start
+        if settings:
+            checkpoint_to_warm_start(settings[0])
         place: OnDevices | OnCores = OnDevices(self._setting("session_config"))
         if self.runtime != "placement_mesh":
             place = OnCores(self.runtime, f"all:{self._num_cores}")
         built = self._model.build(input_fn, mode, place, self.params, self.config)
+        if settings:
+            warm_start(settings)
         return (place, *built)
 
     def _setting(self, name: str) -> Any:
         return getattr(self.config, name, None)
 
     def _start(self, path: str | None) -> Start:
-        """Returns the checkpoint at `path`, None for the newest; raises ValueError without one."""
+        """Returns the checkpoint at `path`, None for the newest, or where a warm start begins."""
+        path = path or self.latest_checkpoint()
+        if not path and self._warm_start:
+            return Start()
+        return Start(self._checkpoint(path), with_averages=self._with_averages)
+
+    def _checkpoint(self, path: str | None = None) -> str:
+        """Returns the path, or that of the newest checkpoint; raises ValueError without one."""
         path = path or self.latest_checkpoint()
         if not path:
             raise ValueError(
                 f"There is no checkpoint in model_dir {self.model_dir!r}: train first, or give "
                 "checkpoint_path."
             )
-        return Start(path, with_averages=self._with_averages)
+        return path
 
     def _step_saved(self) -> int:
         """Returns the step of the newest checkpoint, 0 without one, after checking its files.

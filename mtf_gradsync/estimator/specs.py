@@ -6,6 +6,7 @@ SavedModel, which loads without this package and without a mesh's devices.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -13,6 +14,7 @@ import os
 import time
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
+from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
@@ -56,9 +58,16 @@ class ModelFn(NamedTuple):
         is_training = mode == tf.estimator.ModeKeys.TRAIN
         if is_training and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
             keep = getattr(config, "keep_checkpoint_max", None) or 0
-            saver = RunSaver(var_list=None, sharded=True, max_to_keep=keep)
+            hours = getattr(config, "keep_checkpoint_every_n_hours", None) or 10000
+            saver = RunSaver(
+                var_list=None, sharded=True, max_to_keep=keep, keep_checkpoint_every_n_hours=hours
+            )
             tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
         return spec, scaffold, hooks
+
+    def call(self, features: Any, labels: Any, mode: str, params: Any, config: Any) -> Any:
+        """Returns the spec of a model on devices, as Estimator's own `model_fn` does."""
+        return self._call(features, labels, mode, self._params(params, mode, False), config)[0]
 
     def spec(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
@@ -133,6 +142,79 @@ def features_and_labels(
     return result, None, hooks
 
 
+@contextlib.contextmanager
+def naming_uneven_batches(input_fn: Callable[..., Any]) -> Iterator[None]:
+    """Turns the error of a batch of another size into a ValueError that says what to do."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        # What Mesh-TF imports is checked so, see `_private.mesh_tensorflow`.
+        if error.op is None or error.op.type != "EnsureShape":
+            raise
+        expected = tf.TensorShape(error.op.get_attr("shape")).as_list()
+        raise ValueError(
+            f"{name_of(input_fn)} gave a batch of another size: the model takes an input of the "
+            f"shape {expected}. Where the last batch of a Dataset is shorter, drop it, by "
+            "batch(size, drop_remainder=True), or pad it: to keep its examples, fill it up and "
+            "give the rows that were added a weight of 0 in the loss and the metrics."
+        ) from error
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Returns a function's name for messages."""
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+def warm_start_settings(given: Any) -> tuple[Any, ...] | None:
+    """Returns the arguments of `tf.train.warm_start` for warm_start_from; None for None.
+
+    Raises TypeError if it is neither a path nor WarmStartSettings.
+    """
+    if given is None:
+        return None
+    if hasattr(given, "ckpt_to_initialize_from"):
+        return tuple(given)
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(
+            "warm_start_from must be the path of a checkpoint, of its directory or of a "
+            f"SavedModel, or tf.estimator.WarmStartSettings; got {given!r}."
+        )
+    path = os.fspath(given)
+    variables = os.path.join(path, "variables", "variables")
+    return (variables if tf.io.gfile.exists(f"{variables}.index") else path, ".*", None, None)
+
+
+def checkpoint_to_warm_start(path: str) -> str:
+    """Returns the path of the checkpoint to start from; `path` may be its directory's.
+
+    Raises ValueError if there is none.
+    """
+    found = tf.train.latest_checkpoint(path) if tf.io.gfile.isdir(path) else path
+    if not found or not tf.train.checkpoint_exists(found):
+        raise ValueError(f"warm_start_from: {path!r} is no checkpoint, and no directory with one.")
+    return found
+
+
+def warm_start(settings: Sequence[Any]) -> None:
+    """Replaces initial values of the default graph's variables, by `warm_start_settings`.
+
+    Slices are no variables of a checkpoint: they are copied from the masters. Raises ValueError if
+    the settings choose no variable.
+    """
+    path, chosen, vocabularies, earlier_names = settings
+    masters = {id(v) for v in tf.global_variables()}
+    if isinstance(chosen, str):
+        found = tf.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES, scope=chosen)
+        chosen = [v for v in found if id(v) in masters]
+    if not chosen and not vocabularies:
+        names = [v.op.name for v in tf.trainable_variables() if id(v) in masters]
+        raise ValueError(
+            f"warm_start_from: vars_to_warm_start = {settings[1]!r} chooses no variable; names "
+            f"look like {some_of(names)}."
+        )
+    tf.train.warm_start(path, chosen, vocabularies, earlier_names)
+
+
 def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
     """Calls a function with those of the arguments that its signature names, as Estimator does."""
     # Arguments that a partial function has already are not replaced.
@@ -195,11 +277,14 @@ def write_saved_model(
     scaffold: tf.train.Scaffold | None,
     inputs: Mapping[str, tf.Tensor],
     checkpoint: str,
+    assets_extra: Mapping[str, str] | None = None,
+    as_text: bool = False,
 ) -> str:
     """Writes the default graph with a checkpoint's values to a new directory; returns its path.
 
     The directory is in `base` and named by the time in seconds, so that newer names sort last. A
-    server feeds `inputs`, and runs the scaffold's local_init_op where it loads the model.
+    server feeds `inputs`, and runs the scaffold's local_init_op where it loads the model. For
+    assets_extra and as_text see `Estimator.export_saved_model`.
     """
     while tf.io.gfile.exists(directory := os.path.join(base, str(int(time.time())))):
         time.sleep(1)
@@ -224,5 +309,9 @@ def write_saved_model(
             saver=saver,
             strip_default_attrs=True,
         )
-    builder.save()
+    builder.save(as_text=as_text)
+    for name, source in (assets_extra or {}).items():
+        target = os.path.join(directory, "assets.extra", name)
+        tf.io.gfile.makedirs(os.path.dirname(target))
+        tf.io.gfile.copy(source, target)
     return directory

@@ -208,6 +208,7 @@ class RunSaver(ReshardingSaver):
 
     def __init__(self, lowering: mtf.Lowering | None = None, **kwargs: Any):
         kwargs.setdefault("var_list", tf.global_variables())
+        self._own = kwargs["var_list"]
         super().__init__(save_relative_paths=True, **kwargs)
         self._to_masters = lowering and lowering.copy_slices_to_masters()
 
@@ -229,13 +230,21 @@ class RunSaver(ReshardingSaver):
     def restore(self, sess: Any, save_path: str) -> None:
         """Restores a checkpoint; see `tf.train.Saver.restore`.
 
-        Raises a ConfigError that names each variable that the checkpoint lacks, or has in another
-        shape or dtype.
+        Variables that hooks have added since this saver was made get their initial values. Raises a
+        ConfigError that names each variable that the checkpoint lacks, or has in another shape or
+        dtype.
         """
+        with sess.graph.as_default():
+            present = tf.global_variables()
+        own = present if self._own is None else self._own
         if save_path and tf.train.checkpoint_exists(save_path):
             with sess.graph.as_default():
-                check_has(save_path, tf.global_variables(), os.path.dirname(save_path))
+                check_has(save_path, own, os.path.dirname(save_path))
         super().restore(sess, save_path)
+        known = {v.op.name for v in own}
+        added = [v.initializer for v in present if v.op.name not in known]
+        if added:
+            sess.run(added)
 
     def _check_masters(self, sess: Any, global_step: Any) -> None:
         """Raises an error if the values to be written are of no use; here none are checked."""

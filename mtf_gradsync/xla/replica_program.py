@@ -159,7 +159,8 @@ class _Cut:
         if not shape.is_fully_defined():
             raise UnsupportedProgramError(
                 f"The program reads {source!r} of shape {shape} from outside. A TPU program needs "
-                "static shapes: give every dimension a size where the tensor is made."
+                "static shapes: give every dimension a size where the tensor is made, such as by "
+                "batch(size, drop_remainder=True) of a Dataset."
             )
         self._inputs[key] = ReplicaInput(
             name, dtype.name, tuple(shape.as_list()), sources, origin.op == "VarHandleOp"
