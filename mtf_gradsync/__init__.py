@@ -51,6 +51,7 @@ from mtf_gradsync.optimizers.state.restoring import (
     check_what_savers_restore,
 )
 from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
+from mtf_gradsync.optimizers.state.variables import check_bare_optimizers
 from mtf_gradsync.planning import plan
 from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
 from mtf_gradsync.reduce import (
@@ -69,6 +70,7 @@ note_gradients()
 keep_masks_finite()
 check_imported_shapes()
 recompute_each_shard_by_itself()
+check_bare_optimizers()
 call_around_lowering(before_lowering, after_lowering)
 keep_apart_when_combined(StandIn)
 keep_summaries_in_meta_graphs()

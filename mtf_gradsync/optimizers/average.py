@@ -18,7 +18,7 @@ from mtf_gradsync.gradients.checks import check_variables
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.state.restoring import note_state, write_changed
-from mtf_gradsync.optimizers.state.variables import SlotBook, unstacked
+from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, unstacked
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import WriteInPlace
@@ -161,6 +161,8 @@ class MoveAverages(Stage):
             return []
         averages = [moving_average(variable) for variable in variables]
         self._slots.record(averages, variables)
+        cure = "Keep its average in one of them: a variable has one, in any scope"
+        step.plan.part(SlotOwners).check(self._slots, averages, variables, cure)
 
         def move(average: Any, value: tf.Tensor) -> tf.Operation:
             # New values exist only after the gate; this reads the average of the last step.

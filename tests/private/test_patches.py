@@ -7,6 +7,7 @@ import pytest
 
 from mtf_gradsync._private import mesh_tensorflow, patches
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.variables import check_bare_optimizers
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 
 
@@ -24,6 +25,7 @@ CHANGES = {
     (mtf.ImportOperation, "__init__"): mesh_tensorflow.check_imported_shapes,
     (mtf, "gradients"): mesh_tensorflow.note_gradients,
     (mtf.ops, "gradients"): mesh_tensorflow.note_gradients,
+    (mtf.optimize.Optimizer, "apply_grads"): check_bare_optimizers,
     (mtf.ops, "_recompute_grad_grad"): patches.recompute_each_shard_by_itself,
 }
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any, Collection, Iterator, Sequence
+from typing import Any, Collection, Iterator, NamedTuple, Sequence
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.patches import patch
 from mtf_gradsync._variables import root_scope
 from mtf_gradsync.optimizers.state.restoring import note_state
-from mtf_gradsync.step import Part, PartLowering
+from mtf_gradsync.step import Part, PartLowering, Plan
 
 #: The collection of variables that nothing reads, so that they need not be initialized.
 STAND_INS = ("mtf_gradsync stand-ins",)
@@ -190,6 +192,18 @@ class SlotBook:
         return list(self._variables)
 
 
+_OF_ONE = (
+    "Call apply_grads of each in a tf.variable_scope of its own, or use one optimizer for both"
+)
+
+
+class _Keeper(NamedTuple):
+    """An optimizer that keeps a slot, and whether no wrapper is around it."""
+
+    optimizer: Any
+    is_bare: bool
+
+
 class SlotOwners(Part):
     """Which optimizer or wrapper keeps each slot of a graph.
 
@@ -197,7 +211,7 @@ class SlotOwners(Part):
     """
 
     def __init__(self) -> None:
-        self._keepers: dict[mtf.Variable, Any] = {}
+        self._keepers: dict[mtf.Variable, _Keeper] = {}
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
         """See `Part.begin`."""
@@ -205,27 +219,59 @@ class SlotOwners(Part):
         return PartLowering()
 
     def check(
-        self, keeper: Any, slots: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]
+        self,
+        keeper: Any,
+        slots: Sequence[mtf.Variable],
+        variables: Sequence[mtf.Variable],
+        cure: str = _OF_ONE,
+        is_bare: bool = False,
     ) -> None:
         """Raises ValueError if another keeper has one of the slots of `variables` already.
+
+        Where neither has a wrapper of this package around it, that is a warning.
 
         Args:
           keeper: the optimizer or wrapper that writes them.
           slots: the variables that it writes besides `variables`.
           variables: the variables that it updates.
+          cure: for the error, what to do.
+          is_bare: whether no wrapper is around the keeper.
         """
         owners = {v.name for v in variables}
         scope = tf.get_variable_scope().name
         for slot in slots:
             owner = owner_of(_without_scope(slot.name, scope), owners)
-            if owner is not None and self._keepers.get(slot, keeper) is not keeper:
-                raise ValueError(
-                    f"Two optimizers of one graph update {owner!r} and would share its slot "
-                    f"{slot.name!r}, which is found by its name, so that each would train on the "
-                    "other's values. Call apply_grads of each in a tf.variable_scope of its own, "
-                    "or use one optimizer for both."
-                )
-        self._keepers = {**dict.fromkeys(slots, keeper), **self._keepers}
+            other = self._keepers.get(slot)
+            if owner is None or other is None or other.optimizer is keeper:
+                continue
+            text = (
+                f"Two optimizers of one graph update {owner!r} and would share its slot "
+                f"{slot.name!r}, which is found by its name, so that each would train on the "
+                f"other's values. {cure}."
+            )
+            if not (is_bare and other.is_bare):
+                raise ValueError(text)
+            warn_once("slots of two optimizers without wrappers", "%s", text)
+        self._keepers = {**dict.fromkeys(slots, _Keeper(keeper, is_bare)), **self._keepers}
+
+
+def check_bare_optimizers() -> None:
+    """Makes Mesh-TensorFlow's optimizers without a wrapper keepers of their slots, too."""
+
+    def check_and_apply(apply: Any) -> Any:
+        def apply_grads(
+            self: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
+        ) -> list[mtf.Operation]:
+            updates = apply(self, grads, variables, *args, **kwargs)
+            plan = Plan.of(variables[0].graph) if updates else None
+            if plan is not None and not plan.is_held:  # or a wrapper calls, and checks itself
+                written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
+                plan.part(SlotOwners).check(self, written, variables, is_bare=True)
+            return updates
+
+        return apply_grads
+
+    patch(mtf.optimize.Optimizer, "apply_grads", check_and_apply)
 
 
 def _without_scope(name: str, scope: str) -> str:

@@ -74,6 +74,44 @@ def test_other_wrappers_around_another_optimizer_share_as_well(variables):
             apply(opt, w)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("make", [adam, lambda: gs.AdamWOptimizer(0.1)])
+def test_an_optimizer_without_a_wrapper_shares_as_well(variables, is_first, make):
+    w, other = variables
+    alone, wrapped = make(), gs.LossScaleOptimizer(make())
+    first, second = (alone, wrapped) if is_first else (wrapped, alone)
+    apply(first, w, other)
+    with pytest.raises(ValueError, match=r"update 'w' .* slot 'w/adam_m'"):
+        apply(second, w)
+
+
+def test_two_optimizers_without_wrappers_are_warned_of(variables, caplog):
+    w, other = variables
+    inner = adam()
+    for opt in (inner, inner, adam()):
+        apply(opt, w)
+    apply(sgd(), w)
+    with tf.variable_scope("second"):
+        apply(adam(), other)
+    (line,) = [x.getMessage() for x in caplog.records if "Two optimizers" in x.getMessage()]
+    assert "'w/adam_m'" in line
+
+
+def test_a_variable_has_one_average(variables):
+    w, other = variables
+    opt = gs.AverageOptimizer(sgd(), 0.5)
+    apply(opt, w)
+    apply(opt, w)
+    replicas = gs.SyncReplicasOptimizer(
+        sgd(), 1, variable_averages=0.5, variables_to_average=[w.operation], **AXES
+    )
+    for second in (gs.AverageOptimizer(sgd(), 0.9, name="b"), replicas):
+        with tf.variable_scope("second"):
+            with pytest.raises(ValueError, match=r"'w/ExponentialMovingAverage'.*average in one"):
+                apply(second, w)
+    apply(gs.AverageOptimizer(sgd(), 0.9, name="c"), other)
+
+
 def test_what_shares_nothing_is_no_error(variables):
     w, other = variables
     inner = adam()
