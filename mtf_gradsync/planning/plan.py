@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from tqdm import tqdm
 
@@ -72,7 +74,7 @@ def plan(
             f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
         )
     axes = list(axes) if axes is not None else _axes_of(layouts[0])
-    with Interruption() as stop:
+    with _environment_kept(), Interruption() as stop:
         machines = _machines(names)
         candidates, refused = [], []
         for layout in layouts:
@@ -96,6 +98,23 @@ def plan(
         ) as bar:
             found = search(built, candidates, jobs, (ValueError, *refusals), bar.update, stop)
     return dataclasses.replace(found, refused=(*refused, *found.refused))
+
+
+# What devices of this machine are asked for by, and how jax is kept from looking for a TPU.
+_SET_FOR_JAX = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS")
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Leaves the environment variables of processes that are started later as they were."""
+    before = {name: os.environ.get(name) for name in _SET_FOR_JAX}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _each_once(

@@ -1,5 +1,6 @@
 """Building and compiling candidates: each program once, until somebody stops it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from mtf_gradsync import planning
 from mtf_gradsync.planning.machines import Compiled, SkippedStep
 from mtf_gradsync.planning.search import Candidate, search
+from mtf_gradsync.xla.runner.devices import make_cpu_devices
 from mtf_gradsync.xla.topology.compiled import HloCollective
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
 from tests.planning.machines import LAYOUT, Counting, build, interrupted_and_dropped
@@ -229,6 +231,21 @@ class TestPlan:
         assert "batch:1;model:4" not in [row.mesh_shape for row in plan.rows]
         assert len(plan.rows) + plan.not_reached == 3
         assert signal.getsignal(number) == before
+
+    def test_what_jax_reads_is_in_the_environment_as_before(self, machine, monkeypatch):
+        """CPU devices of this machine are asked for by it."""
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+        monkeypatch.setenv("XLA_FLAGS", "--own")
+
+        def asks(shape, layout):
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            make_cpu_devices(4, replace=True)
+            raise KeyError
+
+        with pytest.raises(KeyError):
+            planning.plan(asks, "v5e:2x2", LAYOUT)
+        assert "JAX_PLATFORMS" not in os.environ
+        assert os.environ["XLA_FLAGS"] == "--own"
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_a_compiler_that_a_dropped_signal_ends_is_not_a_reason(self, machine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import time
 from pathlib import Path
@@ -125,8 +126,10 @@ def _start_jax(flags: argparse.Namespace, cores: int) -> None:
     with contextlib.suppress(AttributeError):
         # Older versions have no default for how CPU devices exchange values.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    ends = signal.getsignal(signal.SIGTERM)
     try:
         jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+        signal.signal(signal.SIGTERM, ends or signal.SIG_DFL)  # jax sets one that ignores it
     except (RuntimeError, ValueError) as error:
         raise StepError(
             f"jax cannot join the other processes: {' '.join(str(error).split())} Give "

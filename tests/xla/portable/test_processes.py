@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 
 import numpy as np
@@ -49,3 +50,25 @@ def test_two_processes_do_what_one_does(exported, tmp_path):
         rtol = 2**-7 if value.dtype.kind == "V" else 1e-4
         expected = exported.variables[name].astype(np.float64)
         np.testing.assert_allclose(value.astype(np.float64), expected, rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_that_has_joined_others_ends_by_a_signal(exported):
+    """jax catches SIGTERM, and does nothing with it."""
+    members = ["--coordinator", f"127.0.0.1:{free_ports(1)[0]}", "--num_processes", 1]
+    members += ["--process_id", 0, "--cpu_devices", 4]
+    run = subprocess.Popen(
+        models.command(exported.step, *members, "--random-inputs", "--steps", 10**7),
+        env=models.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with run:
+        try:
+            assert run.stdout is not None
+            said = run.stdout.readline()
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(TIME_LIMIT) == -signal.SIGTERM, said
+        finally:
+            run.kill()
