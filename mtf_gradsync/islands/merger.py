@@ -207,18 +207,25 @@ def merged(
     for weight, change in parts:
         weights += weight
         for name, sum_of in total.items():
-            sum_of += weight * change[name].astype(np.float64)
+            sum_of += np.multiply(change[name], weight, dtype=np.float64)
     new, velocities, momentum = {}, {}, settings.outer_momentum
     for name, x in values.items():
-        gradient = total[name] / weights
+        # In place where it can be: these may be the largest arrays that the process has.
+        gradient = total.pop(name)
+        gradient /= weights
         move = gradient
         if momentum:
-            before = momenta.get(name)
-            velocity = gradient if before is None else momentum * before.astype(float) + gradient
+            velocity = gradient.copy()
+            if name in momenta:
+                velocity += np.multiply(momenta[name], momentum, dtype=np.float64)
             velocities[name] = velocity.astype(np.float32)
-            move = gradient + momentum * velocity if settings.nesterov else velocity
-        after = x.astype(np.float64) - settings.outer_learning_rate * move
-        new[name] = after.astype(x.dtype)
+            move = velocity
+            if settings.nesterov:
+                move *= momentum
+                move += gradient
+        move *= -settings.outer_learning_rate
+        move += x
+        new[name] = move.astype(x.dtype)
     return new, velocities
 
 
