@@ -9,6 +9,7 @@ from benchmarks import (
     bucket_size,
     emulation,
     graph_building,
+    islands,
     less_communication,
     mesh_optimizer,
     numerics,
@@ -46,9 +47,11 @@ TABLES = (
     scale,
     two_processes,
     less_communication,
+    islands,
     timeline,
 )
 
 if __name__ == "__main__":
-    measures = [*(table.measure for table in TABLES), less_communication.measure_link]
+    measures = [table.measure for table in TABLES]
+    measures += [less_communication.measure_link, islands.measure_kills]
     sys.exit(report.main(measures, "python -m benchmarks"))

@@ -288,7 +288,7 @@ def _targets(rows: list[report.Row]) -> Iterator[report.Target]:
                 f"{what}part lost of what living islands could do",
                 1.0 - row["useful/living"], 1.0 - GOODPUT, "",
             )  # fmt: skip
-            if row["than without faults"] is not None:
+            if row["than without faults"] is not None and "seed" not in row["series"]:
                 yield report.Target(
                     f"{what}nats above no faults", row["than without faults"], NATS, ""
                 )

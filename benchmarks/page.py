@@ -33,15 +33,21 @@ ORDER = (
     "two_processes",
     "less_communication",
     "less_communication_link",
+    "islands",
+    "islands_kills",
 )
 # Tables that stand in a page of their own: the page, its part, and what writes it.
 ELSEWHERE = {"tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_tpu_cost_table.py")}
 # Tables that the program of another one measures, too.
 MEASURED_BY = {
     "less_communication_link": "less_communication",
+    "islands_kills": "islands",
 }
 # What a table shows, in words and a picture; figures are the table's.
 READ = {
+    "islands": """\
+[What it shows](guides/islands.md#what-was-measured), with a picture.
+""",
     "less_communication": """\
 8 bits, and outer gradients in 8 bits or in fragments, cost nothing that two seeds could show, with
 error feedback or without; 4 bits and a high rank cost one or two hundredths of a nat, rank 4 and

@@ -1,5 +1,7 @@
 """Runs of ``mtf-gradsync train`` that are islands."""
 
+import signal
+
 import gin
 import numpy as np
 import pytest
@@ -78,6 +80,18 @@ def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
     assert {k: v.tobytes() for k, v in replayed.items()} == {
         k: v.tobytes() for k, v in live.items()
     }
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_contributes_what_it_has(folder, tmp_path, after_step):
+    after_step(5, lambda: signal.raise_signal(signal.SIGTERM))
+    result, _, _ = train_tiny(tmp_path / "run", *bindings(folder, "merge = True"))
+    assert (result.step, result.stopped_by) == (5, signal.SIGTERM)
+    (row,) = read_status(Folder(str(folder))).rows
+    assert (row.contributed, row.state) == (2, "left")
+    (last,) = Folder(str(folder)).names("contributions/00000001")
+    stored = Folder(str(folder)).load(f"contributions/00000001/{last}")
+    assert (stored.facts["island"], stored.facts["steps"]) == ("run", 2)
 
 
 @pytest.mark.parametrize(
