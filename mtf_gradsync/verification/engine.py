@@ -171,11 +171,11 @@ class Engine:
 
     def _until_update(self, running: Running, number: int, group: list[Batch]) -> Iterator[Batch]:
         """Gives batches, and appends them to a group, until the program has made an update."""
-        while _updates(running.values()) <= number:
+        while not group or _waits(running, number):
             if len(group) == _MOST_STEPS:
                 raise ValueError(
-                    f"The program made no update in {_MOST_STEPS} steps: it calls no "
-                    "apply_grads of an mtf.optimize.Optimizer, or skips every step."
+                    f"The program made no update in {_MOST_STEPS} steps: it skips every step, or "
+                    "needs more batches for one."
                 )
             group.append(self._next())
             yield group[-1]
@@ -187,10 +187,10 @@ class Engine:
             for batch in group:
                 of_group.append(running.step(batch))
                 after = running.values()
-                if _updates(after) <= number:
+                if built.recorded.sees_gradients and _updates(after) <= number:
                     changed += _changed(before, after, built.recorded)
             made = _updates(after)
-            if made != number + 1:
+            if built.recorded.sees_gradients and made != number + 1:
                 raise ValueError(f"it made {made - number:g} updates of the batches of one")
             losses.append(float(np.mean(of_group)))
             gradients.append(_gradients(after))
@@ -278,8 +278,9 @@ class Comparison(NamedTuple):
 
     @property
     def worst(self) -> Difference:
-        """The largest error of the gradients, in terms of what rounding explains."""
-        return max(self.gradients, key=lambda x: x.error / x.expected)
+        """The largest error of gradients, or else of values, in terms of what rounding explains."""
+        every = self.gradients or self.values
+        return max(every, key=lambda x: x.error / x.expected)
 
 
 def compare_with(reference: Reference, outcome: Outcome, masked: bool) -> Comparison:
@@ -288,8 +289,9 @@ def compare_with(reference: Reference, outcome: Outcome, masked: bool) -> Compar
     expected = {k: v + more for k, v in reference.expected.items()}
     expected_values = {k: v + more for k, v in reference.expected_values.items()}
     order = reference.outcome.recorded.order
+    sees_gradients = reference.outcome.recorded.sees_gradients
     updates = range(len(reference.exact.gradients))
-    keys = [f"{name}@{number}" for number in updates for name in order]
+    keys = [f"{name}@{number}" for number in updates for name in order if sees_gradients]
     gradients = compare(_flat(outcome.gradients), _flat(reference.exact.gradients), keys, expected)
     gradients = [x._replace(variable=x.variable.rpartition("@")[0]) for x in gradients]
     values = compare(outcome.values, reference.exact.values, order, expected_values)
@@ -318,6 +320,11 @@ def _gradients(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _updates(values: Mapping[str, np.ndarray]) -> float:
     return float(next((v for k, v in values.items() if k.endswith(UPDATES)), 0.0))
+
+
+def _waits(running: Running, number: int) -> bool:
+    """Whether a program has still to make an update; without an optimizer each step is one."""
+    return running.built.recorded.sees_gradients and _updates(running.values()) <= number
 
 
 def _changed(

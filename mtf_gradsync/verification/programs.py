@@ -91,6 +91,7 @@ class Program:
                 params["mesh_impl"] = program.mesh_impl
             build = self._build_model_fn if self.is_model_fn else self._build_step
             loss, updates = build(division, inputs, params, program)
+            recorded.end()
             blocks.close()
         return Built(division, graph, program, recorded, tf.nest.flatten(inputs), loss, updates)
 

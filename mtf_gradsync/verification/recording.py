@@ -8,6 +8,7 @@ import inspect
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import NOT_GIVEN
 from mtf_gradsync.optimizers import (
     ClipByGlobalNormOptimizer,
     GradientAccumulationOptimizer,
@@ -156,6 +157,8 @@ class Recorded:
                 labels[id(one)] = kind if number == 1 else f"{kind}#{number}"
         self.stack = list(dict.fromkeys([*self.stack, *labels.values()]))
         self.wrappers.update({labels[id(one)]: one for one in stack if id(one) in labels})
+        if not isinstance(stack[-1], mtf.optimize.Optimizer):
+            self._watch(stack[-1])
         changes = self.changes
         for one in stack:
             if isinstance(one, SyncReplicasOptimizer):
@@ -171,6 +174,34 @@ class Recorded:
         # Held on to, so that no other object gets their numbers.
         self._held += [opt, outermost]
         return outermost
+
+    def _watch(self, opt: Any) -> None:
+        """Notes the gradients of an optimizer that has no class of Mesh-TensorFlow's."""
+        method = opt.apply_grads
+        signature = inspect.signature(method, follow_wrapped=False)
+
+        def apply_grads(grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+            operations = method(grads, variables, *args, **kwargs)
+            self.innermost = opt
+            return [*operations, *self._note(grads, variables)]
+
+        apply_grads.__signature__ = signature  # type: ignore[attr-defined]
+        opt.apply_grads = apply_grads
+        self._undo.append(lambda: delattr(opt, "apply_grads"))
+
+    def end(self) -> None:
+        """Notes the variables of a program that was built, where no optimizer was seen."""
+        if self.variables:
+            return
+        for lowering in self.lowerings:
+            for variable in lowering.graph.trainable_variables:
+                self.variables[variable.name] = variable
+                self._positions[variable.name] = -_first_use(lowering.graph, variable.name)
+
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether an optimizer was seen, so that its gradients and updates are known."""
+        return self.innermost is not None
 
     def _mask(self, wrapper: SyncReplicasOptimizer) -> None:
         mask = self.changes.mask
@@ -349,9 +380,28 @@ def recording(changes: Changes) -> Iterator[Recorded]:
         for module in (mtf, mtf.ops):
             undone.callback(setattr, module, "gradients", module.gradients)
             module.gradients = gradients
+        if changes.unwrapped:
+            for kind in _kinds(Wrapper):
+                if "__init__" in vars(kind):
+                    replace(kind, "__init__", _made_anyhow)
         for name in changes.drops:
             _DROPS[name](undone)
         yield recorded
+
+
+def _made_anyhow(init: Any) -> Any:
+    """Lets wrappers that refuse one core be made there: they are taken out."""
+
+    def made(self: Any, opt: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, opt, *args, **kwargs)
+        except ValueError:
+            names = kwargs.get("batch_dims", "batch")
+            name = kwargs.get("name", type(self).__name__)
+            rate = kwargs.get("learning_rate", NOT_GIVEN)
+            self._wrap(opt, rate, name, None, None, None, names, None)
+
+    return made
 
 
 def _kinds(kind: type) -> list[type]:

@@ -78,6 +78,8 @@ class Verification:
       steps: how many updates were made.
       steps_per_update: how many batches each joins.
       variables: how many variables have a gradient.
+      sees_gradients: whether the program has an optimizer, whose gradients were compared; else its
+        values were.
       must_differ: what in the model depends on how it is divided.
     """
 
@@ -87,6 +89,7 @@ class Verification:
     steps: int
     steps_per_update: int
     variables: int
+    sees_gradients: bool = True
     must_differ: tuple[str, ...] = ()
 
     @property
@@ -114,8 +117,9 @@ class Verification:
             text += ["", *textwrap.wrap(f"{', '.join(names)}: {explained}", terminal_width())]
         many = f", {self.steps_per_update} batches each" if self.steps_per_update > 1 else ""
         plural = "s" if self.steps > 1 else ""
+        what = "gradients" if self.sees_gradients else "variables (no optimizer was seen)"
         summary = (
-            f"{self.variables} gradients of {self.steps} update{plural}{many}, against "
+            f"{self.variables} {what} of {self.steps} update{plural}{many}, against "
             f"{self.reference}; expected rounding by {self.source}."
         )
         wrong = [line.division for line in self.lines if line.verdict == NOT_EQUAL]

@@ -121,6 +121,7 @@ def verify(
         steps,
         engine.steps_per_update,
         len(outcome.recorded.variables),
+        outcome.recorded.sees_gradients,
         tuple(one.text for one in verifier.dependences),
     )
 
@@ -168,7 +169,7 @@ class _Verifier:
         compared = self._compare(division, outcome)
         worst = compared.worst
         errors: dict[str, float] = {}
-        for one in compared.gradients:
+        for one in compared.gradients or compared.values:
             errors[one.variable] = max(one.error, errors.get(one.variable, 0.0))
         found = dataclasses.replace(
             found, verdict=EQUAL, error=worst.error, expected=worst.expected, errors=errors
