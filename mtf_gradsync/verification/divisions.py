@@ -66,7 +66,12 @@ def default_divisions(
             varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
     if "order" in kinds and len(dims) > 1:
         varied("axes in the reverse order", mesh_shape=mesh_text(dims[::-1]))
-    if "microbatches" in kinds and k_of_stack == 1 and not _has_schedulers(base, recorded):
+    if (
+        "microbatches" in kinds
+        and recorded.sees_gradients
+        and k_of_stack == 1
+        and not _has_schedulers(base, recorded)
+    ):
         changes = base.changes._replace(
             micro_steps=MICRO_STEPS, mesh=(base.mesh_shape, base.layout)
         )

@@ -93,6 +93,8 @@ class Engine:
             self.initial = _own(running.values())
             outcome = self._run(built, running, self._groups_of(running, first))
         self._done[division.key] = outcome
+        self.schedulers = outcome.recorded.schedulers
+        self.sees_gradients = outcome.recorded.sees_gradients
         return outcome
 
     def run(self, division: Division) -> Outcome:
@@ -117,9 +119,10 @@ class Engine:
         every = [[self._batches_of(division, group) for group in self.groups]]
         for seed in range(_ORDERS):
             shuffled = []
-            for (batch,) in every[0]:
-                size = len(tf.nest.flatten(batch)[0])
-                shuffled.append([rows_of(batch, np.random.RandomState(seed).permutation(size))])
+            for group in every[0]:
+                sizes = [len(tf.nest.flatten(batch)[0]) for batch in group]
+                rows = [np.random.RandomState(seed).permutation(size) for size in sizes]
+                shuffled.append([rows_of(batch, some) for batch, some in zip(group, rows)])
             every.append(shuffled)
         outcomes = self._runs(division, every)
         self._done[division.key] = outcomes[0]
@@ -138,6 +141,8 @@ class Engine:
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
         """Returns the batches of an update: those of the program, joined, or in parts."""
+        if not self.sees_gradients:
+            return group
         changes = division.changes
         if division.is_reference and changes.mask is not None:
             return [_contributed(joined(group), changes.mask)]
@@ -148,7 +153,9 @@ class Engine:
             return parts_of(joined(group), changes.micro_steps)
         return group
 
+    # Of the program as it is: the wrappers that join steps, and whether it has an optimizer.
     schedulers: tuple[str, ...] = ()
+    sees_gradients: bool = True
 
     def _next(self) -> Batch:
         try:
@@ -171,7 +178,8 @@ class Engine:
 
     def _until_update(self, running: Running, number: int, group: list[Batch]) -> Iterator[Batch]:
         """Gives batches, and appends them to a group, until the program has made an update."""
-        while not group or _waits(running, number):
+        first = running.values()
+        while not group or _waits(running, number, first):
             if len(group) == _MOST_STEPS:
                 raise ValueError(
                     f"The program made no update in {_MOST_STEPS} steps: it skips every step, or "
@@ -322,9 +330,15 @@ def _updates(values: Mapping[str, np.ndarray]) -> float:
     return float(next((v for k, v in values.items() if k.endswith(UPDATES)), 0.0))
 
 
-def _waits(running: Running, number: int) -> bool:
-    """Whether a program has still to make an update; without an optimizer each step is one."""
-    return running.built.recorded.sees_gradients and _updates(running.values()) <= number
+def _waits(running: Running, number: int, first: Mapping[str, np.ndarray]) -> bool:
+    """Whether a program has still to make an update.
+
+    Without an optimizer an update is what changes the values that there were at first.
+    """
+    recorded = running.built.recorded
+    if recorded.sees_gradients:
+        return _updates(running.values()) <= number
+    return not _changed(first, running.values(), recorded)
 
 
 def _changed(

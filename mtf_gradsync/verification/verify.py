@@ -89,7 +89,6 @@ def verify(
     )
     engine = Engine(Program(program, settings[0]), _batches(input_fn, settings[0]), steps)
     outcome = engine.begin(base)
-    engine.schedulers = outcome.recorded.schedulers
     if outcome.recorded.islands:
         base = dataclasses.replace(
             base, changes=base.changes._replace(without=outcome.recorded.islands)
