@@ -7,7 +7,8 @@ from benchmarks import islands, report
 
 @pytest.mark.slow
 def test_no_version_is_wrong_or_lost_when_all_are_killed():
-    (row,) = islands.measure_kills(report.Options(rounds=1, quick=True)).rows
-    assert row["islands killed"] + row["mergers killed"] >= 5
-    assert row["contributions merged"] > row["versions"] / 2 > 1
+    options = report.Options(rounds=1, quick=False, settings={"kills": 25})
+    (row,) = islands.measure_kills(options).rows
+    assert row["islands killed"] + row["mergers killed"] >= 25
+    assert row["contributions merged"] >= row["versions"] - 1 > 1  # the first one is an offer
     assert row["wrong or lost"] == 0
