@@ -2,9 +2,10 @@
 
 A wrapper that skips makes a `Skips` for each step. Its branch for skipped steps records which
 gradients of which shards were not finite; a line of the log names them for the first skipped step,
-the second, the fourth and so on. After more than `max_steps_without_update` steps in a row without
-an update the step raises an error that names them. Placement meshes print and fail by themselves; a
-SIMD program cannot, so that the session that runs it logs and raises (`mtf_gradsync.step.Watched`).
+the second, the fourth and so on, and for the one at which a scale reaches its floor. After more
+than `max_steps_without_update` steps in a row without an update the step raises an error that names
+them. Placement meshes print and fail by themselves; a SIMD program cannot, so that the session that
+runs it logs and raises (`mtf_gradsync.step.Watched`).
 """
 
 from __future__ import annotations
@@ -186,16 +187,25 @@ class Skips:
 
     def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
         """Makes the operation that checks the limit, after all others of the step."""
-        counts = [*self.counts, *self.waiting]
-        now = [mtf.anonymize(x) for x in values_after(counts, operations)]
-        self.watched = _Check(self, [v.value for v in counts], now, operations)
+        now = [mtf.anonymize(x) for x in values_after(self.looked_at, operations)]
+        self.watched = _Check(self, [v.value for v in self.looked_at], now, operations)
         return [self.watched]
+
+    @property
+    def looked_at(self) -> list[mtf.Variable]:
+        """The variables that say whether there is something to tell."""
+        return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
 
     # What is told, by values on the host.
 
-    def has_line(self, before: Any, now: Any) -> bool:
-        """Whether a count has reached or passed a power of two."""
-        return bool(np.any(_passes_a_power_of_two(before, now, np)))
+    def has_line(self, before: Sequence[Any], now: Sequence[Any]) -> bool:
+        """Whether a count has passed a power of two, or a scale has reached its floor.
+
+        The arguments are the values of `looked_at`.
+        """
+        if self.floor and before[-1] > self.floor[1] >= now[-1]:
+            return True
+        return bool(self.counts) and bool(np.any(_passes_a_power_of_two(before[0], now[0], np)))
 
     def line(self, now: Any, found: np.ndarray, floor: float | None) -> str:
         """Returns the line of a step, by the counts after it, the flags and the floor's value."""
@@ -207,7 +217,8 @@ class Skips:
         text = f"{self.owner}: {words.line} {named}."
         total = int(np.max(now))
         if total > 1:
-            text += _so_far(str(total))
+            text += f" {total}{_SO_FAR}"
+            text += "." if total & (total - 1) else _NEXT_LINE
         if self.floor and floor is not None and floor <= self.floor[1]:
             text += self.at_floor
         return text
@@ -255,7 +266,9 @@ class Skips:
             named = tf.where_v2(tf.equal(named, ""), words.none, named)
         total = tf.reduce_max(now)
         parts = [f"{self.owner}: {words.line} ", named, "."]
-        parts.append(tf.where_v2(total > 1, _so_far(tf.as_string(total)), ""))
+        ends = tf.where_v2(tf.equal(tf.bitwise.bitwise_and(total, total - 1), 0), _NEXT_LINE, ".")
+        so_far = tf.strings.join([" ", tf.as_string(total), _SO_FAR, ends])
+        parts.append(tf.where_v2(total > 1, so_far, ""))
         if self.floor:
             parts.append(tf.where_v2(floor <= self.floor[1], self.at_floor, ""))
         return tf.strings.join(parts)
@@ -288,11 +301,8 @@ class Skips:
 _MISSING = "These replicas (shards, row by row) did not contribute in the last step:"
 
 
-def _so_far(total: Any) -> Any:
-    after = " skipped so far; the next line is at twice as many."
-    if isinstance(total, str):
-        return f" {total}{after}"
-    return tf.strings.join([" ", total, after])
+_SO_FAR = " skipped so far"
+_NEXT_LINE = "; the next line is at twice as many."
 
 
 def _passes_a_power_of_two(before: Any, now: Any, bits: Any) -> Any:
@@ -342,19 +352,23 @@ class _Report(mtf.Operation):
         record = lowering.variables[skips.record]
         done = [record.assign_to_slices(lambda _, x, new: tf.assign(x, new), flags.all_slices)]
         if skips.counts and not is_simd(lowering.mesh_impl(self)):
-            (variable,) = skips.counts
-            before = lowering.tensors[variable.value].to_laid_out_tensor().all_slices[0]
-            first = [x.all_slices[0] for x in now]
-            done.append(self._print(flags.all_slices[0], before, *first))
+            variables = [*skips.counts, *([] if skips.floor is None else [skips.floor[0]])]
+            before = [lowering.tensors[v.value].to_laid_out_tensor() for v in variables]
+            first = [[x.all_slices[0] for x in some] for some in (before, now)]
+            done.append(self._print(flags.all_slices[0], *first))
         lowering.operations[self] = tf.group(*done)
 
     def _print(
-        self, found: tf.Tensor, before: tf.Tensor, now: tf.Tensor, floor: Any = None
+        self, found: tf.Tensor, values_before: list[tf.Tensor], values_now: list[tf.Tensor]
     ) -> tf.Operation:
+        (before, *scale), (now, *floor) = values_before, values_now
         due = tf.reduce_any(_passes_a_power_of_two(before, now, tf))
+        if self._skips.floor:
+            lowest = self._skips.floor[1]
+            due = tf.logical_or(due, tf.logical_and(scale[0] > lowest, floor[0] <= lowest))
 
         def told() -> tf.Operation:
-            line = self._skips.line_in_graph(now, found, floor)
+            line = self._skips.line_in_graph(now, found, floor[0] if floor else None)
             return tf.print(line, output_stream=sys.stderr)
 
         with control_flow_v1():
@@ -378,9 +392,7 @@ class _Check(Watched):
         records = [skips.record]
         records += [] if skips.floor is None else [skips.floor[0]]
         records += [] if skips.missed is None else [skips.missed]
-        super().__init__(
-            before, now, [*skips.counts, *skips.waiting], records, "max_steps_without_update"
-        )
+        super().__init__(before, now, skips.looked_at, records, "max_steps_without_update")
         self._skips, self._step = skips, list(step)
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -412,7 +424,8 @@ class _Check(Watched):
         return found, floor, more[-1] if skips.missed else None
 
     def _steps_without(self, now: Sequence[Any]) -> Any:
-        first, *second = now[len(self._skips.counts) :]
+        skips = self._skips
+        first, *second = now[len(skips.counts) : len(skips.counts) + len(skips.waiting)]
         return first - second[0] if second else first
 
     def _is_over(self, now: Sequence[Any]) -> bool:
@@ -420,9 +433,7 @@ class _Check(Watched):
         return limit is not None and bool(self._steps_without(now) > limit)
 
     def _has_line(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        if before is None or not self._skips.counts:
-            return False
-        return self._skips.has_line(before[0], now[0])
+        return before is not None and self._skips.has_line(before, now)
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
         """See `Watched`."""

@@ -41,7 +41,7 @@ class Watched(mtf.Operation):
         Args:
           before: the values of `counts` before the step.
           now: their values after it, readable outside of branches.
-          counts: int32 variables, which say whether there is something to tell.
+          counts: int32 or float32 variables, which say whether there is something to tell.
           records: variables with the rest, read only then.
           name: name of the operation.
         """
@@ -68,7 +68,8 @@ class Watched(mtf.Operation):
         self.takes_a_hook = is_simd(lowering.mesh_impl(self))
         if self.takes_a_hook and self.can_be_told:
             values = self._lowered(lowering, self.inputs)
-            told = tf.concat([tf.reshape(x, [-1]) for x in values], 0)
+            bits = [x if x.dtype == tf.int32 else tf.bitcast(x, tf.int32) for x in values]
+            told = tf.concat([tf.reshape(x, [-1]) for x in bits], 0)
             tf.add_to_collection(_COLLECTION, (self, told.name))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
@@ -89,6 +90,7 @@ class Watched(mtf.Operation):
         """Takes what a step told apart: the counts before and after it."""
         sizes = [x.shape.size for x in self.inputs]
         parts = np.split(told, np.cumsum(sizes)[:-1])
+        parts = [x.view(y.dtype.as_numpy_dtype) for x, y in zip(parts, self.inputs)]
         return parts[: len(self._counts)], parts[len(self._counts) :]
 
     def watch(self) -> Watch:

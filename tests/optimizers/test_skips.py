@@ -46,8 +46,8 @@ V = "v (shard 1)."
 STACKS = {
     "local": (lambda: accumulation(**AXES), [(V, ""), (V, ""), (V, "")]),
     "synced": (lambda: accumulation(accumulate="synced"), [(V, ""), (V, ""), (V, "")]),
-    # 4, 2, then 1: the floor.
-    "scaled": (loss_scale, [(V, ""), (V, FLOOR), (V, FLOOR)]),
+    # 8, 4, 2, then 1, the floor, on the third step.
+    "scaled": (lambda: loss_scale(initial_scale=8.0), [(V, ""), (V, ""), (V, FLOOR), (V, FLOOR)]),
     "fixed scale": (lambda: loss_scale(loss_scale=2.0, **AXES), [(V, ""), (V, ""), (V, "")]),
     "outer": (outer, [("0, 1.", ""), ("0, 1.", "")]),
 }
@@ -122,10 +122,10 @@ def test_a_nan_on_every_step_is_named_and_ends_the_training(kind, name, caplog, 
     assert number == LIMIT + 1
     owner = type(make()).__name__
     begin = f"{owner}: {BEGIN[owner]}"
-    counts = [1, 2, 4]
+    counts = [1, 2, 3, 4] if name == "scaled" else [1, 2, 4]
+    so_far = {1: "", 2: f" 2 {SO_FAR}", 3: " 3 skipped so far.", 4: f" 4 {SO_FAR}"}
     assert lines == [
-        begin + what + (f" {count} {SO_FAR}" if count > 1 else "") + more
-        for count, (what, more) in zip(counts, named)
+        begin + what + so_far[count] + more for count, (what, more) in zip(counts, named)
     ]
     text = f"{owner}: no update for more than max_steps_without_update={LIMIT} steps. Not finite in"
     if name == "outer":
