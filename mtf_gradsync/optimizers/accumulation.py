@@ -202,9 +202,9 @@ class GradientAccumulationOptimizer(ReportsSkips):
           reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
             "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
             rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
-          max_steps_without_update: most microbatch steps in a row without an update, if
-            should_skip_update_fn is given; one more raises an error that names variables and shards
-            (see `NoUpdateError`). None for no limit.
+          max_steps_without_update: most microbatch steps in a row without an update, with
+            should_skip_update_fn, or with weights, where there is no data; one more raises an error
+            that names variables and shards (see `NoUpdateError`). None for no limit.
           flush: a boolean scalar, tf or mtf: whether to update on this step even if the sums have
             fewer microbatch steps, as on the last step of a training. Where that step is skipped,
             the update is that of the steps before. None never does.
@@ -257,8 +257,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
         self.backward_passes_per_step = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
-        # Without a function nothing is skipped, and an update takes the steps that it takes.
-        self._limit = limit if should_skip_update_fn is not None else None
+        self._limit = limit
         self._flush = flush
         self.traits = self._traits()
         self._check_order()
@@ -367,9 +366,13 @@ class GradientAccumulationOptimizer(ReportsSkips):
             scalar_state(mesh, f"{self.name}/mini_step", checkpointed=self._checkpointed),
             update_counter(mesh, self.name),
             scalar_state(mesh, f"{self.name}/skipped", stacked=self._skip_fn is None),
-            waiting_state(mesh, self.name, self._limit),
+            self._waiting_state(mesh) if self._skip_fn is not None else None,
             None,
         )
+
+    def _waiting_state(self, mesh: mtf.Mesh) -> mtf.Variable | None:
+        """Makes the count of steps without an update, where there may be such steps."""
+        return waiting_state(mesh, self.name, self._limit)
 
     def _weight_state(self, mesh: mtf.Mesh) -> mtf.Variable:
         # Sums of a run without weights have a weight of one for each microbatch step.
@@ -407,7 +410,8 @@ class _Accumulate(Stage):
         before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
         weights = gradients.weights
         if weights is not None:
-            before = before._replace(weight=wrapper._weight_state(mesh))
+            waiting = before.waiting or wrapper._waiting_state(mesh)
+            before = before._replace(weight=wrapper._weight_state(mesh), waiting=waiting)
         mini_step, update_step, skipped = (on_mesh(c.value, mesh) for c in before[:3])
         for state in before[:3]:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
@@ -447,12 +451,16 @@ class _Accumulate(Stage):
             flush = mtf.logical_and(_flag_on_mesh(wrapper._flush, mesh), mtf.greater(count, 0))
             due = mtf.logical_or(due, flush)
         updated = mtf.cast(due, tf.int32)
+        has_update = updated
+        if weight is not None:
+            has_data = step.agreed(mtf.greater(weight, 0.0), by_any=True)
+            has_update *= mtf.cast(has_data, tf.int32)
         # The update itself advances `update_step`, as what is inside may skip it.
         now = _Counters(
             count * (1 - updated),
             None,
             skipped + (1 - counted),
-            before.waiting and now_waiting(before.waiting, updated),
+            before.waiting and now_waiting(before.waiting, has_update),
             None if weight is None else weight * mtf.cast(1 - updated, tf.float32),
         )
         self._before, self._now = before, now
@@ -461,11 +469,12 @@ class _Accumulate(Stage):
             [mtf.assign(v, on_mesh(x, v.mesh)) for v, x in zip(before, now) if x is not None]
         )
         step.write(counts, gate)
-        if wrapper._skip_fn is not None:
-            # Before a reduction, they may say more about shards.
-            received = step.received[-1]
-            axes, only_apart = wrapper._shards_to_name(received.present)
+        # Before a reduction, they may say more about shards.
+        received = step.received[-1]
+        axes, only_apart = wrapper._shards_to_name(received.present)
+        if wrapper._skip_fn is not None or before.waiting is not None:
             skips = self._skips = self._make_skips(checked, before, axes)
+        if wrapper._skip_fn is not None:
             step.run_when(
                 skip,
                 gate,
@@ -501,8 +510,9 @@ class _Accumulate(Stage):
             rows_of_shards(axes),
             f"none, but should_skip_update_fn {name} says so",
         )
-        waiting = [before.waiting] if wrapper._limit else ()
-        return Skips(wrapper.name, words, [before.skipped], waiting, wrapper._limit)
+        counts = () if wrapper._skip_fn is None else [before.skipped]
+        waiting = () if before.waiting is None else [before.waiting]
+        return Skips(wrapper.name, words, counts, waiting, wrapper._limit)
 
 
 def _uses_sums(counted: mtf.Tensor, weights: Weights | None) -> mtf.Tensor:

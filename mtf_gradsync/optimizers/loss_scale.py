@@ -72,8 +72,13 @@ def make_state(mesh: mtf.Mesh, name: str, rule: Rule, limit: int | None) -> Loss
     return LossScaleState(scale, good_steps, skipped, waiting_state(mesh, name, limit))
 
 
-def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossScaleState:
-    """Returns the variables' new values; `finite`, a boolean scalar, says if all gradients are."""
+def after_step(
+    before: LossScaleState, finite: mtf.Tensor, updated: mtf.Tensor, rule: Rule
+) -> LossScaleState:
+    """Returns the variables' new values.
+
+    `finite`, a boolean scalar, says if all gradients are, and `updated` if there is an update.
+    """
 
     def skipped(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
         return count + tf.cast(tf.logical_not(is_finite), tf.int32)
@@ -90,7 +95,7 @@ def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossSc
         return tf.where_v2(is_finite, tf.where_v2(grows, higher, now), lower)
 
     count = mtf.cwise(skipped, [before.skipped.value, finite], tf.int32)
-    waiting = before.waiting and now_waiting(before.waiting, mtf.cast(finite, tf.int32))
+    waiting = before.waiting and now_waiting(before.waiting, mtf.cast(updated, tf.int32))
     if not rule.is_dynamic:
         return LossScaleState(None, None, count, waiting)
     good = before.good_steps.value
@@ -181,9 +186,9 @@ class LossScaleOptimizer(ReportsSkips):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None takes `FusedAllReduce()`.
-          max_steps_without_update: the largest number of skipped steps in a row; one more raises
-            an error that names variables and shards (see `NoUpdateError`). Inside accumulation,
-            steps are updates. None for no limit.
+          max_steps_without_update: the largest number of steps in a row that are skipped or have
+            no data (a weight of 0); one more raises an error that names variables and shards (see
+            `NoUpdateError`). Inside accumulation, steps are updates. None for no limit.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -339,9 +344,12 @@ class _SkipNotFinite(Stage):
         """
         wrapper = self._wrapper
         axes, only_apart = wrapper._shards_to_name(gradients.present)
-        finite = on_mesh(finite, before.skipped.mesh)
+        finite = updated = on_mesh(finite, before.skipped.mesh)
+        if gradients.weights is not None:
+            has_data = mtf.greater(gradients.weights.total, 0.0)
+            updated = mtf.logical_and(finite, on_mesh(step.agreed(has_data, True), finite.mesh))
         gate = step.gate([*held, finite])
-        after = after_step(before, finite, wrapper._rule)
+        after = after_step(before, finite, updated, wrapper._rule)
         skips = self._skips = self._make_skips(gradients, before, axes)
         now = [after.skipped, *([] if after.scale is None else [after.scale])]
         step.run_when(

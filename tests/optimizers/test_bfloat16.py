@@ -205,3 +205,21 @@ def test_narrow_slots_of_tensorflows_optimizers_are_told(caplog):
     caplog.clear()
     run("simd", "slices", lambda: gs.MeshOptimizer(tf.train.AdamOptimizer(0.01)), GRADS[:1])
     assert not [x for x in caplog.records if "slots" in x.getMessage()]
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_decay_by_mesh_tensorflows_adam_is_refused_before_anything_is_built(dtype):
+    """It adds what is in the dtype of activations to an update in float32."""
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    decay = {"learning_rate": 0.1, "weight_decay_rate": 0.01}
+    adam = mtf.optimize.AdamWeightDecayOptimizer
+    with tf.Graph().as_default():
+        w = mtf.get_variable(mesh, "w", mtf.Shape([mtf.Dimension("d", 8)]), DTYPES[dtype][0])
+        grads = mtf.gradients([mtf.reduce_sum(mtf.square(w))], [w])
+        before = list(mesh.graph.operations)
+        with pytest.raises(ValueError, match=r"bfloat16: variable w\. Use gs\.AdamWOptimizer"):
+            gs.LossScaleOptimizer(adam(**decay)).apply_grads(grads, [w.operation])
+        assert mesh.graph.operations == before
+        for inner in (gs.AdamWOptimizer(**decay), adam(exclude_from_weight_decay=["w"], **decay)):
+            with tf.variable_scope(type(inner).__name__):
+                gs.CrossShardOptimizer(inner).apply_grads(grads, [w.operation])

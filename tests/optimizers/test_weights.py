@@ -224,6 +224,31 @@ def test_no_data_is_no_nan(mesh_kind, name):
     assert all(scale == 2.0**15 for scale in scales)
 
 
+LIMITED = {
+    "loss scale": lambda most: gs.LossScaleOptimizer(
+        order_table.plain(), max_steps_without_update=most, **order_table.MESH
+    ),
+    "local": lambda most: accumulation("local", 2, max_steps_without_update=most)(),
+    "skipping": lambda most: accumulation(
+        "synced", 2, max_steps_without_update=most, should_skip_update_fn=gs.skip_not_finite
+    )(),
+}
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.parametrize("name", LIMITED)
+def test_steps_without_data_for_ever_end_the_training(name, kind):
+    data, none = [8, 1, 0, 2], [0, 0, 0, 0]
+    feeds = batches([none, data, *[none] * 4])
+    # Of accumulation the second, fourth and sixth would be updates: the sixth has nothing.
+    most = 3 if name == "loss scale" else 2
+    made = harness.built(kind, SHAPE, LAYOUT, program(lambda: LIMITED[name](most)), feeds[0])
+    made.run(feeds[:-1] if name == "loss scale" else feeds[:4])
+    with pytest.raises((gs.NoUpdateError, tf.errors.InvalidArgumentError)) as raised:
+        made.run(feeds)
+    assert f"no update for more than max_steps_without_update={most} steps" in str(raised.value)
+
+
 def test_a_loss_of_no_data_is_none_of_one_island():
     """The loss of all is 0 / 0 on steps without data, too."""
 

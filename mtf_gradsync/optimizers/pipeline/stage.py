@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.recoverable import MadeOfSums
 from mtf_gradsync.gradients.stage import on_mesh
@@ -149,7 +150,12 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
 
 
 def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
-    """Casts gradients to the dtypes of the variables' values, for Mesh-TF's Momentum."""
+    """Casts gradients to the dtypes of the variables' values, for Mesh-TF's Momentum.
+
+    Raises ValueError for variables that Mesh-TF's Adam cannot decay.
+    """
+    if isinstance(opt, mtf.optimize.AdamWeightDecayOptimizer) and opt.weight_decay_rate:
+        _check_decay(opt, gradients.owners)
     if not isinstance(opt, mtf.optimize.MomentumOptimizer):
         return gradients
     pairs = list(zip(gradients.grads, gradients.variables))
@@ -166,6 +172,23 @@ def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
     return gradients.with_grads(
         [mtf.cast(g, v.activation_dtype) if casts else g for (g, v), casts in zip(pairs, other)]
     )
+
+
+def _check_decay(opt: mtf.optimize.AdamWeightDecayOptimizer, variables: Iterable[Any]) -> None:
+    # Mesh-TF 0.1.21 adds the decay in the dtype of activations to an update in float32.
+    excluded = opt.exclude_from_weight_decay or ()
+    narrow = [
+        v
+        for v in variables
+        if v.activation_dtype.size < 4 and not any(re.search(r, v.name) for r in excluded)
+    ]
+    if narrow:
+        raise ValueError(
+            "mtf.optimize.AdamWeightDecayOptimizer cannot decay variables whose activations are "
+            f"{narrow[0].activation_dtype.name}: {counted([v.name for v in narrow], 'variable')}. "
+            "Use gs.AdamWOptimizer, which decays in float32 and has bias correction, or exclude "
+            "them by exclude_from_weight_decay."
+        )
 
 
 class Reduction(NamedTuple):
