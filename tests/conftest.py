@@ -11,8 +11,8 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=12")
 
-# Tables are as wide as where output is no terminal, whatever the tests are started from.
-os.environ["COLUMNS"] = "160"
+# Tables and helps are as wide as where output is no terminal, whatever the tests are started from.
+os.environ.pop("COLUMNS", None)
 
 # Compiled programs are kept for these tests, not for the user. Xdist's workers have one folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
