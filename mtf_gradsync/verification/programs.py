@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 from typing import Any, Callable, ContextManager, Iterator, Mapping, NamedTuple, Sequence
+from unittest import mock
 
 import numpy as np
 
@@ -14,8 +15,13 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.session import session_config
 from mtf_gradsync.simd.session import VariableAccess
-from mtf_gradsync.verification.float64 import in_float64
-from mtf_gradsync.verification.recording import GRADIENT, UPDATES, Changes, Recorded, recording
+from mtf_gradsync.verification.recording import (
+    GRADIENT,
+    UPDATES,
+    Changes,
+    Recorded,
+    recording,
+)
 
 Batch = Any  # a structure of arrays, the examples their first dimension
 RUNTIMES = ("placement_mesh", "cpu_replicas", "xla")
@@ -176,6 +182,8 @@ class Built(NamedTuple):
             masters = {v.op.name: v.read_value() for v in tf.global_variables()}
             access = VariableAccess(self.graph)
             config = session_config(num_cpu_devices=max(sizes))
+            # For a few steps, rewriting the graph takes longer than it saves.
+            config.graph_options.rewrite_options.disable_meta_optimizer = True
             with tf.Session(config=config) as session:
                 session.run(init)
                 session.run(to_slices)
@@ -229,18 +237,24 @@ class Running:
         """
         if self._access is None:
             return []
+        lowered = {
+            variable: (lowering.mesh_impl(variable), laid_out.laid_out_tensor)
+            for lowering in self.built.recorded.lowerings
+            for variable, laid_out in lowering.variables.items()
+            if not variable.name.endswith((GRADIENT, UPDATES))
+        }
+        # In one call, as each new set of fetches takes the time of the whole graph.
+        slices = self._session.run(
+            {v: x.to_laid_out_tensor().tensor_list for v, (_, x) in lowered.items()}
+        )
         found = []
-        for lowering in self.built.recorded.lowerings:
-            for variable, lowered in lowering.variables.items():
-                mesh_impl = lowering.mesh_impl(variable)
-                slices = self._session.run(lowered.laid_out_tensor.to_laid_out_tensor().tensor_list)
-                first: dict[Any, np.ndarray] = {}
-                for number, part in enumerate(slices):
-                    begin = tuple(mesh_impl.slice_begin(variable.shape, number))
-                    same = np.array_equal(first.setdefault(begin, part), part, equal_nan=True)
-                    if not same and variable.name not in found:
-                        found.append(variable.name)
-        return [name for name in found if not name.endswith((GRADIENT, UPDATES))]
+        for variable, (mesh_impl, _) in lowered.items():
+            first: dict[Any, np.ndarray] = {}
+            for number, part in enumerate(slices[variable]):
+                begin = tuple(mesh_impl.slice_begin(variable.shape, number))
+                if not np.array_equal(first.setdefault(begin, part), part, equal_nan=True):
+                    found.append(variable.name)
+        return list(dict.fromkeys(found))
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
@@ -260,3 +274,52 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
 def rows_of(batch: Batch, rows: Any) -> Batch:
     """Returns some of the examples of a batch."""
     return tf.nest.map_structure(lambda x: x[rows], batch)
+
+
+_WITH_SCALARS = (mtf.ops.ScalarMultiplyOperation, mtf.ops.ScalarAddOperation)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Inside, mesh tensors and variables of floating point that are made are float64."""
+    make_tensor, make_dtypes = mtf.Tensor.__init__, mtf.VariableDType.__init__
+    make_import = mtf.ops.ImportOperation.__init__
+
+    def wide(dtype: tf.DType) -> tf.DType:
+        return tf.float64 if dtype.is_floating else dtype
+
+    def tensor(self: Any, operation: Any, shape: Any, dtype: Any, *args: Any, **kw: Any) -> None:
+        make_tensor(self, operation, shape, wide(dtype), *args, **kw)
+
+    def dtypes(self: Any, master_dtype: Any = tf.float32, *others: Any, **named: Any) -> None:
+        make_dtypes(self, wide(tf.as_dtype(master_dtype)))
+
+    def imported(self: Any, mesh: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        tensor = tf.convert_to_tensor(tensor)
+        make_import(self, mesh, tf.cast(tensor, wide(tensor.dtype)), *args, **kwargs)
+
+    cast = mtf.ops.cast
+
+    def cast_to_wide(x: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        return cast(x, wide(tf.as_dtype(dtype)), *args, **kwargs)
+
+    def scaled(init: Any) -> Any:
+        # A learning rate may be a tensor of TensorFlow's.
+        def scalar_operation(self: Any, x: Any, scalar: Any, *args: Any, **kw: Any) -> None:
+            if isinstance(scalar, tf.Tensor) and scalar.dtype.is_floating:
+                scalar = tf.cast(scalar, x.dtype)
+            init(self, x, scalar, *args, **kw)
+
+        return scalar_operation
+
+    with contextlib.ExitStack() as patched:
+        for owner, function in (
+            (mtf.Tensor, tensor),
+            (mtf.VariableDType, dtypes),
+            (mtf.ops.ImportOperation, imported),
+            *((kind, scaled(kind.__init__)) for kind in _WITH_SCALARS),
+        ):
+            patched.enter_context(mock.patch.object(owner, "__init__", function))
+        for module in (mtf, mtf.ops):
+            patched.enter_context(mock.patch.object(module, "cast", cast_to_wide))
+        yield

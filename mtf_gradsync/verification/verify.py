@@ -13,8 +13,12 @@ from tqdm import tqdm
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import ClipByGlobalNormOptimizer
 from mtf_gradsync.verification import divisions as kinds
-from mtf_gradsync.verification.causes import cause_of, name_of_factor
-from mtf_gradsync.verification.comparing import Difference, dependences
+from mtf_gradsync.verification.comparing import (
+    Difference,
+    cause_of,
+    dependences,
+    name_of_factor,
+)
 from mtf_gradsync.verification.engine import (
     CannotBeDivided,
     Comparison,

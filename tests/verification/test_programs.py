@@ -1,8 +1,11 @@
 """Programs in the manner of real ones are the same training, however they are divided."""
 
+import numpy as np
 import pytest
 
 import mtf_gradsync as gs
+from examples import gpt
+from mtf_gradsync._private.libraries import mtf, tf
 from tests.programs import table
 from tests.programs.expected import feeds, loss_of
 from tests.programs.wrappers import WRAPPERS, Maker
@@ -49,3 +52,33 @@ def test_nothing_is_reported(name):
     # The program itself, and more than one other.
     assert found.lines[0] in compared
     assert len(compared) > 2, str(found)
+
+
+def gpt_step(mesh, inputs, params):
+    batch, length = (
+        mtf.Dimension(*x) for x in zip(("batch", "length"), inputs["inputs"].shape.as_list())
+    )
+    features = {
+        name: mtf.import_fully_replicated(mesh, x, [batch, length]) for name, x in inputs.items()
+    }
+    grads, outputs = mtf.serialize_training_step(
+        features,
+        lambda part: {"loss": gpt.model(part, params, mtf.VariableDType(*params["dtypes"]))},
+        batch,
+        params["num_microbatches"],
+    )
+    loss = outputs["loss"]
+    return loss, gpt.get_optimizer(mesh, loss, params, inp_var_grads=grads)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", [tf.float32, tf.bfloat16])
+def test_the_example_in_the_style_of_gpt_neo_is_the_same_in_microbatches(activations):
+    small = {"n_ctx": 8, "n_embd": 16, "dtypes": (tf.float32, tf.float32, activations)}
+    params = {**gpt.PARAMS, **small, "num_microbatches": 1}
+    words = np.random.RandomState(0).randint(gpt.PARAMS["n_vocab"], size=[16, 9])
+    batch = {"inputs": words[:, :-1].astype("i"), "targets": words[:, 1:].astype("i")}
+    settings = [params, {**params, "num_microbatches": 2}]
+    found = gs.verify(gpt_step, [batch], settings, divisions=["batch", "wrappers"])
+    assert {line.verdict for line in found.lines} == {"equal"}, str(found)
+    assert "params 2" in [line.division for line in found.lines]
