@@ -17,6 +17,9 @@ LEAST = 64 * EPSILON
 # How much more than the reference's own rounding error a division may have: it sums in another
 # order, of which the largest error of many variables is some times the typical one.
 _SPREAD = 8.0
+# The distance of neighbouring numbers at 1, and how many roundings of activations a gradient has.
+_PRECISION = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10}
+_ROUNDINGS = 32
 # bfloat16 has eight bits: one rounding is up to 2**-9 of a number, and sums have several.
 BFLOAT16 = 2.0**-7
 
@@ -103,6 +106,17 @@ def expected_errors(
     }
 
 
+def least_error(losses: Sequence[mtf.Tensor]) -> float:
+    """Returns the error that rounding explains of any gradient, by the narrowest dtype of a model.
+
+    Products that a mesh splits have partial sums in the dtype of their activations, which other
+    orders of the examples do not show.
+    """
+    dtypes = {x.dtype for op in _behind(losses) for x in op.outputs if x.dtype.is_floating}
+    narrow = [_PRECISION[dtype] for dtype in dtypes if dtype in _PRECISION]
+    return max([LEAST, *(_ROUNDINGS * precision for precision in narrow)])
+
+
 class Dependence(NamedTuple):
     """Something in a model that depends on how it is divided.
 
@@ -119,8 +133,7 @@ class Dependence(NamedTuple):
 
 def dependences(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[Dependence]:
     """Returns what in the models behind losses depends on how they are divided."""
-    before = walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs])
-    there = set(before)
+    there = _behind(losses)
     forward = [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
     found = []
     names = [op.name for op in forward if isinstance(op, mtf.ops.RandomOperation)]
@@ -151,6 +164,11 @@ def dependences(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list
             )
         )
     return found
+
+
+def _behind(losses: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
+    """Returns the operations that losses are computed by."""
+    return set(walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs]))
 
 
 def _statistics(forward: Sequence[mtf.Operation], batch_dims: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from mtf_gradsync.verification.comparing import (
     compare,
     exchanges_in_bfloat16,
     expected_errors,
+    least_error,
 )
 from mtf_gradsync.verification.programs import (
     Batch,
@@ -242,7 +243,7 @@ def make_reference(engine: Engine, division: Division, is_random: bool) -> Refer
     """
     if is_random:
         outcome = exact = engine.run(division)
-        return _reference(outcome, exact, [], "the precision of float32")
+        return _reference(outcome, exact, [], "the precision of its dtypes")
     try:
         exact = engine.run(dataclasses.replace(division, doubled=True))
         outcome = engine.run(division)
@@ -256,11 +257,11 @@ def make_reference(engine: Engine, division: Division, is_random: bool) -> Refer
 def _reference(
     outcome: Outcome, exact: Outcome, others: Sequence[Outcome], source: str
 ) -> Reference:
-    flat = _flat(outcome.gradients)
-    expected = expected_errors(flat, [_flat(other.gradients) for other in others])
-    values = expected_errors(outcome.values, [other.values for other in others])
+    flat, least = _flat(outcome.gradients), least_error(outcome.recorded.losses)
+    expected = expected_errors(flat, [_flat(other.gradients) for other in others], least)
+    values = expected_errors(outcome.values, [other.values for other in others], least)
     losses = expected_errors(
-        {"loss": np.array(outcome.losses)}, [{"loss": np.array(o.losses)} for o in others]
+        {"loss": np.array(outcome.losses)}, [{"loss": np.array(o.losses)} for o in others], least
     )
     return Reference(outcome, exact, expected, values, losses["loss"], source)
 
