@@ -448,7 +448,8 @@ def _of_contributions(
         ]
         dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
         sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
-        return one.remade(sums, [times(counts, x) for x in one.shared])
+        # The operations that make it take other dtypes of none of their inputs.
+        return one.remade(sums, [mtf.cast(times(counts, x), x.dtype) for x in one.shared])
 
     again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}
     counted = gradients.change_reduced(lambda g: times(counts, g))

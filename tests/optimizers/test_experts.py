@@ -130,6 +130,33 @@ def test_sync_replicas_averages_the_gradients_of_those_that_contribute(kind, mes
             np.testing.assert_allclose(after[-1][name], value, rtol=0, atol=200 * 2**-23)
 
 
+def test_activations_in_bfloat16_and_a_penalty(mesh_kind):
+    """Sums and penalty are joined in the dtype in which the model computes gradients."""
+
+    def build(of, inputs):
+        batch, d = mtf.Dimension("batch", 2), mtf.Dimension("d", D)
+        experts = mtf.Dimension("experts", EXPERTS)
+        narrow = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
+        ones = tf.ones_initializer()
+        w = mtf.get_variable(of, "w", mtf.Shape([experts, d]), narrow, initializer=ones)
+        x = mtf.import_tf_tensor(of, inputs["x"], mtf.Shape([batch, d]))
+        loss = mtf.reduce_mean(mtf.cast(x, tf.bfloat16) * mtf.reduce_sum(w, reduced_dim=experts))
+        loss += mtf.reduce_sum(mtf.square(w)) * PENALTY
+        opt = gs.SyncReplicasOptimizer(
+            sgd(0.5), 1, contributes=inputs["ok"], mesh_shape=MESHES["one axis"], layout=LAYOUT
+        )
+        return opt.minimize(loss, tf.train.get_or_create_global_step()), {}
+
+    x, value = np.array([[1, 2, 3], [4, 5, 6]], "f"), np.ones(D)
+    masks = [[True, True], [True, False]]
+    feeds = [{"x": x, "ok": np.array(mask)} for mask in masks]
+    for mask in masks:
+        value = value - 0.5 * (x[mask].mean(0) / D + 2 * PENALTY * value)
+    found = harness.run(mesh_kind, MESHES["one axis"], LAYOUT, build, feeds).variables["w"]
+    # Two steps with some four roundings to bfloat16, of numbers up to 2.
+    np.testing.assert_allclose(found, [value] * EXPERTS, rtol=0, atol=8 * 2.0**-8)
+
+
 MIXTURE = "rows:2;cols:2", mixture.STYLE.layout
 AXES = gs.ReplicaAxes(*MIXTURE)
 # What skips a shard, or treats each shard by itself.
