@@ -200,7 +200,9 @@ class Engine:
                     changed += _changed(before, after, built.recorded)
             made = _updates(after)
             if built.recorded.sees_gradients and made != number + 1:
-                raise ValueError(f"it made {made - number:g} updates of the batches of one")
+                raise ValueError(
+                    f"The program made {made - number:g} updates of the batches of one."
+                )
             losses.append(float(np.mean(of_group)))
             gradients.append(_gradients(after))
         values = {name: after[name] for name in built.recorded.variables if name in after}

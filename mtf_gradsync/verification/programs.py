@@ -161,7 +161,8 @@ class Built(NamedTuple):
         """Opens a session, with initial values."""
         lowerings = self.recorded.lowerings
         if not lowerings:
-            raise ValueError("The program has lowered nothing: it makes no mtf.Lowering.")
+            name = self.division.name
+            raise ValueError(f"The program ({name}) has lowered nothing: it makes no mtf.Lowering.")
         with self.graph.as_default():
             if self.program is not None:
                 if self.division.runtime == "xla":
@@ -266,7 +267,7 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     """Returns a batch in parts of equally many examples; ValueError if it cannot be divided."""
     size = len(tf.nest.flatten(batch)[0])
     if size % count:
-        raise ValueError(f"a batch of {size} cannot be divided into {count} microbatches")
+        raise ValueError(f"A batch of {size} cannot be divided into {count} microbatches.")
     each = size // count
     return [rows_of(batch, slice(n * each, (n + 1) * each)) for n in range(count)]
 
