@@ -232,8 +232,8 @@ class Recorded:
             if number:
                 self._put(left[number - 1], made)
             return left[0] if number else made
-        names = ", ".join(type(one).__name__ for one in left)
-        raise ValueError(f"No order of wrappers permits an accumulation in this stack: {names}.")
+        kinds = ", ".join(type(one).__name__ for one in left)
+        raise ValueError(f"No order of wrappers permits an accumulation in this stack: {kinds}.")
 
     def _put(self, outer: Any, inner: Any) -> None:
         for name in _REST:
