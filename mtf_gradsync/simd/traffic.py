@@ -92,6 +92,11 @@ class Total:
     bytes_per_core: int
     is_exact: bool
 
+    @property
+    def counts(self) -> str:
+        """Text such as "19 operations in 1 group"."""
+        return f"{_count(self.operations, 'operation')} in {_count(self.groups, 'group')}"
+
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationReport:
@@ -224,7 +229,7 @@ def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None =
     if not counts:
         return ["none"]
     names = ("operation", "dtype", "bytes/core", "over", "together", "where", "part", "variables")
-    columns: dict[str, list[str]] = {"ops": [str(count) for count in counts.values()]}
+    columns: dict[str, list[str]] = {"ops": [f"{n:,}" for n in counts.values()]}
     columns.update(zip((*names, "at"), map(list, zip(*counts))))
     columns["bytes/core"] = [
         "?" if row[2] is None else f"{row[2] * count:,}" for row, count in counts.items()
@@ -251,17 +256,14 @@ def _total(rows: Sequence[CommunicationRow]) -> Total:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _sentence(total: Total) -> str:
     about = "" if total.is_exact else "at least "
     # Operations in loops run more than once.
     runs = f"{about}{_count(total.runs, 'run')}, " if total.runs != total.operations else ""
-    return (
-        f"{_count(total.operations, 'operation')} in {_count(total.groups, 'group')}, "
-        f"{runs}{about}{total.bytes_per_core:,} bytes per core"
-    )
+    return f"{total.counts}, {runs}{about}{total.bytes_per_core:,} bytes per core"
 
 
 # Operations that call functions, whose content is not listed.

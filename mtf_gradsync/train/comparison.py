@@ -148,23 +148,16 @@ def as_text(comparison: Comparison, rows: bool = False) -> str:
     ]
     for title, step in zip(_TITLES, steps):
         if rows:
-            listed, parts = step.collectives.rows, step.part
-            blocks += [f"All collectives, {title}", _table(listed, parts)]
+            blocks += [f"All collectives, {title}", _table(step.collectives.rows, step.part)]
         elif title == "wrapped":
             sums = step.of_part(GRADIENTS)
-            blocks += [f"Collectives that sum gradients, {title}: {_count(sums)}"]
+            blocks += [f"Collectives that sum gradients, {title}: {sums.update_step.counts}"]
             blocks += [_table(sums.rows)]
     if rows:
         for title, step in zip(_TITLES, steps):
             if step.transfers:
                 blocks += [f"All transfers, {title}", _table(step.transfers.rows)]
     return "\n\n".join(blocks)
-
-
-def _count(report: CommunicationReport) -> str:
-    total = report.update_step
-    groups = "1 group" if total.groups == 1 else f"{total.groups:,} groups"
-    return f"{total.operations:,} operations in {groups}"
 
 
 def _table(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> str:
@@ -185,7 +178,7 @@ def _parts(step: Step) -> dict[str, Total]:
 
 
 def _lines(report: CommunicationReport, parts: dict[str, Total] | None = None) -> dict[str, Total]:
-    """Returns the totals of a report by label: of steps, of parts of a step, of groups."""
+    """Returns the totals of a report by label: of steps, of parts of a step, of mesh axes."""
     return {
         "every step": report.every_step,
         _BRANCHES: report.conditional,
