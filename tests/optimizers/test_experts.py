@@ -31,14 +31,20 @@ def train(kind, mesh, build, feeds):
     return [made.after_each(feeds) for _ in range(sessions)]
 
 
-@pytest.mark.parametrize("mesh", list(MESHES))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_masked_shard_s_examples_reach_no_expert(kind, mesh):
+@pytest.mark.parametrize(
+    ("kind", "mesh", "by_factors"),
+    [*((kind, mesh, False) for kind in KINDS for mesh in MESHES), ("simd", "one axis", True)],
+)
+def test_a_masked_shard_s_examples_reach_no_expert(kind, mesh, by_factors):
+    """An input that is split as experts are, a factor for each of them, is no shard's data."""
+
     def build(of, inputs):
         batch, experts = mtf.Dimension("batch", 2), mtf.Dimension("experts", 2)
         x = mtf.import_tf_tensor(of, inputs["x"], mtf.Shape([batch]))
         w = mtf.get_variable(of, "w", mtf.Shape([experts]), initializer=tf.zeros_initializer())
-        loss = mtf.reduce_mean(x * mtf.reduce_sum(w))
+        ones = mtf.import_tf_tensor(of, tf.ones([2]), mtf.Shape([experts]))
+        factors = w * ones if by_factors else w
+        loss = mtf.reduce_mean(x * mtf.reduce_sum(factors))
         opt = gs.SyncReplicasOptimizer(
             sgd(1.0), 1, contributes=inputs["ok"], mesh_shape=MESHES[mesh], layout=LAYOUT
         )

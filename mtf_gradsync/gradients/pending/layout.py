@@ -91,11 +91,12 @@ def own_slices(
 
     A dimension of the batch is the shards' own, and so is what stays in place when it is computed
     from their own slices. Other dimensions that are split over a replica axis are not: experts get
-    examples of all shards by a reshape that moves them, and sums over the shards are broadcast to
-    a variable that is split.
+    examples of all shards by a reshape that moves them, sums over the shards are broadcast to a
+    variable that is split, and an input with a dimension of variables is a factor for experts.
     """
     known: dict[mtf.Tensor, Axes] = {}
     of_variables = {tuple(v.shape.dims) for v in graph.trainable_variables}
+    names = {d.name for dims in of_variables for d in dims}
 
     def own(tensor: mtf.Tensor, found: Axes = frozenset()) -> Axes:
         if tensor in known:
@@ -110,8 +111,10 @@ def own_slices(
         if isinstance(operation, mtf.WhileLoopOperation):
             return own(loop_body(operation).outputs[position])
         if not inputs:
-            is_data = not isinstance(operation, _WITHOUT_DATA)
-            return layout.split(output) if is_data else Axes()
+            if isinstance(operation, _WITHOUT_DATA):
+                return Axes()
+            data = [d for d in output.shape.dims if d.name not in names]
+            return Axes({layout.axis_of(output.mesh, d) for d in data} - {None})
         if isinstance(operation, StageOperation) and len(inputs) >= len(operation.outputs):
             return inputs[position]  # a list of gradients
         if isinstance(operation, mtf.ReshapeOperation):
