@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, Callable, NoReturn
 
 from tensorflow.python.framework.ops import register_proto_function
@@ -27,7 +28,9 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     this, before = f"{make.__module__}.{make.__qualname__}", getattr(there, _PATCHES, ())
     if this in before:
         return
-    made = functools.wraps(there)(make(there))
+    made: Any = functools.wraps(there)(make(there))
+    # Readers that do not follow `__wrapped__` see the arguments of the library, too.
+    made.__signature__ = inspect.signature(there)
     setattr(made, _PATCHES, (*before, this))
     setattr(owner, name, made)
 
