@@ -45,13 +45,13 @@ from mtf_gradsync.optimizers import (
     skip_large_updates,
     skip_not_finite,
 )
-from mtf_gradsync.optimizers.state.restoring import (
+from mtf_gradsync.optimizers.restoring import (
     ReshardingSaver,
     adapt_checkpoint,
     check_what_savers_restore,
 )
-from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
-from mtf_gradsync.optimizers.state.variables import check_bare_optimizers
+from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update
+from mtf_gradsync.optimizers.slots import check_bare_optimizers
 from mtf_gradsync.planning import plan
 from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
 from mtf_gradsync.reduce import (

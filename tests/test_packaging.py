@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-from mtf_gradsync._configs import configs_dir
+from mtf_gradsync._common import configs_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
@@ -43,18 +43,18 @@ def test_no_gin_file_is_left_out_of_the_wheel(pyproject):
 
 
 def test_configs_are_searched_in_an_installed_package_first(tmp_path, monkeypatch):
-    from mtf_gradsync import _configs
+    from mtf_gradsync import _common
 
     installed = tmp_path / "mtf_gradsync" / "configs"
     installed.mkdir(parents=True)
     (tmp_path / "configs").mkdir()
-    monkeypatch.setattr(_configs, "_PACKAGE_DIR", installed.parent)
-    assert _configs.configs_dir() == installed
+    monkeypatch.setattr(_common, "_PACKAGE_DIR", installed.parent)
+    assert _common.configs_dir() == installed
     installed.rmdir()
-    assert _configs.configs_dir() == tmp_path / "configs"
+    assert _common.configs_dir() == tmp_path / "configs"
     (tmp_path / "configs").rmdir()
     with pytest.raises(FileNotFoundError, match="reinstall"):
-        _configs.configs_dir()
+        _common.configs_dir()
 
 
 def test_console_script(pyproject):

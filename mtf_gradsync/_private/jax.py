@@ -140,7 +140,7 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-class Cluster(NamedTuple):
+class JaxCluster(NamedTuple):
     """The cluster around this process, as jax.distributed needs it; None for what is not known.
 
     Attributes:
@@ -156,7 +156,7 @@ class Cluster(NamedTuple):
     local_device_ids: list[int] | None
 
 
-def detected_cluster(timeout: float) -> Cluster:
+def detected_cluster(timeout: float) -> JaxCluster:
     """Returns the cluster that ``jax.distributed.initialize`` would find around this process.
 
     jax may wait `timeout` seconds for an answer of the cluster's manager.
@@ -164,7 +164,7 @@ def detected_cluster(timeout: float) -> Cluster:
     from jax._src.clusters import ClusterEnv
 
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    return Cluster(
+    return JaxCluster(
         *ClusterEnv.auto_detect_unset_distributed_params(
             address, None, None, None, None, int(timeout)
         )

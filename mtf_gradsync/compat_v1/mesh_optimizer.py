@@ -9,7 +9,6 @@ import gin
 
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._variables import root_scope
 from mtf_gradsync.compat_v1.rules import (
     NOT_GIVEN,
     RULES,
@@ -19,9 +18,9 @@ from mtf_gradsync.compat_v1.rules import (
     given_optimizer,
     rule_of,
 )
-from mtf_gradsync.gradients.checks import check_grads_and_variables
-from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.step import Plan, gated_update
+from mtf_gradsync.gradients.stage import check_grads_and_variables, on_mesh
+from mtf_gradsync.session import root_scope
+from mtf_gradsync.step import StepPlan, gated_update
 
 
 class _State(NamedTuple):
@@ -122,7 +121,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         def make() -> list[mtf.Operation]:
             return graph.combine_assignments(self._operations(rule, pairs))
 
-        with Plan.of(graph).undone_on_error():
+        with StepPlan.of(graph).undone_on_error():
             return gated_update(make, [grad for grad, _ in pairs])
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
@@ -156,7 +155,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         mesh = pairs[0][1].mesh
         # By the object: two optimizers of one name may train one graph.
         name = f"{type(self).__name__} {id(self)}"
-        state = self._last = Plan.of(mesh.graph).state(self, name, lambda: _State({}, {}))
+        state = self._last = StepPlan.of(mesh.graph).state(self, name, lambda: _State({}, {}))
         _forget_undone(state, mesh.graph)
         for name, value in rule.powers:
             if name not in state.powers:

@@ -11,14 +11,20 @@ import numpy as np
 from mtf_gradsync._common import is_number, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
-from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients, check_one_mesh
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
 from mtf_gradsync.gradients.pending import gradient_name
-from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
+from mtf_gradsync.gradients.stage import (
+    MaybeGradients,
+    StageOperation,
+    check_gradients,
+    check_one_mesh,
+    on_mesh,
+    reduced_values,
+)
 from mtf_gradsync.gradients.stages import each_mesh, on_present, per_shard, sum_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.step import Part, PartLowering, Plan
+from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 
 ClipNorm = Union[float, tf.Tensor, mtf.Tensor]
 
@@ -82,7 +88,7 @@ def check_clip_norm(clip_norm: Any) -> None:
         raise ValueError(f"clip_norm must be a scalar, got {clip_norm!r}.")
 
 
-class _Groups(Part):
+class _Groups(PlanPart):
     """A graph's record of gradients that were clipped by one norm, and of their losses."""
 
     def __init__(self) -> None:
@@ -146,7 +152,7 @@ def clip_together(
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads), None
-    Plan.of(present[0].graph).part(_Groups).add(behind or present)
+    StepPlan.of(present[0].graph).part(_Groups).add(behind or present)
     norm = global_norm(present, strategy) if axes is None else shard_norms(present, axes, strategy)
     if isinstance(clip_norm, mtf.Tensor) and clip_norm.dtype != norm.dtype:
         clip_norm = mtf.cast(clip_norm, norm.dtype)

@@ -8,11 +8,10 @@ from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple, Seq
 from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Seed, gradients_calls, loop_body
-from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.pending.linear import linear_positions
-from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.stages import on_present
-from mtf_gradsync.step import Part, PartLowering, Plan
+from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 from mtf_gradsync.step.lowering import flat
 
 Scale = Union[float, mtf.Tensor]
@@ -23,7 +22,7 @@ _SHARED = (
 )
 
 
-class ScaledLosses(Part):
+class ScaledLosses(PlanPart):
     """A plan's record of scaled losses and of gradients that were unscaled."""
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
     if not present:
         return
     graph = present[0].graph
-    seeds_of, part = _seeds_of(graph), Plan.of(graph).part(ScaledLosses)
+    seeds_of, part = _seeds_of(graph), StepPlan.of(graph).part(ScaledLosses)
     for grad, name in zip(grads, names):
         for seed in seeds_of.get(grad, ()):
             if seed in part.scales:
@@ -99,7 +98,7 @@ def unscaled_gradients(
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads)
-    plan = Plan.of(present[0].graph)
+    plan = StepPlan.of(present[0].graph)
     part = plan.part(ScaledLosses)
     computed = _seeds_of(plan.graph)
     ways = {}

@@ -6,7 +6,6 @@ from typing import Sequence
 
 from mtf_gradsync._common import some_lines
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.pending import (
     Axes,
     Cause,
@@ -19,7 +18,7 @@ from mtf_gradsync.gradients.pending import (
     own_slices,
 )
 from mtf_gradsync.gradients.pending.linear import linear_positions, passes_on
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
+from mtf_gradsync.gradients.stage import MaybeGradients, StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
 

@@ -21,9 +21,9 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.one_level import PLACEMENT_BUCKET_BYTES
-from mtf_gradsync.reduce.parts import Cut, Cuts, take_parts
+from mtf_gradsync.reduce.packs import Cut, Cuts, take_parts
 from mtf_gradsync.reduce.scatter_gather import all_gather
-from mtf_gradsync.reduce.state import State
+from mtf_gradsync.reduce.strategy import State
 
 
 class ReduceGradients(StageOperation):

@@ -6,12 +6,14 @@ from typing import Callable, Sequence
 
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients, check_one_mesh
 from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
 from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.gradients.stage import (
+    MaybeGradients,
     StageOperation,
     by_key,
+    check_gradients,
+    check_one_mesh,
     partial_sum,
     reduce_partial_sums,
     reshaped,

@@ -16,7 +16,6 @@ import numpy as np
 
 from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.islands.encoding import FORMS, Form, encoded
 from mtf_gradsync.islands.folder import DamagedObjectError, Folder
 from mtf_gradsync.islands.journal import Journal, events_by_step
 from mtf_gradsync.islands.merger import (
@@ -33,7 +32,7 @@ from mtf_gradsync.islands.merger import (
     poll_seconds_of,
     read_values,
 )
-from mtf_gradsync.islands.values import Values
+from mtf_gradsync.islands.values import FORMS, Form, Values, encoded
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class IslandError(RuntimeError):
     """An island cannot begin or be replayed."""
 
 
-class Traffic(NamedTuple):
+class FolderTraffic(NamedTuple):
     """Bytes that an island has written to the folder and read from it, of tensors."""
 
     written: int
@@ -131,7 +130,7 @@ class Island:
         self._begin_seconds, self._replay = begin_seconds, replay
         self._poll = poll_seconds or poll_seconds_of(self.folder)
         self._looked_at = -float("inf")
-        self.traffic = Traffic(0, 0)
+        self.traffic = FolderTraffic(0, 0)
         self._merger = (
             _MergerThread(lambda: Merger(self.folder, merge_settings, waiting, keep_all))
             if merge

@@ -24,7 +24,6 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync._common import is_number
-from mtf_gradsync.islands.encoding import decoded
 from mtf_gradsync.islands.folder import (
     SUFFIX,
     DamagedObjectError,
@@ -33,6 +32,7 @@ from mtf_gradsync.islands.folder import (
     Stored,
     checksum,
 )
+from mtf_gradsync.islands.values import decoded
 
 logger = logging.getLogger(__name__)
 

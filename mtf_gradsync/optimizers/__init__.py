@@ -14,9 +14,9 @@ from mtf_gradsync.optimizers.report import (
     reported,
     split_by_shard,
 )
+from mtf_gradsync.optimizers.schedules import get_update_step
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
 from mtf_gradsync.optimizers.skips import NoUpdateError, skip_large_updates, skip_not_finite
-from mtf_gradsync.optimizers.state.schedules import get_update_step
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
 

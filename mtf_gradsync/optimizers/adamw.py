@@ -11,7 +11,7 @@ import gin
 from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.slots import named_state
 
 
 @gin.configurable(module="mtf_gradsync")

@@ -12,15 +12,15 @@ import gin
 from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import moving_average_settings
-from mtf_gradsync._variables import root_scope
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.checks import check_variables
+from mtf_gradsync.gradients.stage import check_variables
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Stage, StepBuilder, Traits
-from mtf_gradsync.optimizers.state.restoring import note_state, write_changed
-from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, unstacked
+from mtf_gradsync.optimizers.restoring import note_state, write_changed
+from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners, unstacked
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.session import root_scope
 from mtf_gradsync.step import WriteInPlace
 
 # The last part of an average's name, as TensorFlow has it.

@@ -8,7 +8,7 @@ from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync.compat_v1 import Reduction
-from mtf_gradsync.gradients import checks
+from mtf_gradsync.gradients import stage
 from mtf_gradsync.gradients.copies import check_groups_cover
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -19,7 +19,7 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weighted_loss,
 )
-from mtf_gradsync.step import Plan, advance_step
+from mtf_gradsync.step import StepPlan, advance_step
 
 
 class TrainOptimizerInterface:
@@ -43,7 +43,7 @@ class TrainOptimizerInterface:
         loss: mtf.Tensor,
         var_list: Sequence[mtf.Variable] | None = None,
         weights: Any = None,
-    ) -> checks.GradsAndVars:
+    ) -> stage.GradsAndVars:
         """Differentiates a loss, or the mean of one loss for each shard.
 
         It is their sum if the stack has a `CrossShardOptimizer` with `reduction=SUM`. Which wrapper
@@ -68,7 +68,7 @@ class TrainOptimizerInterface:
             raise TypeError(f"loss must be an mtf.Tensor, got {loss!r}.")
         if var_list is None:
             var_list = loss.graph.trainable_variables
-        variables = checks.check_variables(var_list)
+        variables = stage.check_variables(var_list)
         if not variables:
             raise ValueError(f"There are no variables to differentiate: got var_list={var_list!r}.")
         for wrapper in self._wrappers():
@@ -77,20 +77,20 @@ class TrainOptimizerInterface:
             weights = check_weights(weights, self._stack_shard_names())
             self._check_no_groups()
         share = self._share_of_shard(loss)
-        with Plan.of(loss.graph).undone_on_error():
+        with StepPlan.of(loss.graph).undone_on_error():
             joined = weighted_loss(loss, weights, self._stack_shard_names())
             joined = joined if share == 1.0 else joined * share
             grads = mtf.gradients([joined], [v.value for v in variables])
             grads = self._without_scales(grads, variables)
             if weights is not None:
-                noted = Plan.of(loss.graph).part(WeightsOfGradients)
+                noted = StepPlan.of(loss.graph).part(WeightsOfGradients)
                 own = {g: weights for g in grads if g is not None}
                 noted.given = {**noted.given, **own}
             return list(zip(grads, variables))
 
     def apply_gradients(
         self,
-        grads_and_vars: checks.GradsAndVars,
+        grads_and_vars: stage.GradsAndVars,
         global_step: Any = None,
         name: Any = None,
         weights: Any = None,
@@ -112,8 +112,8 @@ class TrainOptimizerInterface:
           TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
           ValueError: grads_and_vars is malformed, or a gradient does not fit its variable.
         """
-        pairs = checks.check_pairs(grads_and_vars)
-        checks.check_step(global_step)
+        pairs = stage.check_pairs(grads_and_vars)
+        stage.check_step(global_step)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         if weights is not None:
             kwargs = {**kwargs, "weights": weights}
@@ -139,7 +139,7 @@ class TrainOptimizerInterface:
         **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Calls `compute_gradients`, then `apply_gradients`."""
-        checks.check_step(global_step)
+        stage.check_step(global_step)
         self._check_arguments(OwnArguments((), kwargs))
         pairs = self.compute_gradients(loss, var_list, weights)
         return self.apply_gradients(pairs, global_step, name, **kwargs)

@@ -25,12 +25,12 @@ from mtf_gradsync.optimizers.skips import (
     rows_of_shards,
     waiting_state,
 )
-from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.optimizers.slots import scalar_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Gate, Plan, values_after
+from mtf_gradsync.step import Gate, StepPlan, values_after
 
 
-class Rule(NamedTuple):
+class ScaleRule(NamedTuple):
     """The rule by which a loss scale changes; see the arguments of `LossScaleOptimizer`."""
 
     is_dynamic: bool
@@ -62,7 +62,7 @@ class LossScaleState(NamedTuple):
         return [x for x in self if x is not None]
 
 
-def make_state(mesh: mtf.Mesh, name: str, rule: Rule, limit: int | None) -> LossScaleState:
+def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) -> LossScaleState:
     """Makes the variables, `<name>/<field>`, which checkpoints hold."""
     scale = good_steps = None
     if rule.is_dynamic:
@@ -73,7 +73,7 @@ def make_state(mesh: mtf.Mesh, name: str, rule: Rule, limit: int | None) -> Loss
 
 
 def after_step(
-    before: LossScaleState, finite: mtf.Tensor, updated: mtf.Tensor, rule: Rule
+    before: LossScaleState, finite: mtf.Tensor, updated: mtf.Tensor, rule: ScaleRule
 ) -> LossScaleState:
     """Returns the variables' new values.
 
@@ -275,7 +275,7 @@ class LossScaleOptimizer(ReportsSkips):
                 )
 
     def _state_of(self, mesh: mtf.Mesh) -> LossScaleState:
-        plan = Plan.of(mesh.graph)
+        plan = StepPlan.of(mesh.graph)
         state = plan.state(
             self, self.name, lambda: make_state(mesh, self.name, self._rule, self._limit)
         )
@@ -399,7 +399,7 @@ class _SkipNotFinite(Stage):
         )
 
 
-def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:
+def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> ScaleRule:
     """Checks the arguments for the scale, and makes its rule."""
     is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
     initial, least, most = scales.values()
@@ -421,7 +421,7 @@ def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str,
         raise ValueError(f"multiplier must be finite and greater than 1, got {multiplier!r}.")
     check_whole_number("growth_steps", growth_steps)
     initial = float(initial if is_dynamic else loss_scale)
-    return Rule(
+    return ScaleRule(
         is_dynamic, initial, int(growth_steps), float(multiplier), float(least), float(most)
     )
 

@@ -43,16 +43,16 @@ from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, times
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
     CutOut,
     Owner,
-    Piece,
     PutBack,
+    VariablePiece,
     variable_of,
 )
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words, check_limit
-from mtf_gradsync.optimizers.state.variables import named_state, owner_of, scalar_state
+from mtf_gradsync.optimizers.slots import named_state, owner_of, scalar_state
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import Gate, Islands, Plan, values_after
+from mtf_gradsync.step import Gate, Islands, StepPlan, values_after
 
 
 class OuterState(NamedTuple):
@@ -420,7 +420,10 @@ def _at_pieces(
     `values` are the inputs of `kind`, lists with a value for each owner. For an owner that is a
     whole variable, the result has its value in the last list.
     """
-    result, pieces = list(values[-1]), {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
+    result, pieces = (
+        list(values[-1]),
+        {i: x for i, x in enumerate(owners) if isinstance(x, VariablePiece)},
+    )
     if result and pieces:
         given = [[some[i] for i in pieces] for some in values]
         for index, value in zip(pieces, kind(*given, list(pieces.values())).outputs):
@@ -640,7 +643,7 @@ class OuterOptimizer(ReportsSkips):
         given = [v for g, v in zip(grads, variables) if g is not None]
         if not given:
             return
-        held = Plan.of(given[0].graph).part(Islands)
+        held = StepPlan.of(given[0].graph).part(Islands)
         for variable in given:
             if self.islands.free_shard_dims(variable.shape) != self.islands.shard_dims:
                 raise ValueError(

@@ -14,7 +14,6 @@ from mtf_gradsync._private.mesh_tensorflow import (
     keep_unstacked,
     master_of,
 )
-from mtf_gradsync._variables import root_scope
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.stage import (
     PartialSum,
@@ -24,15 +23,16 @@ from mtf_gradsync.gradients.stage import (
     reshaped,
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.pipeline.strategy_state import Owner, Piece
-from mtf_gradsync.optimizers.state.restoring import STATE_COLLECTION, StateNote, note_state
-from mtf_gradsync.optimizers.state.variables import (
+from mtf_gradsync.optimizers.pipeline.strategy_state import Owner, VariablePiece
+from mtf_gradsync.optimizers.restoring import STATE_COLLECTION, StateNote, note_state
+from mtf_gradsync.optimizers.slots import (
     UncheckpointedVariable,
     named_state,
     unstacked_as,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Islands, Plan, ValuesAfter
+from mtf_gradsync.session import root_scope
+from mtf_gradsync.step import Islands, StepPlan, ValuesAfter
 
 # The number of a layer in a variable's name, as in "decoder/layer_003/kernel" or "h3/w".
 _NUMBER = re.compile(r"\d+(?=/)")
@@ -74,7 +74,7 @@ def fragments_of(
             if stop - start == sizes[variable]:
                 put(variable, number)
             elif stop > start:
-                piece = Piece(variable, number, start, stop, shapes[variable], errors)
+                piece = VariablePiece(variable, number, start, stop, shapes[variable], errors)
                 fragments[number][variable] = piece
                 room[number] -= stop - start
             start = stop
@@ -229,5 +229,5 @@ def hold_by_islands(
             give_value(holder, shape)
         note_state(holder, num_shard_dims=len(dims), is_mean=True, **note)
     keep_unstacked(variable, unstacked_as(variable.dtype))
-    Plan.of(variable.graph).part(Islands).hold(variable, holder)
+    StepPlan.of(variable.graph).part(Islands).hold(variable, holder)
     return holder

@@ -7,7 +7,7 @@ from typing import Any, Callable, Generic, Iterator, NamedTuple, TypeVar
 
 from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import Later, Plan, StandIn
+from mtf_gradsync.step import Later, StandIn, StepPlan
 
 
 class OwnArguments(NamedTuple):
@@ -155,7 +155,7 @@ class _Pairs(Later):
     """The pairs of one wrapper and graph, whose step is built later."""
 
     def __init__(self, wrapper: AppliesPairs, graph: mtf.Graph, own: OwnArguments):
-        super().__init__(Plan.of(graph))
+        super().__init__(StepPlan.of(graph))
         self.wrapper = wrapper
         self._own, self._scope, self._where = own, tf.get_variable_scope(), self._here()
         self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}

@@ -20,10 +20,10 @@ from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
 from mtf_gradsync.gradients.stages import per_shard, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import GradientSet, Reduced, StepBuilder
-from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.optimizers.slots import named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Branch, Gate, Plan, WriteInPlace, values_after
+from mtf_gradsync.step import Branch, Gate, StepPlan, WriteInPlace, values_after
 
 _logger = logging.getLogger("mtf_gradsync")
 
@@ -218,7 +218,7 @@ def gradient_noise_scale(
         raise ValueError(f"decay must be at least 0 and less than 1, got {decay!r}.")
     reduced, axes = _what_was_reduced(opt, axes)
     branch, mesh = reduced.branch, reduced.sums[0].mesh
-    plan = Plan.of(mesh.graph)
+    plan = StepPlan.of(mesh.graph)
     with plan.undone_on_error():
         averages = [
             scalar_state(mesh, f"{name}/{field}", tf.float32, stacked=False)

@@ -22,7 +22,7 @@ from mtf_gradsync.gradients.reduce_gradients import GatherParts, TakePart
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Plan
+from mtf_gradsync.step import StepPlan
 
 # Rows and columns of the tiles in which a TPU stores the last two dimensions of its layout.
 _TILE = (8, 128)
@@ -211,7 +211,7 @@ def assign_gathered(
         new = [gathered.get((update, i), value) for i, value in enumerate(update.inputs)]
         reassign(update, list(map(_full, update.variables)), new)
     # Assignments have to follow the gather of their values.
-    Plan.of(assignments[0].graph).arrange(assignments)
+    StepPlan.of(assignments[0].graph).arrange(assignments)
 
 
 def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
@@ -340,6 +340,6 @@ def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy:
     # Mesh-TF runs assignments last in any case; they keep their order.
     last = max(level_of.values()) + 1
     order = sorted(operations, key=lambda op: last if isinstance(op, mtf.Assign) else level_of[op])
-    Plan.of(operations[0].graph).arrange(order)
+    StepPlan.of(operations[0].graph).arrange(order)
     if pending:
         PendingSums.want(pending, True, axes.batch_dims, strategy, are_sums=True)

@@ -11,7 +11,7 @@ from mtf_gradsync._common import check_whole_number, counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
-from mtf_gradsync.gradients import checks
+from mtf_gradsync.gradients import stage
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.recoverable import MadeOfSums, check_recoverable
 from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
@@ -42,7 +42,7 @@ from mtf_gradsync.optimizers.replicas import (
     make_state,
 )
 from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.slots import named_state
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 
@@ -198,7 +198,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     def apply_gradients(
         self,
-        grads_and_vars: checks.GradsAndVars,
+        grads_and_vars: stage.GradsAndVars,
         global_step: Any = None,
         name: Any = None,
         weights: Any = None,
@@ -230,9 +230,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
                 "apply_gradients global_step, a scalar mtf or tf variable that counts updates, or "
                 "use apply_grads."
             )
-        pairs = checks.check_pairs(grads_and_vars)
+        pairs = stage.check_pairs(grads_and_vars)
         if all(grad is None for grad, _ in pairs):
-            checks.check_step(global_step)
+            stage.check_step(global_step)
             return self.apply_grads(*zip(*pairs), weights=weights, **kwargs)
         return super().apply_gradients(pairs, global_step, name, weights, **kwargs)
 

@@ -13,7 +13,7 @@ from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
-from mtf_gradsync.gradients import checks
+from mtf_gradsync.gradients import stage
 from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
@@ -35,11 +35,11 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weights_of,
 )
-from mtf_gradsync.optimizers.state.variables import SlotBook
+from mtf_gradsync.optimizers.slots import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import Plan
+from mtf_gradsync.step import StepPlan
 
 _OF_TENSORFLOW = (tf.Tensor, tf.Variable, tf.Operation, tf.Graph)
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
@@ -280,7 +280,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
             if not owners:
                 self._warn_of_no_gradients(variables)
                 return []
-            undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
+            undone.enter_context(StepPlan.of(variables[0].graph).undone_on_error())
             for book in books:
                 undone.enter_context(book.undone_on_error())
             given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))
@@ -308,7 +308,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         """Returns weights, checked, or those that gradients were computed with; None for none."""
         present = [g for g in grads if g is not None]
         if weights is None and present:
-            weights = Plan.of(present[0].graph).part(WeightsOfGradients).behind(present)
+            weights = StepPlan.of(present[0].graph).part(WeightsOfGradients).behind(present)
         if weights is None:
             return None
         inside = [w for w in self._wrappers() if w not in self._segment_wrappers()]
@@ -324,7 +324,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         self, grads: Any, variables: Any, own: OwnArguments
     ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
         self._check_arguments(own)
-        grads, variables = checks.check_grads_and_variables(grads, variables)
+        grads, variables = stage.check_grads_and_variables(grads, variables)
         self._check_shapes(grads, variables)
         return grads, variables
 

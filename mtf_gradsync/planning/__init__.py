@@ -1,7 +1,6 @@
 """Predicts what a training step costs on TPU chips, on each mesh, without the chips."""
 
-from mtf_gradsync.planning.links import bytes_sent
-from mtf_gradsync.planning.machines import factorizations
+from mtf_gradsync.planning.machines import bytes_sent, factorizations
 from mtf_gradsync.planning.plan import plan
 from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused
 from mtf_gradsync.planning.search import Built

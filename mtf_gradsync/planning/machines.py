@@ -1,16 +1,206 @@
-"""Machines to plan for: compile a program for one, and time its collectives."""
+"""Machines to plan for, the links between their chips, and the time that collectives take there."""
 
 from __future__ import annotations
 
+import json
 import subprocess
-from typing import Callable, Iterator, NamedTuple, Protocol, Sequence
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Protocol, Sequence
 
-from mtf_gradsync.planning.links import Torus
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.xla.topology.chips import slice_of
+from mtf_gradsync.simd.traffic import CommunicationReport
+from mtf_gradsync.xla.topology.chips import Chip, slice_of
 from mtf_gradsync.xla.topology.compiled import HloCollective
-from mtf_gradsync.xla.topology.compiling import Lowered, compile_lowered, lower, places_of
+from mtf_gradsync.xla.topology.compiling import LoweredProgram, compile_lowered, lower, places_of
 from mtf_gradsync.xla.topology.estimate import CostEstimate
+
+# The operations of TensorFlow's programs, as HLO calls them.
+_HLO_NAMES = {
+    "CrossReplicaSum": "all-reduce",
+    "AllToAll": "all-to-all",
+    "CollectivePermute": "collective-permute",
+    "XlaReduceScatter": "reduce-scatter",
+}
+_OTHER = "other groups"
+
+Groups = Sequence[Sequence[int]]
+
+
+class Exchange(NamedTuple):
+    """One collective of a step."""
+
+    operation: str  # HLO's name of it, as in "all-reduce"
+    axis: str  # the mesh axes along which cores exchange data, joined by "+"; or "other groups"
+    groups: Groups  # the cores that exchange data, group by group
+    size: int  # bytes that each core puts in, each time; 0 if not known
+    times: int  # how often it runs in a step
+
+
+def _connected(groups: Groups) -> frozenset[frozenset[int]]:
+    """Returns groups of cores without overlaps: the pairs of a permutation are joined."""
+    joined: list[frozenset[int]] = []
+    for group in groups:
+        touching = [one for one in joined if not one.isdisjoint(group)]
+        joined = [one for one in joined if one not in touching]
+        joined.append(frozenset(group).union(*touching))
+    return frozenset(joined)
+
+
+def exchanges_of(
+    compiled: Sequence[HloCollective],
+    report: CommunicationReport,
+    axes: Mapping[Any, str],
+    cores: int,
+    conditions: bool = True,
+) -> list[Exchange]:
+    """Returns the collectives of a step with all conditions true or false, and how often each runs.
+
+    Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
+    loops from `report`, which is of the program before compilation and says how often a loop turns
+    (once if not known). Those of each core with itself are not listed. `axes` is what
+    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step.
+    """
+    everyone = (tuple(range(cores)),)
+    found = []
+    for one in compiled:
+        if not one.is_in_loop:
+            groups = one.groups or everyone
+            axis = axes.get(_connected(groups), _OTHER)
+            found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
+    by_axis = {axis: key for key, axis in axes.items()}
+    for row in report.rows:
+        if row.loops and all(taken is conditions for _, taken in row.branches):
+            operation = _HLO_NAMES[row.operation]
+            axis = row.group if row.group in by_axis else _OTHER
+            # Groups that lie along no axes are named by their cores.
+            named = by_axis[axis] if axis in by_axis else json.loads(f"[{row.group}]") or everyone
+            groups = tuple(sorted(tuple(sorted(group)) for group in named))
+            times = 1 if row.turns is None else row.turns
+            found.append(Exchange(operation, axis, groups, row.bytes_per_core or 0, times))
+    return [one for one in found if any(len(group) > 1 for group in one.groups)]
+
+
+def bytes_sent(operation: str, members: int, size: float) -> float:
+    """Bytes that each member of a ring sends to its neighbour.
+
+    Args:
+      operation: HLO's name of the collective, as in "all-reduce".
+      members: the number of members of the ring.
+      size: bytes that each member puts in.
+
+    Returns:
+      The bytes; 0 for one member.
+
+    Raises:
+      ValueError: when the collective is not known.
+    """
+    n = members
+    if n < 2:
+        return 0.0
+    factors = {
+        "all-reduce": 2 * (n - 1) / n,
+        "reduce-scatter": (n - 1) / n,
+        "all-gather": n - 1,  # each puts in its part of the result
+        # What goes to the other side of the ring passes every link on its way.
+        "all-to-all": max((n - 1) / n, n / 4),
+        "collective-permute": 1.0,
+        "collective-broadcast": 1.0,
+    }
+    if operation not in factors:
+        raise ValueError(f"There is no formula for {operation!r}; known are {', '.join(factors)}")
+    return factors[operation] * size
+
+
+def bytes_of_chip(operation: str, cores: float, size: float) -> float:
+    """Bytes that a chip puts in, some of whose cores put in `size` each.
+
+    What is summed is summed on the chip first. Of the others' data no two parts become one.
+    """
+    return cores * size if operation in ("all-gather", "all-to-all") else size
+
+
+def hops(operation: str, members: int) -> int:
+    """The number of hops from neighbour to neighbour that follow each other; 0 for one member."""
+    if members < 2:
+        return 0
+    if operation == "collective-permute":
+        return 1
+    return (2 if operation == "all-reduce" else 1) * (members - 1)
+
+
+#: Seconds that one hop from chip to chip takes, however little is sent; source:
+#: https://jax-ml.github.io/scaling-book/sharding ("about 1 us").
+HOP_SECONDS = 1e-6
+
+
+Place = Sequence[int]
+
+
+class Links(NamedTuple):
+    """The links that one group of cores uses."""
+
+    chips: int  # that its cores are on; cores of one chip need no link
+    cores_per_chip: float  # of the group, on average
+    # Of all links that a chip of the group sends on, divided among the groups that use them.
+    bytes_per_second: float
+    is_ring: bool  # whether all directions that the group extends in close to rings
+
+
+class Torus:
+    """A TPU slice: chips in a grid, with links between neighbours."""
+
+    def __init__(self, chip: Chip, places: Sequence[Place]):
+        """Takes the places of the cores, in the program's order.
+
+        A place is the coordinates of the core's chip and then its number on the chip.
+        """
+        self._chip = chip
+        self._places = [tuple(place) for place in places]
+        self._size = tuple(max(column) + 1 for column in zip(*(p[:-1] for p in self._places)))
+
+    @property
+    def cores_per_chip(self) -> int:
+        """The number of cores on a chip, as the compiler counts them."""
+        return 1 + max(place[-1] for place in self._places)
+
+    def links(self, group: Sequence[int]) -> Links:
+        """The links of the smallest box of chips around a group of cores.
+
+        Where other groups have cores in that box, all of these share the links.
+        """
+        cores = [self._places[core] for core in group]
+        chips = {place[:-1] for place in cores}
+        if len(chips) < 2:
+            return Links(len(chips), len(cores), float("inf"), True)
+        columns = list(zip(*chips))
+        low, high = [min(c) for c in columns], [max(c) for c in columns]
+        extents = [b - a + 1 for a, b in zip(low, high)]
+        closed = [
+            extent == size and self._chip.closes(extent, self._size)
+            for extent, size in zip(extents, self._size)
+            if extent > 1
+        ]
+        rate = sum(2 if ring else 1 for ring in closed) * self._chip.link_bytes_per_second
+        in_box = sum(
+            all(a <= x <= b for a, x, b in zip(low, place, high)) for place in self._places
+        )
+        per_chip = len(cores) / len(chips)
+        return Links(len(chips), per_chip, rate * len(cores) / in_box, all(closed))
+
+    def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
+        """Seconds that a collective takes over the links, with no other traffic on them.
+
+        That is the time of the slowest of the groups (for "collective-permute" pairs), which run at
+        the same time. Each core puts in `size` bytes; the time to read and write memory is not
+        counted.
+        """
+        slowest = 0.0
+        for links in {self.links(group) for group in groups}:
+            wait = hops(operation, links.chips) * HOP_SECONDS / (2 if links.is_ring else 1)
+            put_in = bytes_of_chip(operation, links.cores_per_chip, size)
+            sent = bytes_sent(operation, links.chips, put_in)
+            slowest = max(slowest, wait, sent / links.bytes_per_second)
+        return slowest
+
 
 Begun = Callable[["subprocess.Popen[str]"], None]
 
@@ -51,10 +241,10 @@ class Machine(Protocol):
     bytes_per_second_per_core: float | None  # of its memory; None where that is not known
     estimate_source: str  # where the seconds of an estimate come from, in a word
 
-    def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
+    def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
         """A core's program, as `compile` takes it."""
 
-    def compile(self, lowered: Lowered, begun: Begun) -> Compiled:
+    def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
         """Compiles a program; `begun` is called with each process that is started for it."""
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
@@ -75,11 +265,11 @@ class TpuMachine:
         self.bytes_per_second_per_core: float | None = named.rates.bytes
         self.estimate_source = "roofline"
 
-    def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
+    def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
         """See `Machine`."""
         return lower(program, fetches)
 
-    def compile(self, lowered: Lowered, begun: Begun) -> Compiled:
+    def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
         """See `Machine`. The estimate of a program with conditionals is that of an update step."""
         made = compile_lowered(lowered, self.name, begun=begun)
         if made.memory is None:

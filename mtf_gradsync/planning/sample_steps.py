@@ -46,7 +46,7 @@ _LONG = Samples((Size(1, 512, 64, 256), Size(2, 384, 48, 256)), rounds=2)
 _LONG_FLOPS = 2.8e11
 
 
-class Step(NamedTuple):
+class SampleStep(NamedTuple):
     """A step that was built."""
 
     program: Program
@@ -70,7 +70,7 @@ def choose(count: int, sizes: Sequence[Size]) -> list[tuple[Mesh, Size]]:
     return [(mesh, size) for size in sizes for mesh in meshes]
 
 
-def build(mesh: Mesh, size: Size) -> Step:
+def build(mesh: Mesh, size: Size) -> SampleStep:
     """Builds a step in a graph of its own; a batch that the mesh does not divide is made larger."""
     # Every core has the same number of sequences.
     shape = (-(-size.batch // mesh[0]) * mesh[0], size.length)
@@ -87,7 +87,7 @@ def build(mesh: Mesh, size: Size) -> Step:
             with tf.control_dependencies([lowering.lowered_operation(op) for op in updates]):
                 loss = tf.identity(loss)
     batch = np.random.RandomState(0).randint(0, _VOCAB, shape)
-    return Step(program, lowering, loss, {tokens: batch.astype("i")})
+    return SampleStep(program, lowering, loss, {tokens: batch.astype("i")})
 
 
 def _loss(mesh: mtf.Mesh, tokens: tf.Tensor, size: Size) -> mtf.Tensor:

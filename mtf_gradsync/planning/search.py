@@ -12,17 +12,16 @@ from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption, signal_of
-from mtf_gradsync.planning.links import Exchange, exchanges_of
-from mtf_gradsync.planning.machines import Compiled, Machine, SkippedStep
+from mtf_gradsync.planning.machines import Compiled, Exchange, Machine, SkippedStep, exchanges_of
 from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused, sorted_rows
 from mtf_gradsync.simd.collectives import groups_by_axes, list_collectives
 from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.traffic import CommunicationReport
+from mtf_gradsync.xla.topology.chips import why_doubtful
 from mtf_gradsync.xla.topology.compiled import HloCollective
-from mtf_gradsync.xla.topology.compiling import Lowered
+from mtf_gradsync.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
-from mtf_gradsync.xla.topology.roofline import why_doubtful
 
 _LONGEST_REASON = 300
 # How often it is checked for signals while compilers run.
@@ -60,7 +59,7 @@ class _Work(NamedTuple):
     """A candidate's program, without the graph that it was built in."""
 
     candidate: Candidate
-    lowered: Lowered
+    lowered: LoweredProgram
     tokens: int | None
     parameters: int | None
     steps_per_update: int
@@ -149,7 +148,7 @@ class _Search:
                 report = list_collectives(built.program)
                 axes = groups_by_axes(built.program.mesh_impl)
                 seconds = time.monotonic() - started
-                lowered: dict[Any, Lowered] = {}
+                lowered: dict[Any, LoweredProgram] = {}
                 for candidate in group:
                     kind = type(candidate.machine)
                     if kind not in lowered:

@@ -1,22 +1,217 @@
-"""CPU devices of this machine as what is planned for, so that predictions can be measured."""
+"""CPU devices of this machine as what is planned for: their rates are fitted to sample steps."""
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import tempfile
 import time
-from typing import Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._private.jax import compiled_hlo, memory_bytes, stablehlo_flops
-from mtf_gradsync.planning.calibration import Calibration, measure, meetings, work_of
+import numpy as np
+from tqdm import tqdm
+
+from mtf_gradsync._private.jax import compiled_hlo, cost_numbers, memory_bytes, stablehlo_flops
+from mtf_gradsync.planning import sample_steps
 from mtf_gradsync.planning.machines import Begun, Compiled
 from mtf_gradsync.planning.sample_steps import samples_like
 from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.devices import devices_for
-from mtf_gradsync.xla.executable import Cache, loaded, lowered
-from mtf_gradsync.xla.executable import Lowered as DeviceLowered
+from mtf_gradsync.xla.executable import Cache, CoreModule, loaded, lowered
+from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.replica_program import replica_program
+from mtf_gradsync.xla.session import session
 from mtf_gradsync.xla.topology.compiled import CoreMemory, find_hlo_collectives
-from mtf_gradsync.xla.topology.compiling import Lowered
+from mtf_gradsync.xla.topology.compiling import LoweredProgram
+
+# Cores that meet in fewer of their operations than this share have their work for themselves.
+_SELDOM = 0.02
+# A correction is a mean of few errors, one of each size of step: it counts with as many that are
+# none.
+_STEPS_WITHOUT_ERROR = 2
+# What C's library of Linux keeps when it is freed: a larger block goes back to the system, which
+# gives each of its pages anew, as zeros, when the next step touches it.
+_KEPT_BYTES = 32 << 20
+# They name values and run nothing.
+_NAMES = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
+
+
+class MeasuredWork(NamedTuple):
+    """What a step's time is predicted from; what a loop repeats counts once."""
+
+    cores: int
+    flops: float  # of one core, by the compiler's count
+    bytes: float  # that one core's operations read and write, by the compiler's count
+    operations: int  # that one core starts
+    # Collectives in which a core waits for others, each counted as its members' share of all cores:
+    # where there are more groups than one, others work while one waits.
+    meetings: float
+    # That one core puts into these collectives.
+    exchanged_bytes: float = 0.0
+    # Of temporary memory that the system gives one core anew in each step.
+    new_bytes: float = 0.0
+    divided: int = 0  # operations of one core that XLA divides among the machine's threads
+    group: int = 1  # cores in a group of most of these collectives; 1 where they are few
+
+    def terms(self) -> tuple[float, ...]:
+        """What each of `FittedRates` is multiplied with, in its order."""
+        all_cores = self.cores * self.flops, self.cores * self.bytes, self.cores * self.operations
+        rest = self.exchanged_bytes, self.new_bytes, self.divided
+        return (*all_cores, self.bytes, self.meetings, *(self.cores * one for one in rest))
+
+
+class FittedRates(NamedTuple):
+    """Seconds on the clock of each part of a step's work.
+
+    The cores share the machine's processors. So a step takes the work of all cores together, and
+    the time in which processors are idle, because a core's operations follow each other (which
+    counts where there are few cores), and because cores wait for each other.
+    """
+
+    flop: float  # of any core
+    byte: float  # that any core reads or writes
+    operation: float  # of any core, however small
+    # What a byte of one core takes more, as its operations follow each other. Products of matrices
+    # have no such part, because all processors compute a large one.
+    core_byte: float
+    meeting: float  # in which processors are idle when all cores meet in a collective
+    exchanged_byte: float  # that any core puts into a collective
+    new_byte: float  # of memory that the system gives any core anew
+    division: float  # of an operation of any core among threads
+
+    def seconds(self, work: MeasuredWork) -> float:
+        """Predicted time of a step."""
+        return float(np.dot(self, work.terms()))
+
+
+class Calibration(NamedTuple):
+    """What steps of about one length take on the devices of this machine."""
+
+    rates: FittedRates
+    # By cores and `Work.group`: how many times as long as `rates` say sample steps of these took.
+    corrections: Mapping[tuple[int, int], float]
+    took: float = 0.0  # seconds, all of it
+
+    def seconds(self, work: MeasuredWork) -> float:
+        """Predicted time of a step."""
+        return self.rates.seconds(work) * self.corrections.get((work.cores, work.group), 1.0)
+
+
+def work_of(executable: Any, cores: int) -> MeasuredWork:
+    """Counts the work of a step in XLA's executable for CPU devices, which all `cores` run."""
+    hlo, cost = compiled_hlo(executable), cost_numbers(executable)
+    module: Any = read_module(hlo)
+    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    operations = sum(i.opcode not in _NAMES for i in entry.instructions)
+    divided = sum(i.opcode == "call" for i in entry.instructions)  # as XLA's CPU compiler writes it
+    collectives = [c for c in find_hlo_collectives(hlo) if meetings(c.groups, cores)]
+    met = sorted(meetings(c.groups, cores) for c in collectives)
+    often = len(met) > _SELDOM * operations
+    temporary = memory_bytes(executable).temporaries
+    return MeasuredWork(
+        cores,
+        flops=cost.get("flops", 0.0),
+        bytes=cost.get("bytes accessed", 0.0),
+        operations=operations,
+        meetings=sum(met),
+        exchanged_bytes=sum(c.bytes_per_core for c in collectives),
+        new_bytes=temporary if temporary > _KEPT_BYTES else 0,
+        divided=divided,
+        group=round(met[len(met) // 2] * cores) if often else 1,
+    )
+
+
+def meetings(groups: Sequence[Sequence[int]], cores: int) -> float:
+    """How much of `Work.meetings` a collective is; 0 where nobody waits for another.
+
+    It is the largest group's share of the cores. No groups stand for one group of all cores.
+    """
+    members = max(map(len, groups), default=cores)
+    return members / cores if members > 1 else 0.0
+
+
+def fit(works: Sequence[MeasuredWork], seconds: Sequence[float]) -> FittedRates:
+    """Finds the rates by which steps take the times that were measured for each.
+
+    They have the least sum of squared relative errors, and none is negative.
+    """
+    from scipy.optimize import nnls  # jax needs it, too
+
+    terms = np.array([work.terms() for work in works]) / np.asarray(seconds)[:, None]
+    # Terms differ by orders of magnitude.
+    sizes = np.maximum(np.linalg.norm(terms, axis=0), np.finfo(float).tiny)
+    rates, _ = nnls(terms / sizes, np.ones(len(works)))
+    return FittedRates(*map(float, rates / sizes))
+
+
+def corrections(
+    works: Sequence[MeasuredWork], seconds: Sequence[float], rates: FittedRates
+) -> dict[tuple[int, int], float]:
+    """Returns `Calibration.corrections`: how far `rates`, fitted to these steps, are off for them.
+
+    There is a factor for each way to divide work among cores; `seconds` are the measured times.
+    """
+    errors = collections.defaultdict(list)
+    for work, measured in zip(works, seconds):
+        errors[work.cores, work.group].append(np.log(measured / rates.seconds(work)))
+    return {
+        mesh: float(np.exp(sum(mine) / (len(mine) + _STEPS_WITHOUT_ERROR)))
+        for mesh, mine in errors.items()
+    }
+
+
+@functools.lru_cache(maxsize=None)
+def measure(devices: tuple[Any, ...], samples: sample_steps.Samples) -> Calibration:
+    """Runs training steps, once in a process, and fits rates and corrections to them.
+
+    The steps run on all of jax's CPU devices that are given, and on the first ones.
+    """
+    start = time.monotonic()
+    works, steps = [], []
+    with contextlib.ExitStack() as stack:
+        cache_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        cache = Cache(cache_dir)
+        # One step is compiled while the next is built.
+        compiler = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+        begun = []
+        chosen = sample_steps.choose(len(devices), samples.sizes)
+        for mesh, size in tqdm(chosen, "steps to measure with", leave=False, disable=None):
+            step = sample_steps.build(mesh, size)
+            with step.loss.graph.as_default():
+                replica = replica_program(step.program, [step.loss])
+                program = CoreModule(lowered(replica, cache).module, 0, (), False)
+            mine = devices[: mesh[0] * mesh[1]]
+            begun.append((step, mine, compiler.submit(loaded, program, mine, cache)))
+        for step, mine, compiled in begun:
+            works.append(work_of(compiled.result().executable, len(mine)))
+            with step.loss.graph.as_default():
+                # It finds the compiled program in the cache.
+                opened = session(step.program, step.lowering, devices=mine, cache_dir=cache_dir)
+            run = stack.enter_context(opened).run
+            steps.append(functools.partial(run, [step.loss], step.feed))
+        seconds = _timed(steps, samples.rounds)
+    rates = fit(works, seconds)
+    return Calibration(rates, corrections(works, seconds, rates), time.monotonic() - start)
+
+
+def _timed(steps: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Median of each one's seconds; a round runs all of them, every other in reverse.
+
+    A median is what a step mostly takes: what it takes at best orders meshes otherwise.
+    """
+    seconds = np.zeros((rounds, len(steps)))
+    with tqdm(total=seconds.size, desc="measuring", leave=False, disable=None) as bar:
+        for number in range(rounds):
+            for place in range(len(steps))[:: (-1) ** number]:
+                steps[place]()  # fills caches and memory
+                start = time.perf_counter()
+                steps[place]()
+                seconds[number, place] = time.perf_counter() - start
+                bar.update()
+    return [float(median) for median in np.median(seconds, axis=0)]
 
 
 def cores_of(name: str) -> int:
@@ -49,23 +244,23 @@ class CpuMachine:
         self._cache = Cache(cache_dir)
         self.calibration: Calibration | None = None
 
-    def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
+    def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
         """See `Machine`. Before the first program is compiled, steps about as long are measured."""
         replica = replica_program(program, fetches)
         try:
             made = lowered(replica, self._cache)
         except UnsupportedProgramError as error:
-            return Lowered(replica.num_replicas, None, str(error))
+            return LoweredProgram(replica.num_replicas, None, str(error))
         # Here, where no other program is built, and where Ctrl-C ends it.
         self._calibration_for(made.module)
-        return Lowered(replica.num_replicas, made.module)
+        return LoweredProgram(replica.num_replicas, made.module)
 
-    def compile(self, lowered: Lowered, begun: Begun) -> Compiled:
+    def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
         """See `Machine`. The estimate is made of the measured rates."""
         del begun
         start = time.monotonic()
         assert lowered.module is not None  # it would have been refused
-        program = DeviceLowered(lowered.module, 0, (), False)
+        program = CoreModule(lowered.module, 0, (), False)
         try:
             executable = loaded(program, self._devices, self._cache).executable
         except UnsupportedProgramError as error:

@@ -1,22 +1,26 @@
 """Strategies that reduce gradients over the mesh."""
 
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.reduce.by_gradient import GradientStrategy
 from mtf_gradsync.reduce.choice import BestAllReduce, choose_the_best
-from mtf_gradsync.reduce.collective import CollectiveAllReduce
-from mtf_gradsync.reduce.compressed import CompressedAllReduce
+from mtf_gradsync.reduce.compressed import CompressedAllReduce, GradientStrategy
 from mtf_gradsync.reduce.hierarchical import AllReduceSpec, HierarchicalAllReduce
 from mtf_gradsync.reduce.low_rank import LowRankAllReduce
 from mtf_gradsync.reduce.one_level import (
     AllReduce,
+    CollectiveAllReduce,
     FusedAllReduce,
     ReductionToOneDevice,
     RingAllReduce,
 )
 from mtf_gradsync.reduce.placement_mesh import PlacementMeshImpl, placement_mesh_impl
 from mtf_gradsync.reduce.quantized import QuantizedAllReduce
-from mtf_gradsync.reduce.state import Compression, GradientOfCores, StateMaker
-from mtf_gradsync.reduce.strategy import Strategy, check_strategy
+from mtf_gradsync.reduce.strategy import (
+    Compression,
+    GradientOfCores,
+    StateMaker,
+    Strategy,
+    check_strategy,
+)
 
 __all__ = [
     "AllReduce",

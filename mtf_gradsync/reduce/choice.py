@@ -9,12 +9,14 @@ import gin
 
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.devices import KNOWN_KINDS, Topology, topology_of
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.reduce.collective import CollectiveAllReduce
+from mtf_gradsync.mesh.groups import KNOWN_KINDS, ProcessorGroups, Topology, topology_of
 from mtf_gradsync.reduce.hierarchical import HierarchicalAllReduce
-from mtf_gradsync.reduce.one_level import PLACEMENT_PACKED_BYTES, FusedAllReduce
-from mtf_gradsync.reduce.parts import Cuts
+from mtf_gradsync.reduce.one_level import (
+    PLACEMENT_PACKED_BYTES,
+    CollectiveAllReduce,
+    FusedAllReduce,
+)
+from mtf_gradsync.reduce.packs import Cuts
 from mtf_gradsync.reduce.strategy import Strategy, has_gradient_reduction
 
 _logger = logging.getLogger("mtf_gradsync")

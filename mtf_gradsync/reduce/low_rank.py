@@ -14,10 +14,9 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.reduce.by_gradient import GradientStrategy, in_dtype_of, no_errors, plus_errors
-from mtf_gradsync.reduce.checks import check_count, check_values
-from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker
-from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.compressed import GradientStrategy, in_dtype_of, no_errors, plus_errors
+from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, State, StateMaker, Strategy
+from mtf_gradsync.reduce.sums import check_count, check_values
 
 _PHILOX = 1
 # A column counts as spanned by those before it if less than this share of its length remains.

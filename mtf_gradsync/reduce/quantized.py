@@ -11,13 +11,16 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import cross_replica_gather, cross_replica_rows
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.reduce.by_gradient import GradientStrategy, in_dtype_of, no_errors, plus_errors
-from mtf_gradsync.reduce.checks import check_count, check_values
-from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker
-from mtf_gradsync.reduce.strategy import Strategy
-from mtf_gradsync.reduce.sums import in_groups, physical_groups, positions
+from mtf_gradsync.mesh.groups import ProcessorGroups, memories
+from mtf_gradsync.reduce.compressed import GradientStrategy, in_dtype_of, no_errors, plus_errors
+from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, State, StateMaker, Strategy
+from mtf_gradsync.reduce.sums import (
+    check_count,
+    check_values,
+    in_groups,
+    physical_groups,
+    positions,
+)
 
 SCALE_BYTES = 2  # bfloat16
 # A block whose largest number is smaller is sent as zeros, so that its scale, the scale's inverse

@@ -14,10 +14,8 @@ from mtf_gradsync._private.tensorflow import (
     summed_together,
 )
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.reduce.packs import pack, unpack
-from mtf_gradsync.reduce.parts import (
+from mtf_gradsync.mesh.groups import ProcessorGroups, memories
+from mtf_gradsync.reduce.packs import (
     Cuts,
     all_parts,
     buckets,
@@ -26,10 +24,12 @@ from mtf_gradsync.reduce.parts import (
     joined,
     mesh_axes_of,
     one_memory,
+    pack,
     part_number,
     part_of_row,
     part_shape,
     to_rows,
+    unpack,
 )
 from mtf_gradsync.reduce.sums import (
     physical_groups,

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import some_of
+from mtf_gradsync._common import ACCEPT_FLAG, ConfigError, TrainingError, first_line, some_of
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.restoring import STATE_COLLECTION, ReshardingSaver, changes
-from mtf_gradsync.runtimes.errors import ACCEPT_FLAG, ConfigError, TrainingError, first_line
-from mtf_gradsync.runtimes.manifest import (
+from mtf_gradsync.optimizers.restoring import STATE_COLLECTION, ReshardingSaver, changes
+from mtf_gradsync.runtimes.starting import (
+    STATE_FILE,
     UNREADABLE,
     checkpoint_files,
     damage_of,
     forget_checkpoint,
     note_checkpoint,
+    remove_leftovers,
 )
-from mtf_gradsync.runtimes.starting import STATE_FILE, remove_leftovers
 
 # More than these are counted, not listed.
 _MAX_LISTED = 40

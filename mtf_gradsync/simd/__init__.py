@@ -4,10 +4,15 @@ See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` co
 """
 
 from mtf_gradsync.simd.collectives import list_collectives
-from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession, cpu_config, session_on
 from mtf_gradsync.simd.emulator import EmulatedGraph, emulate
 from mtf_gradsync.simd.facts import BranchDivergenceError, UnsupportedProgramError
-from mtf_gradsync.simd.program import Program, tpu_program
+from mtf_gradsync.simd.program import (
+    CpuReplicaSession,
+    Program,
+    cpu_config,
+    session_on,
+    tpu_program,
+)
 from mtf_gradsync.simd.traffic import (
     CommunicationReport,
     CommunicationRow,

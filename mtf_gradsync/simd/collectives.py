@@ -10,7 +10,13 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.simd.checks import check_functions_are_silent
 from mtf_gradsync.simd.effects import Collective, find_collectives, variables_written
-from mtf_gradsync.simd.facts import Branch, GraphFacts, Loop, UnsupportedProgramError, turns_in
+from mtf_gradsync.simd.facts import (
+    CalledBranch,
+    GraphFacts,
+    Loop,
+    UnsupportedProgramError,
+    turns_in,
+)
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import lowerings_in
 from mtf_gradsync.simd.traffic import CommunicationReport, CommunicationRow
@@ -85,7 +91,9 @@ def _row(
         group=group_names.get(groups, lists),
         loops=tuple(c.frame for c in collective.context if isinstance(c, Loop)),
         turns=turns_in(facts, collective.context),
-        branches=tuple((c.predicate, c.taken) for c in collective.context if isinstance(c, Branch)),
+        branches=tuple(
+            (c.predicate, c.taken) for c in collective.context if isinstance(c, CalledBranch)
+        ),
         variables=variables,
         together=collective.together,
     )

@@ -9,7 +9,7 @@ from typing import Iterable, NamedTuple, Sequence
 from mtf_gradsync._private.tensorflow import TOGETHER_ATTR
 from mtf_gradsync.simd.facts import (
     CONTROL,
-    Branch,
+    CalledBranch,
     Context,
     GraphFacts,
     Loop,
@@ -237,7 +237,7 @@ class _Finder:
                 for source, number in facts.inputs(name):
                     inner = facts.context_of_output(source, number)
                     side = inner[len(context)] if len(inner) > len(context) else None
-                    if isinstance(side, Branch):
+                    if isinstance(side, CalledBranch):
                         self._merges[context, side.predicate].append(name)
                         break
 
@@ -249,8 +249,8 @@ class _Finder:
         here = context[size] if len(context) > size else None
         there = other[size] if len(other) > size else None
         if (
-            isinstance(here, Branch)
-            and isinstance(there, Branch)
+            isinstance(here, CalledBranch)
+            and isinstance(there, CalledBranch)
             and here.predicate == there.predicate
         ):
             return  # two sides of one conditional: only one of them runs

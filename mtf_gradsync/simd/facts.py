@@ -112,7 +112,7 @@ class Loop(NamedTuple):
     frame: str
 
 
-class Branch(NamedTuple):
+class CalledBranch(NamedTuple):
     """One side of a ``tf.cond`` around an operation."""
 
     predicate: str  # name of the tensor that the conditional tests
@@ -120,7 +120,7 @@ class Branch(NamedTuple):
 
 
 # The loops and branches around an operation, outermost first.
-Context = Tuple[Union[Loop, Branch], ...]
+Context = Tuple[Union[Loop, CalledBranch], ...]
 
 _PASS_THROUGH = frozenset(["Identity", "Enter", "RefEnter", "Switch", "RefSwitch"])
 _MERGE = frozenset(["Merge", "RefMerge"])
@@ -257,7 +257,7 @@ class GraphFacts:
                 context = context[:-1]
             return context[:-1]
         if node.op in _SWITCH and number != CONTROL and not self.is_loop_switch(name):
-            return context + (Branch(self.predicate_of(name), number == 1),)
+            return context + (CalledBranch(self.predicate_of(name), number == 1),)
         return context
 
     def _find_pivots(self) -> dict[str, str]:

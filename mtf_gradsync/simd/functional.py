@@ -13,7 +13,7 @@ from typing import Any, Callable, Hashable, Mapping, MutableMapping, Sequence, T
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.facts import (
     CONTROL,
-    Branch,
+    CalledBranch,
     Context,
     CycleError,
     GraphFacts,
@@ -105,10 +105,10 @@ class _Builder:
             return _Conditional(self.side_of(*facts.inputs(name)[0], depth).predicate)
         return _Single(name)
 
-    def side_of(self, source: str, number: int, depth: int) -> Branch:
+    def side_of(self, source: str, number: int, depth: int) -> CalledBranch:
         """Returns which side of a conditional a ``Merge`` gets a value from."""
         side = self.facts.context_of_output(source, number)[depth]
-        assert isinstance(side, Branch)
+        assert isinstance(side, CalledBranch)
         return side
 
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
@@ -215,7 +215,7 @@ class _Level:
         merges = [n for n in here if facts.node[n].op == "Merge"]
 
         def side(taken: bool) -> Any:
-            around = (*self._around, Branch(item.predicate, taken))
+            around = (*self._around, CalledBranch(item.predicate, taken))
 
             def body() -> list[Any]:
                 values = {(n, int(taken)): self.values[facts.inputs(n)[0]] for n in switches}

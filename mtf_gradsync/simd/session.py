@@ -14,7 +14,7 @@ import numpy as np
 from mtf_gradsync._common import counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, restored_lowering
-from mtf_gradsync.optimizers.state.restoring import adapt_checkpoint
+from mtf_gradsync.optimizers.restoring import adapt_checkpoint
 from mtf_gradsync.step import StepWatches
 
 

@@ -13,8 +13,8 @@ from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._tables import terminal_width, text_table
 from mtf_gradsync.mesh.axes import mesh_text
-from mtf_gradsync.mesh.devices import process_of
-from mtf_gradsync.simd.facts import Branch, Context, GraphFacts, Loop, turns_in
+from mtf_gradsync.mesh.groups import process_of
+from mtf_gradsync.simd.facts import CalledBranch, Context, GraphFacts, Loop, turns_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,5 +435,5 @@ def _row(
         group=axes,
         loops=tuple(c.frame for c in context if isinstance(c, Loop)),
         turns=turns_in(facts, context),
-        branches=tuple((c.predicate, c.taken) for c in context if isinstance(c, Branch)),
+        branches=tuple((c.predicate, c.taken) for c in context if isinstance(c, CalledBranch)),
     )

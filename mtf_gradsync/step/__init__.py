@@ -1,13 +1,21 @@
 """The plan of a training step: the order of reads and writes, and work that some steps skip."""
 
-from mtf_gradsync.step.branch import Branch, Conditional
-from mtf_gradsync.step.gate import AdvanceStep, Gate, advance_step, gated_update, is_advanced
-from mtf_gradsync.step.islands import HeldSlices, Islands
+from mtf_gradsync.step.branch import (
+    AdvanceStep,
+    Branch,
+    Conditional,
+    Gate,
+    advance_step,
+    gated_update,
+    is_advanced,
+)
 from mtf_gradsync.step.later import Later, StandIn, ValuesAfter, build_later, built, values_after
-from mtf_gradsync.step.lowering import Part, PartLowering
-from mtf_gradsync.step.plan import Plan
+from mtf_gradsync.step.lowering import PartLowering, PlanPart
+from mtf_gradsync.step.plan import StepPlan
 from mtf_gradsync.step.watch import StepWatches, Watch, Watched, WatchHook
 from mtf_gradsync.step.writes import (
+    HeldSlices,
+    Islands,
     OwnWrites,
     WriteInPlace,
     WriteOrder,
@@ -26,10 +34,10 @@ __all__ = [
     "Islands",
     "Later",
     "OwnWrites",
-    "Part",
     "PartLowering",
-    "Plan",
+    "PlanPart",
     "StandIn",
+    "StepPlan",
     "StepWatches",
     "ValuesAfter",
     "Watch",

@@ -6,7 +6,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs
-from mtf_gradsync.step.plan import Plan
+from mtf_gradsync.step.plan import StepPlan
 
 
 class StandIn(mtf.Operation):
@@ -28,7 +28,7 @@ class StandIn(mtf.Operation):
 class Later:
     """Operations that are built on demand, or when the graph is lowered; a subclass has `make`."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: StepPlan):
         self.plan = plan
         self.stand_ins: list[StandIn] = []  # what callers got in place of the operations
         self._operations: list[mtf.Operation] | None = None
@@ -70,7 +70,7 @@ class Later:
 
 def build_later(graph: mtf.Graph) -> None:
     """Builds all steps of a graph that are still to be built."""
-    plan = Plan.of_graph(graph)
+    plan = StepPlan.of_graph(graph)
     while plan is not None and plan.later:
         plan.later[0].build()
 

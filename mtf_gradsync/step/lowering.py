@@ -84,7 +84,7 @@ class PartLowering:
         """Called when all operations are lowered."""
 
 
-class Part:
+class PlanPart:
     """A part of a plan, which can lower operations.
 
     Subclasses replace their attributes and do not change the values, so that a plan can undo

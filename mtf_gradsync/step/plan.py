@@ -13,7 +13,7 @@ The rules:
 2. An operation that waits is lowered under control dependencies.
 3. The operations of a branch keep their places in the graph's list but are not lowered there: the
    conditional of the branch lowers them, in order.
-4. Parts (`Part`) may lower operations in their own way.
+4. Parts (`PlanPart`) may lower operations in their own way.
 5. An error while wrappers build leaves graph and plan as they were. A lowering does not change the
    plan, so that a graph can be lowered again.
 """
@@ -29,7 +29,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step.lowering import (
     PLAN,
     Lowered,
-    Part,
+    PlanPart,
     adopt,
     flat,
     pending_sums_outside,
@@ -37,12 +37,12 @@ from mtf_gradsync.step.lowering import (
 )
 
 ControlInputs = Callable[[mtf.Lowering], Sequence[tf.Operation]]
-_Part = TypeVar("_Part", bound=Part)
+_Part = TypeVar("_Part", bound=PlanPart)
 # The attribute of a lowering for its `Lowered`.
 _LOWERED = "mtf_gradsync_lowered"
 
 
-class Plan:
+class StepPlan:
     """The plan of an mtf graph; see the module's docstring.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
         self._parts: dict[type, Any] = {}
 
     @classmethod
-    def of(cls, graph: mtf.Graph) -> Plan:
+    def of(cls, graph: mtf.Graph) -> StepPlan:
         """Returns the plan of a graph, which the first call makes."""
         plan = cls.of_graph(graph)
         if plan is None:
@@ -72,7 +72,7 @@ class Plan:
         return plan
 
     @staticmethod
-    def of_graph(graph: mtf.Graph) -> Plan | None:
+    def of_graph(graph: mtf.Graph) -> StepPlan | None:
         """Returns the plan of a graph; None if it has none yet."""
         return vars(graph).get(PLAN)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.step.plan import Plan
+from mtf_gradsync.step.plan import StepPlan
 
 _logger = logging.getLogger("mtf_gradsync")
 # The collection of pairs (`Watched`, name of its counts) of the SIMD programs of a tf graph. It is
@@ -49,7 +49,7 @@ class Watched(mtf.Operation):
         # Whether the step, as it was lowered, does not print or raise the outcome itself.
         self.takes_a_hook = False
         # Nobody can read values of a branch outside of it.
-        self.can_be_told = not Plan.of(self.graph).is_in_branch
+        self.can_be_told = not StepPlan.of(self.graph).is_in_branch
         self._counts, self._records = list(counts), list(records)
         # For each lowering a slice of each variable.
         self._slices: list[tuple[list[Any], list[Any]]] = []

@@ -1,19 +1,25 @@
 """Where a step's time goes: traces and tables of recorded steps."""
 
-from mtf_gradsync.timelines.events import Call, Collective, Event, Recording, Step, TimelineError
+from mtf_gradsync.timelines.events import (
+    Call,
+    Event,
+    RecordedCollective,
+    RecordedStep,
+    Recording,
+    TimelineError,
+)
 from mtf_gradsync.timelines.table import CollectiveTimes, CoreTimes, OperationTimes, Table
-from mtf_gradsync.timelines.timeline import Timeline, timeline
-from mtf_gradsync.timelines.trace_file import Written
+from mtf_gradsync.timelines.timeline import Timeline, Written, timeline
 
 __all__ = [
     "Call",
-    "Collective",
     "CollectiveTimes",
     "CoreTimes",
     "Event",
     "OperationTimes",
+    "RecordedCollective",
+    "RecordedStep",
     "Recording",
-    "Step",
     "Table",
     "Timeline",
     "TimelineError",

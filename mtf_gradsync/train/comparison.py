@@ -19,7 +19,7 @@ from mtf_gradsync.train.model import TrainingJob, placeholders
 from mtf_gradsync.train.train_graph import GRADIENTS, PARTS, build_simd, build_train_graph, parts_of
 
 
-class Step(NamedTuple):
+class ComparedStep(NamedTuple):
     """The communication of one training step.
 
     Attributes:
@@ -47,8 +47,8 @@ class Comparison(NamedTuple):
     """
 
     mesh: str
-    bare: Step
-    wrapped: Step
+    bare: ComparedStep
+    wrapped: ComparedStep
 
     def to_json(self) -> str:
         """Returns all rows and totals as JSON text; see `simd.CommunicationReport.to_json`."""
@@ -97,12 +97,12 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _list(job: TrainingJob, with_transfers: bool) -> tuple[Step, bool]:
+def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
     """Returns one step, and whether its optimizer is a wrapper."""
     with tf.Graph().as_default():
         graph, program = build_simd(job)
         collectives = simd.list_collectives(program, lowering=graph.lowering)
-    step = Step(
+    step = ComparedStep(
         optimizers=tuple(type(opt).__name__ for opt in graph.optimizers),
         collectives=collectives,
         part=parts_of(graph, collectives),
@@ -173,7 +173,7 @@ def _head(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _parts(step: Step) -> dict[str, Total]:
+def _parts(step: ComparedStep) -> dict[str, Total]:
     return {f"- {_PART_LABELS[part]}": step.of_part(part).update_step for part in PARTS}
 
 

@@ -14,10 +14,9 @@ from typing import Any, Callable, Collection, Dict, Literal, NamedTuple, Sequenc
 
 import gin
 
-from mtf_gradsync._common import is_number, is_whole_number
+from mtf_gradsync._common import ConfigError, is_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, mesh_text
-from mtf_gradsync.runtimes.errors import ConfigError
 
 
 def transformer_utils() -> ModuleType:

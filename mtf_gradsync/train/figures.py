@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
-from mtf_gradsync.runtimes.manifest import write_bytes
+from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync.runtimes.starting import write_bytes
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 

@@ -18,9 +18,8 @@ import mtf_gradsync.islands.island
 import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
 import mtf_gradsync.train.evaluation  # noqa: F401
-from mtf_gradsync._configs import configs_dir
+from mtf_gradsync._common import ConfigError, configs_dir
 from mtf_gradsync._private.gin import bindings, registered, take, unused_macros
-from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.config import RunConfig, transformer_utils
 
 _RUN = "mtf_gradsync.train.run"

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, Callable
 
+from mtf_gradsync._common import ConfigError, first_line
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import ConfigError, first_line
-from mtf_gradsync.runtimes.manifest import write_json, write_text
+from mtf_gradsync.runtimes.starting import write_json, write_text
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.data.batches import wrong_id
 from mtf_gradsync.train.evaluation import (
@@ -19,7 +19,7 @@ from mtf_gradsync.train.evaluation import (
     sample,
     unigram_score,
 )
-from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
+from mtf_gradsync.train.metrics import MetricsRecorder, Progress, read_metrics
 from mtf_gradsync.train.model import ModelSettings
 from mtf_gradsync.train.plots import plot_losses
 
@@ -150,7 +150,7 @@ class HeldOut:
         if self._evaluator is not None:
             self._evaluator.close()
 
-    def point(self, path: str, step: int, recorder: Recorder, progress: Progress) -> None:
+    def point(self, path: str, step: int, recorder: MetricsRecorder, progress: Progress) -> None:
         """Scores a checkpoint of a run that goes on; writes "held_out_nats", shows perplexity."""
         if not self._held_out:
             return

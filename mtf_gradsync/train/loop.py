@@ -7,13 +7,13 @@ import math
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
+from mtf_gradsync._common import ConfigError, TrainingError, first_line
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.optimizers import NoUpdateError
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.data.batches import DataError
-from mtf_gradsync.train.metrics import Progress, Recorder
+from mtf_gradsync.train.metrics import MetricsRecorder, Progress
 from mtf_gradsync.train.runner import Runner, most_bad_losses
 
 # Errors that a step may raise: TensorFlow's, jax's, and a hook's.
@@ -56,7 +56,7 @@ def train_loop(
     runner: Runner,
     optimizers: Sequence[Any],
     settings: LoopSettings,
-    recorder: Recorder,
+    recorder: MetricsRecorder,
     on_checkpoint: Callable[[str, int, Progress], None],
     on_first_step: Callable[[], None] = lambda: None,
     on_timeline: Callable[[Timeline, int, int], None] = lambda timeline, first, last: None,
@@ -125,7 +125,7 @@ class _Loop:
         runner: Runner,
         optimizers: Sequence[Any],
         settings: LoopSettings,
-        recorder: Recorder,
+        recorder: MetricsRecorder,
         on_checkpoint: Callable[[str, int, Progress], None],
         on_first_step: Callable[[], None],
     ):

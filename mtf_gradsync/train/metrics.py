@@ -16,10 +16,10 @@ from typing import Any, Iterator, Mapping, TextIO
 import numpy as np
 from tqdm import tqdm
 
+from mtf_gradsync._common import first_line
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import split_by_shard
-from mtf_gradsync.runtimes.errors import first_line
-from mtf_gradsync.runtimes.manifest import free_name, write_text
+from mtf_gradsync.runtimes.starting import free_name, write_text
 
 # For example of a field with one number for each replica.
 _MOST_NUMBERS = 16
@@ -263,7 +263,7 @@ class EventFile:
 _TAGS = {"held_out_nats": "held_out/nats_per_token"}
 
 
-class Recorder:
+class MetricsRecorder:
     """Writes the measurements of steps to both files, while it is entered."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
@@ -271,7 +271,7 @@ class Recorder:
         self._metrics = MetricsFile(directory / metrics_file, first_step)
         self._events = EventFile(directory, first_step)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> MetricsRecorder:
         return self
 
     def __exit__(self, *unused_exception: Any) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Collection, NamedTuple, get_args
 
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.config import (
     LearningRate,
     MeshSettings,

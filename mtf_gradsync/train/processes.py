@@ -8,15 +8,15 @@ import tempfile
 from typing import Any, Callable, Mapping, Sequence
 
 from mtf_gradsync import xla
+from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.cluster import Task, join_cluster
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.processes.members import MissingProcessesError, ProcessesError
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.train.config import RunConfig, check_count, resolve_mesh
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, check_schedule, run
+from mtf_gradsync.train.run import NOTHING, Accepted, RunPart, check_schedule, run
 from mtf_gradsync.train.runner import choose_runtime
 
 # By these each process decides alone how many steps it makes, and when all exchange something.
@@ -77,7 +77,7 @@ def run_on_processes(
             silence=silence,
             settings={**_schedule(config), **(settings or {})},
         ) as processes, StopSignal(_end):
-            part = Part(chosen=lambda choose: _chosen(processes, choose))
+            part = RunPart(chosen=lambda choose: _chosen(processes, choose))
             if process_id == 0:
                 return work(config, model_dir, say, accepted, part)
             say(f"process 0 {first_does or f'evaluates, and writes to {model_dir}'}")
@@ -161,7 +161,7 @@ def run_on_cluster(
         raise TrainingError(str(error)) from error
     with cluster:
         if cluster.is_chief:
-            return work(config, model_dir, say, accepted, Part(target=cluster.target))
+            return work(config, model_dir, say, accepted, RunPart(target=cluster.target))
         say(f"serves its devices until {task.names[0]} ends")
     return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync.islands.journal import Status
-from mtf_gradsync.runtimes.manifest import write_json, write_text
+from mtf_gradsync.runtimes.starting import write_json, write_text
 from mtf_gradsync.timelines import Table, TimelineError
 from mtf_gradsync.train import plots
 from mtf_gradsync.train.figures import check_installed

@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync import simd
+from mtf_gradsync._common import SKIP_FLAG, ConfigError, TrainingError, first_line
 from mtf_gradsync._private.gin import changed_bindings, unread
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
@@ -20,8 +21,6 @@ from mtf_gradsync.islands import ElasticIslands, Folder, Island, read_status
 from mtf_gradsync.islands.journal import Status
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
-from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, TrainingError, first_line
-from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.runtimes.saving import check_configuration, describe, initialize_from
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import (
@@ -30,6 +29,7 @@ from mtf_gradsync.runtimes.starting import (
     latest_checkpoint,
     only_run_in,
     remove_leftovers,
+    write_text,
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline, TimelineError
@@ -39,7 +39,7 @@ from mtf_gradsync.train.evaluation import Score
 from mtf_gradsync.train.figures import check_drawing, writing_to
 from mtf_gradsync.train.held_out import METRICS_FILE, SPEED, HeldOut
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
-from mtf_gradsync.train.metrics import Progress, Recorder, read_metrics
+from mtf_gradsync.train.metrics import MetricsRecorder, Progress, read_metrics
 from mtf_gradsync.train.model import TrainingJob, resolve_job
 from mtf_gradsync.train.report import (
     Ended,
@@ -93,7 +93,7 @@ class Accepted(NamedTuple):
 NOTHING = Accepted()
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """This process's part of a run of several processes.
 
     Attributes:
@@ -108,7 +108,7 @@ class Part(NamedTuple):
     chosen: Callable[[Callable[[], Start]], Start] = lambda choose: choose()
 
 
-ALONE = Part()
+ALONE = RunPart()
 
 
 def run(
@@ -116,7 +116,7 @@ def run(
     model_dir: str,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
-    part: Part = ALONE,
+    part: RunPart = ALONE,
 ) -> RunResult:
     """Trains a mesh_tensorflow.transformer model and evaluates it.
 
@@ -164,7 +164,7 @@ def _log_lines(say: Callable[[str], None]) -> Iterator[None]:
         logger.propagate = before[1]
 
 
-def _run(checked: _CheckedRun, accepted: Accepted, part: Part) -> RunResult:
+def _run(checked: _CheckedRun, accepted: Accepted, part: RunPart) -> RunResult:
     config, evaluation, say = checked.config, checked.evaluation, checked.say
     remove_leftovers(str(checked.directory))
     start = part.chosen(lambda: choose_checkpoint(checked.checkpoint_dir, accepted.damage, say))
@@ -209,7 +209,7 @@ def _run(checked: _CheckedRun, accepted: Accepted, part: Part) -> RunResult:
 
 
 def _check(
-    config: RunConfig, model_dir: str, say: Callable[[str], None], part: Part
+    config: RunConfig, model_dir: str, say: Callable[[str], None], part: RunPart
 ) -> _CheckedRun:
     """Checks what can be checked before anything is read or written."""
     check_schedule(config)
@@ -357,7 +357,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
         )
         write_facts(directory, facts)
         forget_recorded(directory, step)
-        with Recorder(directory, METRICS_FILE, step) as recorder:
+        with MetricsRecorder(directory, METRICS_FILE, step) as recorder:
 
             def on_first_step() -> None:
                 """Does work that a run needs later, and that should not delay its start."""
@@ -453,7 +453,7 @@ class TimedRun:
         model_dir: str | None = None,
         say: Callable[[str], None] = print,
         accepted: Accepted = NOTHING,
-        part: Part = ALONE,
+        part: RunPart = ALONE,
     ) -> Timeline:
         """Records steps after the newest checkpoint of model_dir; None begins with new values.
 

@@ -9,13 +9,13 @@ from typing import Any, Callable, NamedTuple, Sequence, get_args
 import numpy as np
 
 from mtf_gradsync import simd, xla
+from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import singular_monitored_session
 from mtf_gradsync.islands import Island, IslandError
 from mtf_gradsync.optimizers import OuterOptimizer, traits_of
 from mtf_gradsync.optimizers.skips import ReportsSkips
 from mtf_gradsync.runtimes import sessions
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.saving import TrainingSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import Start

@@ -7,6 +7,7 @@ import re
 from typing import Any, Callable, ContextManager, Iterable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync import simd
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import (
     GradientAccumulationOptimizer,
@@ -16,7 +17,6 @@ from mtf_gradsync.optimizers import (
     reported,
     traits_of,
 )
-from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.simd import CommunicationReport
 from mtf_gradsync.simd.traffic import has_calls

@@ -19,7 +19,7 @@ from mtf_gradsync.verification.comparing import (
 )
 from mtf_gradsync.verification.programs import (
     Batch,
-    Built,
+    BuiltDivision,
     Division,
     Program,
     Running,
@@ -189,7 +189,9 @@ class Engine:
             group.append(self._next())
             yield group[-1]
 
-    def _run(self, built: Built, running: Running, groups: Iterable[Iterable[Batch]]) -> Outcome:
+    def _run(
+        self, built: BuiltDivision, running: Running, groups: Iterable[Iterable[Batch]]
+    ) -> Outcome:
         losses, gradients, changed = [], [], []
         for number, group in enumerate(groups):
             before, of_group = _own(running.values()), []

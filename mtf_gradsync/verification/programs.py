@@ -1,4 +1,4 @@
-"""Builds a program in one division, and runs it: in a graph and a session of its own."""
+"""The divisions of a program, each built and run in a graph and a session of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import SyncReplicasOptimizer
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.session import session_config
 from mtf_gradsync.simd.session import VariableAccess
@@ -75,7 +76,7 @@ class Program:
         self.is_model_fn = "mode" in names
         self._names = set(names)
 
-    def build(self, division: Division, batch: Batch) -> Built:
+    def build(self, division: Division, batch: Batch) -> BuiltDivision:
         """Builds the program in a graph of its own, for batches like this one."""
         params = {**self.params, **dict(division.params)}
         params.update(mesh_shape=division.mesh_shape, layout=division.layout)
@@ -99,7 +100,9 @@ class Program:
             loss, updates = build(division, inputs, params, program)
             recorded.end()
             blocks.close()
-        return Built(division, graph, program, recorded, tf.nest.flatten(inputs), loss, updates)
+        return BuiltDivision(
+            division, graph, program, recorded, tf.nest.flatten(inputs), loss, updates
+        )
 
     def _build_step(
         self, division: Division, inputs: Any, params: dict[str, Any], program: Any
@@ -135,7 +138,7 @@ class Program:
         return spec.loss, [spec.train_op]
 
 
-class Built(NamedTuple):
+class BuiltDivision(NamedTuple):
     """A program that was built.
 
     Attributes:
@@ -196,7 +199,7 @@ class Running:
 
     def __init__(
         self,
-        built: Built,
+        built: BuiltDivision,
         session: Any,
         to_masters: Any = None,
         to_slices: Any = None,
@@ -324,3 +327,113 @@ def in_float64() -> Iterator[None]:
         for module in (mtf, mtf.ops):
             patched.enter_context(mock.patch.object(module, "cast", cast_to_wide))
         yield
+
+
+KINDS = ("mesh", "batch", "model", "order", "microbatches", "wrappers", "masked", "runtimes")
+MICRO_STEPS = 2
+
+
+def own(mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: str) -> Division:
+    """The program as it is."""
+    return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
+
+
+def reference(base: Division) -> Division:
+    """One core, without a wrapper."""
+    ones = ";".join(f"{d.name}:1" for d in mtf.convert_to_shape(base.mesh_shape).dims)
+    changes = Changes(base.changes.without, unwrapped=True, drops=base.changes.drops)
+    return Division(
+        "one core, unwrapped", ones, base.layout, "placement_mesh", changes, base.params, True
+    )
+
+
+def default_divisions(
+    base: Division, recorded: Recorded, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
+) -> list[Division]:
+    """Returns the divisions of some kinds (`KINDS`) that a program can have besides its own.
+
+    Args:
+      base: the program's own.
+      recorded: what was seen when it was built.
+      kinds: which of them.
+      k_of_stack: how many microbatch steps its stack joins.
+    """
+    found = []
+    dims = mtf.convert_to_shape(base.mesh_shape).dims
+    size = mtf.convert_to_shape(base.mesh_shape).size
+
+    def varied(name: str, **fields: Any) -> None:
+        values = {
+            "mesh_shape": base.mesh_shape,
+            "layout": base.layout,
+            "runtime": base.runtime,
+            "changes": base.changes,
+            "params": base.params,
+            **fields,
+        }
+        found.append(Division(name, **values))
+
+    def along(axis: str) -> str:
+        return ";".join(f"{d.name}:{size if d.name == axis else 1}" for d in dims)
+
+    batch_axes = axes_of_batch(base.layout, recorded)
+    if "batch" in kinds and len(dims) > 1:
+        for axis in batch_axes[:1]:
+            varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
+    if "model" in kinds:
+        for axis in [d.name for d in dims if d.name not in batch_axes]:
+            varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
+    if "order" in kinds and len(dims) > 1:
+        varied("axes in the reverse order", mesh_shape=mesh_text(dims[::-1]))
+    if (
+        "microbatches" in kinds
+        and recorded.sees_gradients
+        and k_of_stack == 1
+        and not _has_schedulers(base, recorded)
+    ):
+        changes = base.changes._replace(
+            micro_steps=MICRO_STEPS, mesh=(base.mesh_shape, base.layout)
+        )
+        varied(f"{MICRO_STEPS} microbatch steps", changes=changes)
+    if "wrappers" in kinds:
+        for label in [x for x in recorded.stack if x not in base.changes.without]:
+            varied(f"without {label}", changes=without(base, label))
+    shards = masked_shards(recorded)
+    if "masked" in kinds and shards > 1 and k_of_stack == 1:
+        mask = tuple(number != shards - 1 for number in range(shards))
+        varied(f"shard {shards - 1} masked", changes=base.changes._replace(mask=mask))
+    if "runtimes" in kinds:
+        for runtime in RUNTIMES:
+            if runtime != base.runtime and not (runtime == "xla" and xla.why_no_xla()):
+                varied(f"on {runtime}", runtime=runtime)
+    return found
+
+
+def without(base: Division, label: str) -> Changes:
+    """What is changed of a program where one more wrapper is taken out."""
+    return base.changes._replace(without=(*base.changes.without, label))
+
+
+def _has_schedulers(base: Division, recorded: Recorded) -> bool:
+    return any(label not in base.changes.without for label in recorded.schedulers)
+
+
+def masked_shards(recorded: Recorded) -> int:
+    """How many shards a `SyncReplicasOptimizer` of the stack has; 0 without one."""
+    for wrapper in recorded.wrappers.values():
+        if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:
+            return wrapper.axes.num_shards
+    return 0
+
+
+def axes_of_batch(layout: str, recorded: Recorded) -> list[str]:
+    """The mesh axes that a layout splits the batch over."""
+    names = recorded.batch_dims
+    rules = mtf.convert_to_layout_rules(layout)
+    pairs = sorted(rules._pairs)
+    return [axis for name in names for dim, axis in pairs if dim == name]
+
+
+def mesh_text(dims: Sequence[mtf.Dimension]) -> str:
+    """Writes a mesh shape as Mesh-TF reads it."""
+    return ";".join(f"{d.name}:{d.size}" for d in dims)

@@ -12,9 +12,15 @@ from tqdm import tqdm
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import ClipByGlobalNormOptimizer
-from mtf_gradsync.verification import divisions as kinds
+from mtf_gradsync.verification import programs as kinds
 from mtf_gradsync.verification.comparing import (
+    CANNOT_BE,
+    EQUAL,
+    MUST_DIFFER,
+    NOT_EQUAL,
     Difference,
+    Line,
+    Verification,
     cause_of,
     dependences,
     name_of_factor,
@@ -30,14 +36,6 @@ from mtf_gradsync.verification.engine import (
 )
 from mtf_gradsync.verification.programs import RUNTIMES, Batch, Division, Program
 from mtf_gradsync.verification.recording import DROPS
-from mtf_gradsync.verification.result import (
-    CANNOT_BE,
-    EQUAL,
-    MUST_DIFFER,
-    NOT_EQUAL,
-    Line,
-    Verification,
-)
 
 
 def verify(

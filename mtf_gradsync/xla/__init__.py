@@ -8,7 +8,7 @@ from mtf_gradsync.xla.devices import XlaMissingError, devices_for, why_no_tpu_co
 from mtf_gradsync.xla.executable import default_cache_dir
 from mtf_gradsync.xla.export import export, to_checkpoint
 from mtf_gradsync.xla.processes import Processes, start_processes
-from mtf_gradsync.xla.runner.errors import DevicesError, StepError
+from mtf_gradsync.xla.runner.devices import DevicesError, StepError
 from mtf_gradsync.xla.session import Dispatched, XlaSession, session
 from mtf_gradsync.xla.topology.chips import GENERATIONS, Generation
 from mtf_gradsync.xla.topology.compiled import (

@@ -8,7 +8,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import HeldSlices
 from mtf_gradsync.xla.bridge import STATE_WORDS
-from mtf_gradsync.xla.executable import Lowered
+from mtf_gradsync.xla.executable import CoreModule
 from mtf_gradsync.xla.replica_program import ReplicaInput, ReplicaProgram
 from mtf_gradsync.xla.runner.packs import group_names
 
@@ -144,7 +144,7 @@ def describe_random_state(rows: Sequence[int]) -> dict[str, Any]:
 
 def describe_results(
     replica: ReplicaProgram,
-    lowered: Lowered,
+    lowered: CoreModule,
     parameters: Sequence[Mapping[str, Any]],
     positions: Mapping[str, int],
     graph: tf.Graph,

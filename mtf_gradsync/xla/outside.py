@@ -21,7 +21,7 @@ from mtf_gradsync.simd.facts import (
     split_input,
     untie,
 )
-from mtf_gradsync.xla.cores import Cores
+from mtf_gradsync.xla.devices import Cores
 from mtf_gradsync.xla.replica_program import ReplicaInput
 from mtf_gradsync.xla.runner.devices import OnDevices, put
 

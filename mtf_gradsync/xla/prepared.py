@@ -15,8 +15,8 @@ from mtf_gradsync.simd.checks import check_can_be_emulated
 from mtf_gradsync.simd.facts import GraphFacts
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import MasterOps, VariableAccess
-from mtf_gradsync.xla.cores import Cores
-from mtf_gradsync.xla.executable import Cache, Lowered, loaded, lowered
+from mtf_gradsync.xla.devices import Cores
+from mtf_gradsync.xla.executable import Cache, CoreModule, loaded, lowered
 from mtf_gradsync.xla.outside import Outside
 from mtf_gradsync.xla.replica_program import ReplicaInput, ReplicaProgram, replica_program
 from mtf_gradsync.xla.runner.devices import OnDevices, put
@@ -24,11 +24,11 @@ from mtf_gradsync.xla.runner.program import LoadedProgram
 from mtf_gradsync.xla.topology.compiled import find_hlo_collectives
 
 
-class Compiled(NamedTuple):
+class CompiledCore(NamedTuple):
     """A core's program for one set of fetches, ready to run."""
 
     replica: ReplicaProgram
-    lowered: Lowered
+    lowered: CoreModule
     program: LoadedProgram
     inputs: tuple[ReplicaInput, ...]  # the replica's inputs that are tensors
     variables: tuple[ReplicaInput, ...]  # the replica's inputs that are variables
@@ -67,14 +67,14 @@ class PreparedProgram:
         self._program = program
         self._cores = cores
         self._cache = cache
-        self._compiled: dict[tuple[str, ...], Compiled] = {}
+        self._compiled: dict[tuple[str, ...], CompiledCore] = {}
 
     @property
-    def all_compiled(self) -> tuple[Compiled, ...]:
+    def all_compiled(self) -> tuple[CompiledCore, ...]:
         """What was compiled so far."""
         return tuple(self._compiled.values())
 
-    def compiled(self, inside: tuple[str, ...]) -> Compiled:
+    def compiled(self, inside: tuple[str, ...]) -> CompiledCore:
         """Returns the program that fetches some tensors; compiles it at the first call.
 
         Raises a ProcessesError when another process has another program.
@@ -87,7 +87,7 @@ class PreparedProgram:
             program = loaded(module, self._cores.devices, self._cache)
             if not self._cores.is_alone:
                 self._cores.check_same("the orders of collectives", _order(program))
-            self._compiled[inside] = Compiled(
+            self._compiled[inside] = CompiledCore(
                 replica,
                 module,
                 program,

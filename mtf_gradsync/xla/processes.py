@@ -11,7 +11,7 @@ import time
 from typing import Any, Callable, Mapping, NamedTuple, TypeVar
 
 from mtf_gradsync._private.jax import (
-    Cluster,
+    JaxCluster,
     backends_are_initialized,
     detected_cluster,
     distributed_is_initialized,
@@ -21,13 +21,13 @@ from mtf_gradsync._signals import handler_kept
 from mtf_gradsync.processes.meeting import Place, meet
 from mtf_gradsync.processes.members import Member, ProcessesError
 from mtf_gradsync.processes.watchdog import Alarm, Membership, Watchdog
-from mtf_gradsync.xla import cores
-from mtf_gradsync.xla.cores import may_be_from_another_process
+from mtf_gradsync.xla import devices
 from mtf_gradsync.xla.devices import (
     ask_for_cpu_devices,
     check_installed,
     check_keeps_order,
     leave_absent_tpus_alone,
+    may_be_from_another_process,
 )
 
 _FRAMES = 5
@@ -145,8 +145,8 @@ class Processes(Membership):
           ProcessesError: when it failed on process 0, where its own error is raised.
         """
         if self.process_index == 0:
-            return cores.together(work)
-        cores.together(lambda: None)
+            return devices.together(work)
+        devices.together(lambda: None)
         return work()
 
     def check_equal(self, what: str, value: str, advice: str = "") -> None:
@@ -160,7 +160,7 @@ class Processes(Membership):
         Raises:
           ProcessesError: where it is not, on every process; it names the values.
         """
-        cores.check_equal(what, value, advice)
+        devices.check_equal(what, value, advice)
 
     def _leave(self) -> None:
         import jax
@@ -273,7 +273,7 @@ def start_processes(
 
 
 class _Job(NamedTuple):
-    """A `Cluster` of which everything is known."""
+    """A `JaxCluster` of which everything is known."""
 
     coordinator: str
     num_processes: int
@@ -292,7 +292,7 @@ def _resolved(
             f"start_processes got {', '.join(n for n in given if n not in missing)} without "
             f"{' and '.join(missing)}. Give all three, or none of them in a cluster that jax knows."
         )
-    cluster = Cluster(coordinator, num_processes, process_id, None)
+    cluster = JaxCluster(coordinator, num_processes, process_id, None)
     if missing:
         cluster = detected_cluster(timeout)
     coordinator, num_processes, process_id, devices = cluster

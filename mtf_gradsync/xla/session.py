@@ -17,13 +17,11 @@ from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import ReplicaSession, lowerings_in
 from mtf_gradsync.xla.bridge import initial_state
-from mtf_gradsync.xla.cores import Cores
-from mtf_gradsync.xla.devices import devices_for
+from mtf_gradsync.xla.devices import Cores, devices_for
 from mtf_gradsync.xla.executable import Cache, default_cache_dir
 from mtf_gradsync.xla.outside import BOUNDARY, DeviceInputs, Place, StepPlan, place_of
-from mtf_gradsync.xla.prepared import Compiled, DeviceVariables, PreparedProgram
-from mtf_gradsync.xla.runner.devices import OnDevices, put
-from mtf_gradsync.xla.runner.errors import DevicesError, devices_errors
+from mtf_gradsync.xla.prepared import CompiledCore, DeviceVariables, PreparedProgram
+from mtf_gradsync.xla.runner.devices import DevicesError, OnDevices, devices_errors, put
 
 _logger = logging.getLogger("mtf_gradsync")
 
@@ -135,7 +133,7 @@ class XlaSession(ReplicaSession):
         return self._program
 
     @property
-    def compiled(self) -> tuple[Compiled, ...]:
+    def compiled(self) -> tuple[CompiledCore, ...]:
         """What was compiled of it so far: a program for each set of fetches."""
         return self._prepared.all_compiled
 
@@ -233,7 +231,7 @@ class XlaSession(ReplicaSession):
         return [found[name] for name in names]
 
     def _step(
-        self, compiled: Compiled, values: dict[str, Any], fed: Collection[str]
+        self, compiled: CompiledCore, values: dict[str, Any], fed: Collection[str]
     ) -> dict[str, OnDevices]:
         """Runs the program, and returns its fetches by name."""
         self.steps += 1

@@ -6,11 +6,11 @@ import gin
 import numpy as np
 import pytest
 
+from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands.folder import Folder
 from mtf_gradsync.islands.journal import read_status
 from mtf_gradsync.islands.merger import replay
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from tests.train.conftest import NO_EVAL, train_tiny
 

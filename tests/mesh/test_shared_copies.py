@@ -9,7 +9,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import Branch, Conditional, Plan
+from mtf_gradsync.step import Branch, Conditional, StepPlan
 from tests import harness, models, reference
 
 STEPS = 5
@@ -132,7 +132,7 @@ def test_a_shared_slice_is_written_by_the_door_or_not_at_all(
         zeros = tf.zeros_initializer()
         variable = mtf.get_variable(mesh, "v", shape, initializer=zeros).operation
         if conditional:
-            plan = Plan.of(graph)
+            plan = StepPlan.of(graph)
             branch = Branch(plan)
             with branch.opened():
                 branch.updates.append(AddsOn(variable, past))

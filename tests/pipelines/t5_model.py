@@ -9,7 +9,7 @@ from pathlib import Path
 import gin
 
 from examples.run_t5 import without_torch
-from mtf_gradsync._configs import configs_dir
+from mtf_gradsync._common import configs_dir
 from mtf_gradsync._private.libraries import tf
 from tests.pipelines.losses import on_cpu_devices
 

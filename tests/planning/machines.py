@@ -8,7 +8,7 @@ from mtf_gradsync import planning, simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.planning.machines import Compiled
 from mtf_gradsync.xla.topology.compiled import HloCollective
-from mtf_gradsync.xla.topology.compiling import Lowered
+from mtf_gradsync.xla.topology.compiling import LoweredProgram
 
 LAYOUT = "batch:batch;hidden:model"
 
@@ -62,7 +62,7 @@ class Counting:
 
     def lower(self, program, fetches):
         self.lowered += 1
-        return Lowered(self.cores, self.module or str(program.mesh_impl.shape))
+        return LoweredProgram(self.cores, self.module or str(program.mesh_impl.shape))
 
     def compile(self, lowered, begun):
         with contextlib.ExitStack() as stack:

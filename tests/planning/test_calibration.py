@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from mtf_gradsync.planning import sample_steps
-from mtf_gradsync.planning.calibration import (
+from mtf_gradsync.planning.this_machine import (
     Calibration,
-    Rates,
-    Work,
+    FittedRates,
+    MeasuredWork,
     corrections,
     fit,
     meetings,
@@ -20,7 +20,7 @@ def made_up(count):
     """Works in which flops, bytes, operations and meetings vary apart from each other."""
     rng = np.random.RandomState(0)
     return [
-        Work(
+        MeasuredWork(
             cores=2 ** rng.randint(0, 5),
             flops=1e9 * rng.rand(),
             bytes=1e8 * rng.rand(),
@@ -53,7 +53,7 @@ def test_the_fit_finds_the_rates_that_times_were_made_with(rates):
     seconds = [by_hand(work, *rates) for work in works]
     found = fit(works, seconds)
     # Times are exact but for rounding, and the matrix's condition costs a few digits.
-    assert found == pytest.approx(Rates(*rates), rel=1e-8, abs=1e-16)
+    assert found == pytest.approx(FittedRates(*rates), rel=1e-8, abs=1e-16)
     assert [found.seconds(work) for work in works] == pytest.approx(seconds, rel=1e-8)
 
 
@@ -67,7 +67,7 @@ def test_no_rate_is_negative():
 
 def test_what_no_step_does_costs_nothing():
     works = [work._replace(meetings=0.0) for work in made_up(8)]
-    rates = Rates(5e-12, 3e-11, 1e-6, 8e-11, 1.0, 4e-10, 3e-10, 1e-5)
+    rates = FittedRates(5e-12, 3e-11, 1e-6, 8e-11, 1.0, 4e-10, 3e-10, 1e-5)
     found = fit(works, [by_hand(work, *rates) for work in works])
     assert found == pytest.approx(rates._replace(meeting=0.0), rel=1e-8)
 
@@ -75,14 +75,15 @@ def test_what_no_step_does_costs_nothing():
 def test_errors_count_relative_to_the_time():
     # The same work takes 1 and 2 ms, and a thousand times the work 1 s: the sum of squares of
     # (r - 1)^2 + (r / 2 - 1)^2 + (r - 1)^2 is least at r = 2.5 / 2.25.
-    works = [Work(1, flops, 0.0, 0, 0.0) for flops in (1e6, 1e6, 1e9)]
+    works = [MeasuredWork(1, flops, 0.0, 0, 0.0) for flops in (1e6, 1e6, 1e9)]
     assert fit(works, [1e-3, 2e-3, 1.0]).flop == pytest.approx(1e-9 * 2.5 / 2.25)
 
 
 def test_a_mesh_is_corrected_by_what_its_steps_took_longer():
-    rates = Rates(1e-9, *[0.0] * 7)
+    rates = FittedRates(1e-9, *[0.0] * 7)
     works = [
-        Work(cores, 1e6, 0.0, 0, 0.0, group=group) for cores, group in ((4, 2), (4, 2), (4, 4))
+        MeasuredWork(cores, 1e6, 0.0, 0, 0.0, group=group)
+        for cores, group in ((4, 2), (4, 2), (4, 4))
     ]
     # By the rates each takes 4 ms.
     found = corrections(works, [4e-3 * 2, 4e-3 * 4, 4e-3 / 9], rates)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from mtf_gradsync import simd
-from mtf_gradsync.planning.links import exchanges_of
+from mtf_gradsync.planning.machines import exchanges_of
 from mtf_gradsync.simd.collectives import groups_by_axes
 from mtf_gradsync.xla.topology.compiled import HloCollective
 from tests.planning.machines import LAYOUT, build

@@ -7,12 +7,11 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import planning, xla
 from mtf_gradsync.planning import machines, sample_steps, this_machine
-from mtf_gradsync.planning.calibration import Calibration, Rates, work_of
 from mtf_gradsync.planning.machines import SkippedStep, TpuMachine
 from mtf_gradsync.planning.sample_steps import Samples, Size
-from mtf_gradsync.planning.this_machine import CpuMachine
+from mtf_gradsync.planning.this_machine import Calibration, CpuMachine, FittedRates, work_of
 from mtf_gradsync.xla.topology.compiled import CoreMemory
-from mtf_gradsync.xla.topology.compiling import Lowered
+from mtf_gradsync.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.xla.topology.estimate import CostEstimate
 from tests.planning.machines import LAYOUT, build
 
@@ -105,7 +104,7 @@ def test_figures_of_a_program_with_conditionals_are_those_of_an_update(monkeypat
     )
     monkeypatch.setattr(machines, "places_of", lambda topology: [(0, 0, 0, 0)])
     monkeypatch.setattr(machines, "compile_lowered", lambda *_, **__: made)
-    compiled = TpuMachine("v5e:1x1").compile(Lowered(1, "module"), lambda process: None)
+    compiled = TpuMachine("v5e:1x1").compile(LoweredProgram(1, "module"), lambda process: None)
     assert compiled.estimate_seconds == max(estimates.values())
     assert compiled.is_of_update == (len(estimates) > 1)
     assert compiled.skipped == (
@@ -145,7 +144,7 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     other = CpuMachine("cpu:2", 2)
     other.lower(built.program, built.fetches)
     assert other.calibration is machine.calibration
-    made_up = Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 1e-4, 0.0, 0.0)
+    made_up = FittedRates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 1e-4, 0.0, 0.0)
     machine.calibration = Calibration(made_up, {(2, 2): 2.0})
     # Two groups of two among four cores would be a half; here all two meet. Each puts in 1 MB.
     assert machine.seconds("all-reduce", [[0, 1]], 1e6) == pytest.approx(1e-3 + 2 * 1e6 * 1e-4)

@@ -3,7 +3,7 @@
 import pytest
 
 from mtf_gradsync import planning, xla
-from mtf_gradsync.planning.links import HOP_SECONDS, Torus, bytes_sent, hops
+from mtf_gradsync.planning.machines import HOP_SECONDS, Torus, bytes_sent, hops
 
 CHIPS = {chip.name: chip for chip in planning.CHIPS}
 

@@ -10,7 +10,7 @@ import pytest
 from mtf_gradsync._private import mesh_tensorflow
 from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import Later, Plan
+from mtf_gradsync.step import Later, StepPlan
 
 ROWS, COLUMNS = mtf.Dimension("rows", 4), mtf.Dimension("columns", 2)
 
@@ -378,7 +378,7 @@ def test_steps_that_an_error_has_undone_are_built_again():
         def make(self):
             return [mtf.assign(w.operation, w * 2.0)]
 
-    plan = Plan.of(mesh.graph)
+    plan = StepPlan.of(mesh.graph)
     doubled = Doubled(plan)
     with contextlib.suppress(ZeroDivisionError), plan.undone_on_error():
         doubled.build()
@@ -399,12 +399,12 @@ def test_steps_are_built_before_a_graph_is_rewritten_or_lowered(autostack):
             added.append(mtf.assign(w.operation, w * 2.0))
             return added[-1:]
 
-    first = Added(Plan.of(mesh.graph))
+    first = Added(StepPlan.of(mesh.graph))
     if not autostack:
         mesh.graph.rewrite_stack_variables()
         assert len(added) == 1
         assert len(mesh.graph.all_variables) == 1
-    second = Added(Plan.of(mesh.graph))
+    second = Added(StepPlan.of(mesh.graph))
     mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
     lowering = mtf.Lowering(mesh.graph, {mesh: mesh_impl}, autostack=autostack)
     assert [*first.build(), *second.build()] == added

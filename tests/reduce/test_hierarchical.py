@@ -8,7 +8,7 @@ import pytest
 
 from mtf_gradsync import reduce, session_config, simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.reduce.levels import inner_groups
+from mtf_gradsync.reduce.hierarchical import inner_groups
 from tests import harness
 from tests.reduce import on_mesh
 

@@ -5,7 +5,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh import devices
+from mtf_gradsync.mesh import groups
 from mtf_gradsync.reduce import (
     BestAllReduce,
     CompressedAllReduce,
@@ -13,7 +13,7 @@ from mtf_gradsync.reduce import (
     ProcessorGroups,
     scatter_gather,
 )
-from mtf_gradsync.reduce.parts import Cut
+from mtf_gradsync.reduce.packs import Cut
 from mtf_gradsync.reduce.scatter_gather import all_gather
 from mtf_gradsync.simd.emulator import emulate
 from tests.reduce import on_mesh
@@ -53,13 +53,13 @@ def test_parts_of_sums_and_back(strategy, kind, mesh, axes, cuts, monkeypatch):
     # Whole numbers: their sums are exact in any order.
     arrays = [rng.randint(-9, 9, (shape.size, *s)).astype("f") for s in SHAPES]
     if kind == "own memories":
-        monkeypatch.setattr(devices, "_memory", lambda device: device)
+        monkeypatch.setattr(groups, "_memory", lambda device: device)
     # The first tensor takes the path of large ones.
     monkeypatch.setattr(scatter_gather, "_WRITTEN_IN_PLACE", 1000)
 
     def make(mesh_impl, values):
-        groups = ProcessorGroups.along(mesh_impl, axes)
-        parts = STRATEGIES[strategy]().reduce_scatter(mesh_impl, values, groups, cuts)
+        all_processors = ProcessorGroups.along(mesh_impl, axes)
+        parts = STRATEGIES[strategy]().reduce_scatter(mesh_impl, values, all_processors, cuts)
         return [*parts, *all_gather(mesh_impl, parts, cuts, 2**20)]
 
     where = "simd" if kind == "simd" else "placement"
@@ -90,8 +90,8 @@ def test_a_simd_mesh_is_sent_one_reduce_scatter(strategy, dtype):
         with simd.tpu_program("all:8", "") as program:
             impl = program.mesh_impl
             values = [impl.LaidOutTensor([tf.ones([8, 1024])])]
-            groups = ProcessorGroups.along(impl, [0])
-            STRATEGIES[strategy]().reduce_scatter(impl, values, groups, [[Cut(0, 0)]])
+            all_processors = ProcessorGroups.along(impl, [0])
+            STRATEGIES[strategy]().reduce_scatter(impl, values, all_processors, [[Cut(0, 0)]])
         sent = [op for op in graph.get_operations() if op.type in COLLECTIVES]
     assert [(op.type, op.inputs[0].dtype) for op in sent] == [("XlaReduceScatter", dtype)]
 
@@ -101,15 +101,15 @@ COLLECTIVES = ("CrossReplicaSum", "XlaReduceScatter", "XlaAllReduce", "AllToAll"
 
 @pytest.mark.parametrize(("strategy", "size"), [("fused", 4), ("best", 4), ("bfloat16", 2)])
 def test_devices_of_other_memories_send_parts_alone(strategy, size, monkeypatch):
-    monkeypatch.setattr(devices, "_memory", lambda device: device)
+    monkeypatch.setattr(groups, "_memory", lambda device: device)
     with on_mesh.graph_of("all:8", []) as (impl, values, graph):
         slices = []
         for device in impl.devices:
             with tf.device(device):
                 slices.append(tf.placeholder(tf.float32, [8, 16]))
         values.append(impl.LaidOutTensor(slices))
-        groups = ProcessorGroups.along(impl, [0])
-        STRATEGIES[strategy]().reduce_scatter(impl, values, groups, [[Cut(0, 0)]])
+        all_processors = ProcessorGroups.along(impl, [0])
+        STRATEGIES[strategy]().reduce_scatter(impl, values, all_processors, [[Cut(0, 0)]])
         sent = {
             (x.name, op.device): x.shape.num_elements() * x.dtype.size
             for op in graph.get_operations()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtf_gradsync.runtimes.manifest import write_bytes
+from mtf_gradsync.runtimes.starting import write_bytes
 
 
 def test_a_file_is_replaced_and_a_device_is_not(tmp_path):

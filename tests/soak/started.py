@@ -11,7 +11,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.manifest import MANIFEST_FILE, damage_of
+from mtf_gradsync.runtimes.starting import MANIFEST_FILE, damage_of
 from tests.soak import settings
 from tests.soak.child import Child
 from tests.soak.prebuilt import prebuilt

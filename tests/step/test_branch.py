@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import Branch, Conditional, Gate, Plan
+from mtf_gradsync.step import Branch, Conditional, Gate, StepPlan
 from tests import harness
 
 SCALAR = mtf.Shape([])
@@ -32,7 +32,7 @@ def run(kind, make, flags, **kwargs):
 def test_a_branch_runs_when_it_is_due(mesh_kind, as_call, autostack):
     def make(mesh, due):
         w, slot = scalar(mesh, "w", 1.0), scalar(mesh, "slot", 2.0)
-        plan = Plan.of(mesh.graph)
+        plan = StepPlan.of(mesh.graph)
 
         def update():
             return mesh.graph.combine_assignments([
@@ -52,7 +52,7 @@ def test_a_branch_runs_when_it_is_due(mesh_kind, as_call, autostack):
 def test_operations_of_a_branch_stay_in_the_graphs_list():
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     w = scalar(mesh, "w")
-    plan = Plan.of(mesh.graph)
+    plan = StepPlan.of(mesh.graph)
     before = list(mesh.graph.operations)
     branch = Branch(plan, lambda: [mtf.assign(w, w + scalar(mesh, "made_inside"))])
     made = [op for op in mesh.graph.operations if op not in before]
@@ -69,7 +69,7 @@ def test_a_sum_that_is_made_in_a_branch_is_made_again_outside(mesh_kind):
     def make(mesh, due):
         w, seen = scalar(mesh, "w"), scalar(mesh, "seen")
         total = mtf.reduce_sum(mtf.ones(mesh, mtf.Shape([batch])))
-        plan = Plan.of(mesh.graph)
+        plan = StepPlan.of(mesh.graph)
         branch = Branch(plan, lambda: [mtf.assign(w, w + total * total)])
         gate = Gate(plan, [w])
         conditional = Conditional(due, gate, branch, [])
@@ -85,7 +85,7 @@ def test_a_sum_that_is_made_in_a_branch_is_made_again_outside(mesh_kind):
 def test_a_branch_in_a_branch(mesh_kind):
     def make(mesh, due):
         w, inner = scalar(mesh, "w"), scalar(mesh, "inner")
-        plan = Plan.of(mesh.graph)
+        plan = StepPlan.of(mesh.graph)
         gate = Gate(plan, [w, inner])
         second = mtf.greater(w, 0.5)
 
@@ -105,7 +105,7 @@ def test_a_branch_in_a_branch(mesh_kind):
 def test_summaries_of_a_branch_are_removed_with_a_warning(caplog):
     def make(mesh, due):
         w = scalar(mesh, "w")
-        plan = Plan.of(mesh.graph)
+        plan = StepPlan.of(mesh.graph)
 
         def update():
             mtf.scalar_summary("inside", w)

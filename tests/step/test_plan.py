@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import Plan
+from mtf_gradsync.step import StepPlan
 from mtf_gradsync.step.lowering import Planned
 from tests import harness, models
 
@@ -133,7 +133,7 @@ def test_two_graphs_at_once():
         with tf.variable_scope(f"model_{i}"):
             mesh.graph.captured_variable_scope = tf.get_variable_scope()
             operations.append(mlp_step(optimizers[i], mesh, inputs))
-    assert Plan.of(meshes[0].graph) is not Plan.of(meshes[1].graph)
+    assert StepPlan.of(meshes[0].graph) is not StepPlan.of(meshes[1].graph)
     lowerings = [
         mtf.Lowering(mesh.graph, {mesh: harness.placement(MESH, LAYOUT)}) for mesh in meshes
     ]
@@ -212,7 +212,7 @@ def test_an_error_in_midway_leaves_graph_and_plan_as_they_were(names, mesh_kind)
             stacked(names, _Fails(0.1)).apply_grads(grads, variables)
         assert mesh.graph.operations == before
         assert mesh.graph.all_variables == mesh.graph.trainable_variables == variables
-        assert not Plan.of(mesh.graph).is_in_branch
+        assert not StepPlan.of(mesh.graph).is_in_branch
         return stacked(["cross_shard"]).apply_grads(grads, variables), {}
 
     found = harness.run(mesh_kind, MESH, LAYOUT, build, models.mlp_batches(1)).variables
@@ -225,11 +225,11 @@ def test_operations_stay_what_they_are():
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     x = mtf.zeros(mesh, mtf.Shape([])) + 1.0
     operation, kind = x.operation, type(x.operation)
-    Plan.of(mesh.graph).adopt()
+    StepPlan.of(mesh.graph).adopt()
     assert isinstance(operation, kind)
     assert isinstance(operation, Planned)
     assert type(operation).__name__ == kind.__name__
-    assert Plan.of(mesh.graph).adopt() == []
+    assert StepPlan.of(mesh.graph).adopt() == []
 
 
 def test_a_recomputed_model_after_the_plan_was_made(mesh_kind):
@@ -239,7 +239,7 @@ def test_a_recomputed_model_after_the_plan_was_made(mesh_kind):
         x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", 8)]))
         w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.constant_initializer(0.5))
         y = mtf.recompute_grad(lambda x: mtf.tanh(x * w), [x])
-        Plan.of(mesh.graph).adopt()
+        StepPlan.of(mesh.graph).adopt()
         (grad,) = mtf.gradients([mtf.reduce_sum(y)], [w])
         opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(1.0))
         return opt.apply_grads([grad], [w.operation]), {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtf_gradsync.timelines.recorder import _name, _parts
+from mtf_gradsync.timelines.events import _name, _parts
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import shutil
 import gin
 import pytest
 
+from mtf_gradsync._common import TrainingError
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.data.batches import DataError, TrainingBatches

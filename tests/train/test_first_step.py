@@ -5,8 +5,8 @@ import json
 import gin
 import pytest
 
+from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train import held_out, loop
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mtf_gradsync.runtimes.errors import TrainingError
+from mtf_gradsync._common import TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.train import metrics as metrics_file
 from mtf_gradsync.train import train_graph

@@ -11,7 +11,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.xla import executable, outside, prepared
-from mtf_gradsync.xla.runner.errors import devices_errors
+from mtf_gradsync.xla.runner.devices import devices_errors
 from tests import harness, models, reference
 from tests.simd.programs import MESHES, SGD, Regression
 
@@ -251,7 +251,7 @@ def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_ne
 
 
 def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
-    from mtf_gradsync.runtimes.errors import ConfigError
+    from mtf_gradsync._common import ConfigError
     from mtf_gradsync.train.runner import choose_runtime
     from mtf_gradsync.xla import devices
 

@@ -1,8 +1,14 @@
 """Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
 
-from mtf_gradsync.gradients.pending.batch import check_batch_dims, find_axes, names_of_batch
 from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
-from mtf_gradsync.gradients.pending.layout import Axes, Layout, own_slices
+from mtf_gradsync.gradients.pending.layout import (
+    Axes,
+    Layout,
+    check_batch_dims,
+    find_axes,
+    names_of_batch,
+    own_slices,
+)
 from mtf_gradsync.gradients.pending.lowering import PendingSums
 from mtf_gradsync.gradients.pending.sums import PendingSum, gradient_name
 

@@ -1,11 +1,13 @@
-"""The layout of tensors on a mesh, and the axes that the batch is split over."""
+"""The layout of tensors on a mesh, and which of them are split as the batch is."""
 
 from __future__ import annotations
 
-from typing import Callable, Collection, NamedTuple
+from typing import Callable, Collection, Iterable, NamedTuple, Sequence
 
+from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import loop_body
+from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body, meshes_made
+from mtf_gradsync.gradients.pending.linear import passes_on
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
@@ -130,3 +132,223 @@ def own_slices(
         for position, output in enumerate(operation.outputs):
             known[output] = own(output, computed(operation, position))
     return own
+
+
+AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
+# Operations without inputs that bring no data.
+_MADE = (mtf.Variable, mtf.Constant, mtf.RandomOperation, mtf.RangeOperation)
+# Their outputs have dimensions that data do not have.
+_WIDENS = (mtf.BroadcastOperation, mtf.OneHotOperation, mtf.WhileLoopOperation, StageOperation)
+# Operations on the way from each example's loss to the loss.
+_TO_LOSS = (
+    mtf.AddOperation,
+    mtf.ReduceOperation,
+    mtf.ReshapeOperation,
+    mtf.ScalarAddOperation,
+    mtf.ScalarMultiplyOperation,
+)
+
+
+class Split(NamedTuple):
+    """The dimensions that inputs and losses are split along.
+
+    Attributes:
+      dims: for each mesh axis the name of the dimension that is split over it.
+      is_of_weights: whether variables have all of these dimensions, too: then the axes may be those
+        of model parallelism.
+    """
+
+    dims: dict[int, str]
+    is_of_weights: bool
+
+
+def used_axes(
+    graph: mtf.Graph,
+    mesh: mtf.Mesh,
+    axis_of: AxisOf,
+    targets: Sequence[mtf.Tensor],
+    names: Iterable[Sequence[str] | None],
+) -> Axes:
+    """Returns the mesh axes that the batch of a program is split over.
+
+    `names` has the dimensions' names that each wrapper was given, or None, and the axes are those
+    of all these dimensions. If the graph lacks one of them, or none were given, the axes are those
+    that inputs and losses are split over.
+    """
+    names = list(names)
+    given = list(dict.fromkeys(name for some in names for name in some or ()))
+    if not given and None not in names:
+        return Axes()  # the batch is not split at all
+    missing = missing_names(graph, mesh, given)
+    by_name = {name: axis_of(mesh, mtf.Dimension(name, 1)) for name in given}
+    resolved = Axes({by_name[name] for name in given if name not in missing} - {None})
+    if resolved and not missing:
+        return resolved
+    found = split_of_inputs(graph, mesh, axis_of, targets)
+    if not found.dims:
+        return Axes(set(by_name.values()) - {None})
+    others = {axis: dim for axis, dim in found.dims.items() if axis not in resolved}
+    if not found.is_of_weights:
+        _warn_of_missing(graph, given, missing, others)
+    return resolved | Axes(found.dims)
+
+
+def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
+    """Returns replica axes for gradients where none were given: those of the program's one mesh.
+
+    They are of the dimensions `names`, and where the graph lacks one of these, of those that its
+    inputs are split along, with a warning. None if the program has made no mesh yet or several, the
+    targets are on several meshes, or the mesh splits none of the dimensions.
+    """
+    made = meshes_made()
+    if len(made) != 1 or len({t.mesh for t in targets}) != 1:
+        return None
+    (mesh_shape, layout), graph, mesh = made[0], targets[0].graph, targets[0].mesh
+
+    def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
+        del mesh
+        return layout.tensor_dimension_to_mesh_axis(dim, mesh_shape)
+
+    missing = missing_names(graph, mesh, names)
+    split = {axis_of(mesh, mtf.Dimension(name, 1)) for name in names if name not in missing}
+    if missing or (names and split <= {None}):
+        found = split_of_inputs(graph, mesh, axis_of, targets)
+        others = {axis: dim for axis, dim in found.dims.items() if axis not in split}
+        # The axes may be those of model parallelism if variables have the dimensions, too.
+        if others and not found.is_of_weights:
+            _warn_of_missing(graph, names, missing, others)
+            names = _better(names, missing, others)
+    if not any(axis_of(mesh, mtf.Dimension(name, 1)) is not None for name in names):
+        return None
+    return ReplicaAxes(mesh_shape, layout, names)
+
+
+def _warn_of_missing(
+    graph: mtf.Graph, given: Sequence[str], missing: Sequence[str], others: dict[int, str]
+) -> None:
+    # Names for another mesh are no mistake.
+    nowhere = missing_names(graph, None, missing)
+    if nowhere and others:
+        warn_once(
+            f"batch dims {nowhere}",
+            "No tensor of the graph has the dimensions %s of batch_dims, and its inputs are split "
+            "along %s: the mesh axes of these are taken as replica axes. Give batch_dims=%s.",
+            nowhere,
+            sorted(others.values()),
+            _better(given, nowhere, others),
+        )
+
+
+def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
+    """Raises ValueError where the inputs are split over other axes than the given replica axes.
+
+    It looks at the inputs only if no tensor has one of the dimensions in `batch_dims`.
+    """
+    graph, mesh = targets[0].graph, targets[0].mesh
+    missing = missing_names(graph, mesh, axes.batch_dims)
+    if not missing:
+        return
+    found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
+    others = {axis: dim for axis, dim in found.dims.items() if axis not in axes.mesh_axes}
+    if others and not found.is_of_weights:
+        raise ValueError(
+            f"No tensor of the graph has the dimensions {missing} of batch_dims, and its inputs "
+            f"are split along {sorted(others.values())}, which {axes!r} does not have: its shards "
+            "would not be those of the batch. Give "
+            f"batch_dims={_better(axes.batch_dims, missing, others)}."
+        )
+
+
+def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
+    """Returns the names of dimensions that the batch is split along, as far as they are known."""
+    graph, mesh = targets[0].graph, targets[0].mesh
+    if not missing_names(graph, mesh, axes.batch_dims):
+        return set(axes.batch_dims)
+    found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
+    return {*axes.batch_dims, *(() if found.is_of_weights else found.dims.values())}
+
+
+def _better(
+    names: Sequence[str], missing: Sequence[str], others: dict[int, str]
+) -> tuple[str, ...]:
+    return (*(name for name in names if name not in missing), *sorted(others.values()))
+
+
+def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
+    """Returns those of some names that no dimension of a mesh's tensors has, or of all meshes'."""
+    known = {
+        dim.name
+        for operation in flat(graph.operations)
+        if mesh in (None, operation.mesh) and not isinstance(operation, StageOperation)
+        for tensor in operation.outputs
+        for dim in tensor.shape.dims
+    }
+    return [name for name in names if name not in known]
+
+
+def split_of_inputs(
+    graph: mtf.Graph, mesh: mtf.Mesh, axis_of: AxisOf, targets: Sequence[mtf.Tensor]
+) -> Split:
+    """Finds the dimensions that the inputs and the losses of gradients are split along.
+
+    They are of the mesh axes that both are split over, if any. A dimension that a variable also has
+    counts as one of the model, unless there is no other.
+    """
+    weights = {
+        dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims
+    }
+    both = [
+        [dim for t in tensors if t.mesh is mesh for dim in t.shape.dims]
+        for tensors in (_data(graph, targets), _losses(graph))
+    ]
+    for of_weights in (False, True):
+        inputs, losses = (
+            {
+                axis: dim.name
+                for dim in dims
+                for axis in [axis_of(mesh, dim)]
+                if axis is not None and (of_weights or dim.name not in weights)
+            }
+            for dims in both
+        )
+        dims = {axis: name for axis, name in inputs.items() if axis in losses}
+        dims = dims or {**losses, **inputs}
+        if dims:
+            return Split(dims, of_weights)
+    return Split({}, False)
+
+
+def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
+    """Finds the tensors that bring a program's data to the mesh for gradients."""
+    needed = _before(targets)
+    found: dict[mtf.Tensor, None] = {}
+    for operation in flat(graph.operations):
+        if operation not in needed or isinstance(operation, (*_MADE, *_WIDENS)):
+            continue
+        of_data = len(operation.inputs) == 1 and operation.inputs[0] in found
+        if of_data or not operation.inputs:
+            found.update(dict.fromkeys(operation.outputs))
+    return list(found)
+
+
+def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
+    """Finds losses, and the tensors that they are sums of."""
+
+    def terms(tensor: mtf.Tensor) -> list[mtf.Tensor]:
+        operation = tensor.operation
+        is_sum = isinstance(operation, _TO_LOSS) or passes_on(operation)
+        return operation.inputs if is_sum or not tensor.shape.dims else []
+
+    losses = [loss for call in gradients_calls(graph) for loss in call.losses]
+    return [t for t in walk(losses, terms) if not isinstance(t.operation, mtf.Variable)]
+
+
+def _before(targets: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
+    """Finds all operations that tensors are computed by."""
+
+    def sources(operation: mtf.Operation) -> list[mtf.Operation]:
+        is_loop = isinstance(operation, mtf.WhileLoopOperation)
+        body = loop_body(operation).outputs if is_loop else []
+        return [t.operation for t in (*operation.inputs, *body)]
+
+    return set(walk([t.operation for t in targets], sources))

@@ -14,14 +14,13 @@ from mtf_gradsync._private.mesh_tensorflow import (
     loop_condition,
     scalar_of,
 )
-from mtf_gradsync.gradients.pending.batch import used_axes
 from mtf_gradsync.gradients.pending.flow import Flow, Use
-from mtf_gradsync.gradients.pending.layout import Axes, Layout
+from mtf_gradsync.gradients.pending.layout import Axes, Layout, used_axes
 from mtf_gradsync.gradients.pending.linear import sums_before_broadcast
 from mtf_gradsync.gradients.pending.sums import PendingSum, Unsummed, current_context
 from mtf_gradsync.gradients.stage import PartialSum, StageOperation, reduce_partial_sums, share
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Part, PartLowering, Plan
+from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 from mtf_gradsync.step.lowering import flat
 
 
@@ -306,7 +305,7 @@ class PendingLowering(PartLowering):
         """Lowers an operation on other values of its inputs."""
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
-        lowered = Plan.of(operation.graph).lowered(self._lowering)
+        lowered = StepPlan.of(operation.graph).lowered(self._lowering)
         with self._in_place_of(inputs), lowered.name_scope(operation.name):
             operation.lower_itself(self._lowering)
         values = [self._tensors[t] for t in outputs]
@@ -334,7 +333,7 @@ class _Want(NamedTuple):
     are_sums: bool
 
 
-class PendingSums(Part):
+class PendingSums(PlanPart):
     """Keeps sums pending, and reduces those behind all gradients together."""
 
     def __init__(self) -> None:
@@ -358,7 +357,7 @@ class PendingSums(Part):
         """
         if not tensors:
             return
-        plan = Plan.of(tensors[0].graph)
+        plan = StepPlan.of(tensors[0].graph)
         plan.adopt()
         part = plan.part(cls)
         names = None if batch_dims is None else tuple(batch_dims)
@@ -367,7 +366,7 @@ class PendingSums(Part):
     @classmethod
     def of_lowering(cls, lowering: mtf.Lowering) -> PendingLowering:
         """Returns the pending sums of a lowering that has begun."""
-        parts = Plan.of(lowering.graph).lowered(lowering).parts
+        parts = StepPlan.of(lowering.graph).lowered(lowering).parts
         return next(part for part in parts if isinstance(part, PendingLowering))
 
     def begin(self, lowering: mtf.Lowering) -> PendingLowering:

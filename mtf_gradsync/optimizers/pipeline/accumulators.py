@@ -11,9 +11,9 @@ from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.stage import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided
-from mtf_gradsync.optimizers.state.restoring import ACCUMULATOR
-from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, named_state
-from mtf_gradsync.step import Gate, Plan, WriteInPlace, write_slices
+from mtf_gradsync.optimizers.restoring import ACCUMULATOR
+from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners, named_state
+from mtf_gradsync.step import Gate, StepPlan, WriteInPlace, write_slices
 
 
 class DirectUpdate(NamedTuple):
@@ -79,7 +79,7 @@ class Accumulators:
             slots.record([accumulator], [variable], tf.get_variable_scope().name)
             self._variables.append(accumulator)
             self._grads.append(grad if grad.dtype == wide else mtf.cast(grad, wide))
-        keepers = Plan.of(gradients.graph).part(SlotOwners)
+        keepers = StepPlan.of(gradients.graph).part(SlotOwners)
         keepers.check(slots, self._variables, gradients.variables)
 
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:

@@ -28,13 +28,13 @@ from mtf_gradsync.optimizers.pipeline.stage import (
 )
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
-from mtf_gradsync.optimizers.state.schedules import UpdateCounters
-from mtf_gradsync.optimizers.state.variables import SlotBook, SlotOwners, scalar_state
+from mtf_gradsync.optimizers.schedules import UpdateCounters
+from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners, scalar_state
 from mtf_gradsync.step import (
     Branch,
     Conditional,
     Gate,
-    Plan,
+    StepPlan,
     WriteOrder,
     built,
     gated_update,
@@ -52,7 +52,7 @@ class StepConditions:
       agree: combines booleans of the islands, if there are any: true on all of them, or on any.
     """
 
-    plan: Plan
+    plan: StepPlan
 
     def __init__(self) -> None:
         self._lists: list[list[mtf.Operation]] = [[]]
@@ -212,7 +212,7 @@ class StepBuilder(StepConditions):
 
         `axes` are the replica axes that weights of shards are for.
         """
-        self.plan = Plan.of(gradients.graph)
+        self.plan = StepPlan.of(gradients.graph)
         before = set(gradients.graph.operations)
         counter: mtf.Variable | None = None
         with self._branches:

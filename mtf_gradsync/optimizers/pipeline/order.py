@@ -51,7 +51,7 @@ class Traits(NamedTuple):
 ONE_FOR_EACH_MESH = "Make one for the variables of each mesh, each with a name= of its own"
 
 
-class Rule(NamedTuple):
+class OrderRule(NamedTuple):
     """An order that makes no sense; `forbids` gets the traits of outer and inner wrapper.
 
     `why` is the error, with fields {outer}, {inner} and {or_else}.
@@ -62,11 +62,11 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(
+    OrderRule(
         lambda outer, inner: outer.keeps_outer_values and inner.keeps_outer_values,
         "{inner} inside {outer} would make islands of islands; use one.",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: (
             (outer.makes_islands and inner.counts_shards)
             or (outer.counts_shards and inner.makes_islands)
@@ -76,7 +76,7 @@ RULES = (
         "what is not finite, use OuterOptimizer(GradientAccumulationOptimizer(opt, passes, "
         "should_skip_update_fn=skip_not_finite), ..., leave_out_not_finite=True).",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: (
             inner.makes_islands
             and (outer.reduces or outer.needs_shards or outer.watches_not_finite)
@@ -84,32 +84,32 @@ RULES = (
         "{outer} around {inner} would reduce gradients over the islands, which {inner} trains "
         "separately: turn them round, {inner}({outer}(opt, ...), ...).",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: outer.averages and inner.averages,
         "{outer} and {inner} would update the same averages of variables twice; use one.",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: outer.shards_updates and inner.shards_updates,
         "{inner} inside {outer} would shard updates that are sharded already; use one.",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: outer.watches_not_finite and inner.watches_not_finite,
         "A {inner} inside a {outer} would scale the loss twice; use one.",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: outer.schedules_updates and inner.schedules_updates,
         "{inner} cannot be inside {outer}: each decides by itself when there is an update, so "
         "that one would count the updates of the other as steps. Use one: "
         "GradientAccumulationOptimizer with the product of both backward_passes_per_step, or "
         "SyncReplicasOptimizer with replicas_to_aggregate=K * num_shards.",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: outer.skips_not_finite and inner.watches_not_finite,
         "{outer} skips gradients that are not finite, so that {inner} inside it cannot find that "
         "its scale is too large: turn them round, {inner}({outer}(opt, ...)), or skip nothing in "
         "{outer}.",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: (
             outer.watches_not_finite and inner.schedules_updates and not inner.skips_not_finite
         ),
@@ -117,12 +117,12 @@ RULES = (
         "them round, {inner}({outer}(opt), ...), which skips whole updates, or give {inner} "
         "should_skip_update_fn=skip_not_finite.",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: outer.shards_updates and not inner.takes_parts,
         "{inner} cannot be inside {outer}, whose inner optimizer gets parts of variables: turn "
         "them round, {inner}({outer}(opt), ...).",
     ),
-    Rule(
+    OrderRule(
         lambda outer, inner: outer.reduces and inner.needs_shards and not outer.watches_not_finite,
         "{outer} around {inner} would reduce gradients over the mesh on every step, but {inner} "
         "needs per-shard gradients: turn them round, {inner}({outer}(opt), ...), or {or_else}.",

@@ -16,7 +16,7 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import Branch, Plan
+from mtf_gradsync.step import Branch, StepPlan
 
 if TYPE_CHECKING:
     from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -72,7 +72,7 @@ class GradientSet:
     branch: Branch | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "branch", Plan.of(self.graph).open_branch)
+        object.__setattr__(self, "branch", StepPlan.of(self.graph).open_branch)
 
     @property
     def graph(self) -> mtf.Graph:

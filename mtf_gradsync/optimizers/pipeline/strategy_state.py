@@ -16,13 +16,13 @@ from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.stage import GradientSet, Reduction, Segment
-from mtf_gradsync.optimizers.state.variables import SlotBook, named_state, owner_of
+from mtf_gradsync.optimizers.slots import SlotBook, named_state, owner_of
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.state import Compression, GradientOfCores, StateMaker
+from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, StateMaker
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class VariablePiece:
     """A range of the numbers in each core's slice of a variable.
 
     It can be the owner of a gradient in a `GradientSet`. The errors that a strategy keeps for it
@@ -78,12 +78,12 @@ class Piece:
 
 
 #: A variable, or a piece of one.
-Owner = Union[mtf.Variable, Piece]
+Owner = Union[mtf.Variable, VariablePiece]
 
 
 def variable_of(owner: Owner) -> mtf.Variable:
     """Returns the variable of an owner of a gradient."""
-    return owner.variable if isinstance(owner, Piece) else owner
+    return owner.variable if isinstance(owner, VariablePiece) else owner
 
 
 class PieceOfState:
@@ -93,7 +93,9 @@ class PieceOfState:
     `[shard dims...] + piece dims`.
     """
 
-    def __init__(self, variable: mtf.Variable, piece: Piece, shard_dims: Sequence[mtf.Dimension]):
+    def __init__(
+        self, variable: mtf.Variable, piece: VariablePiece, shard_dims: Sequence[mtf.Dimension]
+    ):
         self.variable, self._piece = variable, piece
         (self.value,) = CutOut([variable.value], [piece], shard_dims).outputs
         self.shape, self.activation_dtype = self.value.shape, variable.activation_dtype
@@ -112,7 +114,7 @@ class CutOut(StageOperation):
     def __init__(
         self,
         tensors: Sequence[mtf.Tensor],
-        pieces: Sequence[Piece],
+        pieces: Sequence[VariablePiece],
         shard_dims: Sequence[mtf.Dimension] = (),
     ):
         self._pieces = list(pieces)
@@ -138,7 +140,7 @@ class PutBack(StageOperation):
         self,
         tensors: Sequence[mtf.Tensor],
         values: Sequence[mtf.Tensor],
-        pieces: Sequence[Piece],
+        pieces: Sequence[VariablePiece],
     ):
         self._pieces = list(pieces)
         super().__init__([*tensors, *values], [x.shape for x in tensors], "put_back")
@@ -175,7 +177,7 @@ class _Maker(StateMaker):
         """See `StateMaker.variable`."""
         owners = {v.name: v for v in self._gradients.variables}
         owner = owners.get(owner_of(name, owners) or "")
-        piece = owner if isinstance(owner, Piece) else None
+        piece = owner if isinstance(owner, VariablePiece) else None
         note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
         if piece is not None and tuple(shape.dims) == tuple(piece.shape.dims) and shard_dims:
             # A piece of the variable's state, so that checkpoints do not depend on the pieces.

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple, Sequence
 from mtf_gradsync._common import is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls
-from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.recoverable import Apart
-from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Part, PartLowering
+from mtf_gradsync.step import PartLowering, PlanPart
 
 
 class Weights(NamedTuple):
@@ -35,7 +34,7 @@ class Weights(NamedTuple):
         return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
 
 
-class WeightsOfGradients(Part):
+class WeightsOfGradients(PlanPart):
     """A plan's record of the weights that gradients were computed with."""
 
     def __init__(self) -> None:

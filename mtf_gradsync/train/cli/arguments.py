@@ -18,8 +18,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._configs import configs_dir
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
+from mtf_gradsync._common import ConfigError, TrainingError, configs_dir
 
 if TYPE_CHECKING:
     from mtf_gradsync.cluster import Task

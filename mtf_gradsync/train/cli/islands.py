@@ -7,6 +7,7 @@ import logging
 import sys
 from typing import Any
 
+from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.islands.folder import Folder
 from mtf_gradsync.islands.journal import plot_status, read_status
@@ -18,7 +19,6 @@ from mtf_gradsync.islands.merger import (
     newest_version,
     replay,
 )
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 
 HELP = "merge what islands contribute to a folder, show or replay it"
 DESCRIPTION = """\

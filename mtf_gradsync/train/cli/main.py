@@ -12,9 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Iterator, Sequence
 
-from mtf_gradsync._configs import configs_dir
+from mtf_gradsync._common import ConfigError, TrainingError, configs_dir
 from mtf_gradsync._signals import signal_of
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train.cli import islands, runs, steps
 from mtf_gradsync.train.cli.arguments import Command, import_package, output_path
 

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtf_gradsync._common import ACCEPT_FLAG, SKIP_FLAG, ConfigError, TrainingError
 from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, MissingProcessesError
-from mtf_gradsync.runtimes.errors import ACCEPT_FLAG, SKIP_FLAG, ConfigError, TrainingError
 from mtf_gradsync.train.cli.arguments import (
     Command,
     add_cluster_arguments,
@@ -256,7 +256,7 @@ def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _timeline(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
-    from mtf_gradsync.runtimes.manifest import write_text  # imports TensorFlow
+    from mtf_gradsync.runtimes.starting import write_text  # imports TensorFlow
 
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
     trace, json_file, part_file = output_paths(outputs)

@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import Any, Callable, Sequence
 
+from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError
 from mtf_gradsync.train.cli.arguments import (
     Command,
     add_gin_arguments,

@@ -10,8 +10,8 @@ from typing import Any, Callable, Mapping
 
 import numpy as np
 
+from mtf_gradsync._common import ConfigError, TrainingError, first_line
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.train.data.datasets import MODEL_FEATURES, mapped
 
 

@@ -16,8 +16,8 @@ from typing import Any, Callable, Sequence
 import gin
 import numpy as np
 
+from mtf_gradsync._common import ConfigError, first_line
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import ConfigError, first_line
 from mtf_gradsync.train.data.vocabulary import EOS_ID, PAD_ID
 
 _logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from .devices import describe, make_cpu_devices
-from .errors import StepError
+from .devices import StepError, describe, make_cpu_devices
 from .files import check_free, dtype_of, read_manifest, without_dtype
 from .step import Fetched, Input, Step, inputs_of
 

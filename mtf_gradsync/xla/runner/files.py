@@ -12,7 +12,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from .errors import StepError
+from .devices import StepError
 
 # The version of the format that is read and written here.
 FORMAT = 1

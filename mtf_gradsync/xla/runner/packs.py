@@ -1,17 +1,60 @@
-"""Packs the collectives of a group into few, where a compiler does not combine them itself.
-
-The compilers of TPUs and GPUs make one collective of many sums. XLA on CPUs does not, and each of
-its collectives makes all cores wait for each other.
-"""
+"""Packs the collectives of a group into few, and writes large packs piece by piece."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
-from .operations import create, fill_with_sum, text_of, walk
-from .pieces import write_by_piece
+import numpy as np
+
+
+def walk(operation: Any) -> Iterator[Any]:
+    """Yields all operations inside one, with old and new versions of jaxlib."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield inner.operation
+                yield from walk(inner.operation)
+
+
+def text_of(module: Any, with_names: bool) -> str:
+    """A module as text, with or without the names that its operations have in the graph."""
+    return module.operation.get_asm(enable_debug_info=with_names)
+
+
+def fill_with_sum(region: Any, operand: Any) -> None:
+    """Fills the empty region of a collective of an operand's elements with their sum."""
+    from jaxlib.mlir import ir
+
+    element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)
+    block = ir.Block.create_at_start(region, [element, element])
+    with ir.InsertionPoint(block):
+        total = ir.Operation.create(
+            "stablehlo.add", results=[element], operands=list(block.arguments)
+        )
+        ir.Operation.create("stablehlo.return", operands=[total.results[0]])
+
+
+def create(
+    name: str,
+    result: Any,
+    operands: Sequence[Any],
+    attributes: Mapping[str, Any] | None = None,
+    regions: int = 0,
+) -> Any:
+    """Makes an operation with one result, of a type, where the context says; returns the result."""
+    from jaxlib.mlir import ir
+
+    made = ir.Operation.create(
+        name,
+        results=[result],
+        operands=list(operands),
+        attributes=dict(attributes or {}),
+        regions=regions,
+    )
+    return made.results[0]
+
 
 #: The attribute of a collective that names its group.
 TOGETHER = "mtf_gradsync.together"
@@ -289,3 +332,97 @@ def _slice(x: Any, axis: int, begin: int, end: int) -> Any:
     numbers = {"start_indices": starts, "limit_indices": limits, "strides": [1] * len(shape)}
     attributes = {name: ir.DenseI64ArrayAttr.get(n) for name, n in numbers.items()}
     return create("stablehlo.slice", _like(x, shape), [x], attributes)
+
+
+# For smaller packs, the loop takes no longer than starting as many copies.
+_FEWEST_TENSORS = 8
+_ELEMENTS_A_TENSOR = 512
+_SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
+
+
+def write_by_piece(module: Any) -> bool:
+    """Makes a module write large packs piece by piece; returns whether there are any."""
+    operations = list(walk(module.operation))
+    packs = [op for op in operations if _is_large_pack(op)]
+    if packs:
+        for op in [op for op in operations if op.name == "stablehlo.reduce_scatter"]:
+            _scatter_as_packed(op)
+    for op in packs:
+        _by_piece(op)
+    return bool(packs)
+
+
+def _is_large_pack(op: Any) -> bool:
+    from jaxlib.mlir import ir
+
+    if op.name != "stablehlo.concatenate" or len(op.operands) < _FEWEST_TENSORS:
+        return False
+    kind = ir.RankedTensorType(op.results[0].type)
+    elements = math.prod(kind.shape)
+    is_float = str(kind.element_type) in ("f32", "f64", "bf16", "f16")
+    is_large = elements >= _ELEMENTS_A_TENSOR * len(op.operands)
+    return is_float and is_large and _is_summed(op)
+
+
+def _is_summed(op: Any) -> bool:
+    """Returns whether a tensor goes into a sum over cores."""
+    users = [use.owner for use in op.results[0].uses]
+    users += [
+        use.owner for u in users if u.name == "stablehlo.reshape" for use in u.results[0].uses
+    ]
+    return any(u.name in _SUMS for u in users)
+
+
+def _scatter_as_packed(op: Any) -> None:
+    """Scatters a pack by its rows, in the shape in which it was packed.
+
+    TPUs need it in tiles. Here the change of shape would be one loop with the last piece.
+    """
+    from jaxlib.mlir import ir
+
+    reshape = op.operands[0].owner
+    if getattr(reshape, "name", "") != "stablehlo.reshape":
+        return
+    packed = reshape.operands[0]
+    kind, result = ir.RankedTensorType(packed.type), ir.RankedTensorType(op.results[0].type)
+    rows = ir.RankedTensorType(op.operands[0].type).shape[0]
+    axis = ir.IntegerAttr(op.attributes["scatter_dimension"]).value
+    if axis != 0 or not kind.rank or kind.shape[0] != rows:
+        return
+    part = ir.RankedTensorType.get([result.shape[0], *kind.shape[1:]], kind.element_type)
+    # Versions of jaxlib iterate over attributes with names, or over names.
+    names = [getattr(one, "name", one) for one in op.attributes]
+    with ir.InsertionPoint(op), op.location:
+        made = create(op.name, part, [packed], {name: op.attributes[name] for name in names}, 1)
+        back = create("stablehlo.reshape", result, [made])
+    fill_with_sum(made.owner.regions[0], packed)
+    op.results[0].replace_all_uses_with(back)
+    op.erase()
+
+
+def _by_piece(op: Any) -> None:
+    from jaxlib.mlir import ir
+
+    kind = ir.RankedTensorType(op.results[0].type)
+    axis = ir.IntegerAttr(op.attributes["dimension"]).value
+    with ir.InsertionPoint(op), op.location:
+        zeros = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0.0))
+        pack = _constant(zeros)
+        first, begin = _number(0), 0
+        for piece in op.operands:
+            where = [first] * kind.rank
+            where[axis] = _number(begin)
+            pack = create("stablehlo.dynamic_update_slice", kind, [pack, piece, *where])
+            begin += ir.RankedTensorType(piece.type).shape[axis]
+    op.results[0].replace_all_uses_with(pack)
+    op.erase()
+
+
+def _number(value: int) -> Any:
+    from jaxlib.mlir import ir
+
+    return _constant(ir.DenseElementsAttr.get(np.array(value, np.int32)))
+
+
+def _constant(value: Any) -> Any:
+    return create("stablehlo.constant", value.type, [], {"value": value})

@@ -1,16 +1,50 @@
-"""Compiles a program for devices, one core on each, and runs it there."""
+"""Compiles a program for devices, one core on each, and runs it there; processes take turns."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Mapping, Sequence
+import weakref
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from .devices import OnDevices, describe
-from .errors import StepError, devices_errors, short
-from .turns import run_in_turn
+from .devices import OnDevices, StepError, describe, devices_errors, short
+
+# For the program that was called last: a result to wait for, and all its results.
+_last: OnDevices | None = None
+_results: weakref.WeakSet[OnDevices] = weakref.WeakSet()
+
+
+def run_in_turn(
+    run: Callable[[Sequence[OnDevices]], list[OnDevices]], arguments: Sequence[OnDevices]
+) -> list[OnDevices]:
+    """Runs a program after those that were called before; may return before its results are ready.
+
+    A program that takes results of the last one waits for them by itself, on the devices. Where
+    this process has to wait for a program that has failed, that program's error is raised here.
+    """
+    global _last, _results
+    if _results.isdisjoint(arguments):
+        wait_for_turn()
+    results = run(arguments)
+    # One result is enough: all are ready at once, when all collectives are over.
+    _last, _results = results[0], weakref.WeakSet(results)
+    return results
+
+
+def wait_for_turn() -> None:
+    """Waits until the program that was called last has ended on all devices of this process.
+
+    If that program has failed, its error is raised here.
+    """
+    global _last
+    last, _last = _last, None
+    if last is not None:
+        import jax
+
+        jax.block_until_ready(last.arrays_or_joined)
+
 
 _KNOWN_JAX = "0.4.30 to 0.12"
 _INSTALL_JAX = "jax>=0.4.30,<0.13"

@@ -9,8 +9,7 @@ from typing import Any, Iterator, NamedTuple, Sequence
 import numpy as np
 
 from . import devices as device_tools
-from .devices import OnDevices
-from .errors import StepError, devices_errors
+from .devices import OnDevices, StepError, devices_errors
 from .files import (
     MANIFEST,
     PROGRAM,
@@ -26,8 +25,7 @@ from .files import (
     write_folder,
 )
 from .packs import packed_for_cpus
-from .program import LoadedProgram, RefusedError, compiled
-from .turns import wait_for_turn
+from .program import LoadedProgram, RefusedError, compiled, wait_for_turn
 
 
 class Input(NamedTuple):

@@ -15,9 +15,8 @@ from mtf_gradsync.xla.hlo import (
     read_module,
     shape_bytes,
 )
-from mtf_gradsync.xla.topology.chips import GENERATIONS, Generation, slice_of
+from mtf_gradsync.xla.topology.chips import GENERATIONS, Generation, slice_of, why_doubtful
 from mtf_gradsync.xla.topology.estimate import CostEstimate
-from mtf_gradsync.xla.topology.roofline import why_doubtful
 
 #: The operations through which cores exchange data, as HLO calls them.
 COLLECTIVES = (

@@ -14,8 +14,8 @@ from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.bridge import to_hlo
 from mtf_gradsync.xla.devices import check_installed
+from mtf_gradsync.xla.executable import to_stablehlo
 from mtf_gradsync.xla.replica_program import replica_program
-from mtf_gradsync.xla.stablehlo import to_stablehlo
 from mtf_gradsync.xla.topology.chips import GENERATIONS, slice_of
 from mtf_gradsync.xla.topology.compiled import (
     CompiledProgram,
@@ -97,7 +97,7 @@ def compile_for_tpu(
     )
 
 
-class Lowered(NamedTuple):
+class LoweredProgram(NamedTuple):
     """A core's program for the TPU compiler, or why TensorFlow refused it."""
 
     num_replicas: int
@@ -105,17 +105,17 @@ class Lowered(NamedTuple):
     refused: str = ""
 
 
-def lower(program: Program, fetches: Sequence[Any] = ()) -> Lowered:
+def lower(program: Program, fetches: Sequence[Any] = ()) -> LoweredProgram:
     """Returns a core's program as StableHLO for `compile_lowered`; needs no TPU compiler."""
     replica = replica_program(program, fetches)
     try:
-        return Lowered(replica.num_replicas, to_stablehlo(to_hlo(replica)))
+        return LoweredProgram(replica.num_replicas, to_stablehlo(to_hlo(replica)))
     except UnsupportedProgramError as error:
-        return Lowered(replica.num_replicas, None, str(error))
+        return LoweredProgram(replica.num_replicas, None, str(error))
 
 
 def compile_lowered(
-    lowered: Lowered,
+    lowered: LoweredProgram,
     topology: str,
     save_hlo: str | os.PathLike[str] | None = None,
     others: Mapping[str, str] | None = None,

@@ -7,8 +7,8 @@ import math
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.xla.hlo import read_module, stored_bytes
-from mtf_gradsync.xla.runner.operations import walk
-from mtf_gradsync.xla.topology.roofline import Rates, work_of
+from mtf_gradsync.xla.runner.packs import walk
+from mtf_gradsync.xla.topology.chips import Rates, work_of
 
 _SUMS = (
     *("flops", "bytes_accessed", "seconds", "bytes_copied"),

@@ -9,7 +9,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.step import Branch, Conditional, Gate, Plan
+from mtf_gradsync.step import Branch, Conditional, Gate, StepPlan
 from tests import harness
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
@@ -224,7 +224,7 @@ def test_what_a_branch_makes_of_a_sum_is_of_use_in_the_branch_alone(mesh_kind):
         ]
         total = 0.5 * mtf.reduce_sum(mtf.ones(mesh, mtf.Shape([BATCH])))
         PendingSums.want([total], True, ["batch"], gs.FusedAllReduce())
-        plan = Plan.of(mesh.graph)
+        plan = StepPlan.of(mesh.graph)
         gate = Gate(plan, counts)
 
         def counted(count):

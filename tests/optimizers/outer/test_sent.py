@@ -10,7 +10,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.outer_values import fragments_of
-from mtf_gradsync.optimizers.pipeline.strategy_state import Piece, variable_of
+from mtf_gradsync.optimizers.pipeline.strategy_state import VariablePiece, variable_of
 from tests import harness, models
 
 SCALARS = 8  # bytes: a loss of each step, and no more than another number
@@ -118,7 +118,7 @@ def test_variables_of_any_sizes_are_cut_to_equal_shares(seed, by_rows):
     total = sum(math.prod(AXES.slice_shape(v.shape)) for v in variables)
     for count in (1, 2, 3, 5):
         fragments = fragments_of(variables, count, AXES, by_rows)
-        pieces = [x for some in fragments for x in some if isinstance(x, Piece)]
+        pieces = [x for some in fragments for x in some if isinstance(x, VariablePiece)]
         row = max(map(row_length, variables))
         assert max(sent_of(fragments)) <= -(-total // count) + (row - 1 if by_rows else 0)
         if by_rows:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state import restoring
+from mtf_gradsync.optimizers import restoring
 from tests import harness, models
 
 EPS = np.finfo(np.float32).eps

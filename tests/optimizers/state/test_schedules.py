@@ -8,7 +8,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.schedules import (
+from mtf_gradsync.optimizers.schedules import (
     adafactor_decay_rate_per_update,
     per_update,
 )

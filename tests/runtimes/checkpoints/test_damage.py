@@ -3,10 +3,15 @@
 import numpy as np
 import pytest
 
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import ConfigError
-from mtf_gradsync.runtimes.manifest import MANIFEST_FILE, damage_of, note_checkpoint
-from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
+from mtf_gradsync.runtimes.starting import (
+    MANIFEST_FILE,
+    Start,
+    choose_checkpoint,
+    damage_of,
+    note_checkpoint,
+)
 from tests.damage import HOWS, damage
 
 STEPS = (10, 20, 30)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.cli.arguments import output_paths
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import arguments as cli_arguments
 from tests.cluster.processes import ROOT

@@ -10,7 +10,7 @@ import gin
 import pytest
 
 import mtf_gradsync
-from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.config import RunConfig
 from tests.cluster.processes import Processes

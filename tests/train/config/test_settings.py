@@ -1,8 +1,8 @@
 import pytest
 
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
-from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train import config
 from mtf_gradsync.train.config import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary

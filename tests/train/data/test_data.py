@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.errors import ConfigError
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.vocabulary import EOS_ID, ByteVocabulary

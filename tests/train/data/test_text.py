@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync._common import ConfigError
 from mtf_gradsync.train.data import datasets
 
 

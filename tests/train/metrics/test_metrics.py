@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.metrics import MetricsFile, Recorder, read_metrics
+from mtf_gradsync.train.metrics import MetricsFile, MetricsRecorder, read_metrics
 
 FILE = "metrics.jsonl"
 
@@ -46,7 +46,7 @@ def tensorboard_shows(directory):
 
 
 def record(directory, first_step, last_step, scale=1.0):
-    with Recorder(directory, FILE, first_step) as recorder:
+    with MetricsRecorder(directory, FILE, first_step) as recorder:
         for step in range(first_step + 1, last_step + 1):
             recorder.write(step, {"loss": scale * step})
 
@@ -69,7 +69,7 @@ def test_shards_have_tags_of_their_own_and_values_that_are_not_finite_are_skippe
         "sync_replicas/dropped": np.array([3, 4], np.int32),
         "held_out_nats": 1.5,
     }
-    with Recorder(tmp_path, FILE, 0) as recorder:
+    with MetricsRecorder(tmp_path, FILE, 0) as recorder:
         recorder.write(1, values)
         recorder.write_once(1, {"traffic/bytes_of_update_step": 100})
     (line,) = (tmp_path / FILE).read_text().splitlines()
@@ -93,7 +93,7 @@ def test_shards_have_tags_of_their_own_and_values_that_are_not_finite_are_skippe
 
 def test_an_interrupt_leaves_whole_files(tmp_path):
     def interrupted():
-        with Recorder(tmp_path, FILE, 0) as recorder:
+        with MetricsRecorder(tmp_path, FILE, 0) as recorder:
             recorder.write(1, {"loss": 2.0})
             raise KeyboardInterrupt
 

@@ -9,8 +9,7 @@ import pytest
 
 from mtf_gradsync.xla.runner import Step
 from mtf_gradsync.xla.runner.command import main
-from mtf_gradsync.xla.runner.operations import walk
-from mtf_gradsync.xla.runner.packs import packed_for_cpus
+from mtf_gradsync.xla.runner.packs import packed_for_cpus, walk
 from mtf_gradsync.xla.runner.program import LoadedProgram, compiled
 from tests.xla.portable import models
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mtf_gradsync import xla
 from mtf_gradsync._private.jax import compiled_hlo
-from mtf_gradsync.xla.cores import Cores
+from mtf_gradsync.xla.devices import Cores
 from mtf_gradsync.xla.runner.devices import put
 from mtf_gradsync.xla.runner.program import LoadedProgram
 from mtf_gradsync.xla.runner.program import compiled as compile_stablehlo

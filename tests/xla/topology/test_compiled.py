@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync.xla.topology.chips import Rates
 from mtf_gradsync.xla.topology.estimate import CostEstimate
-from mtf_gradsync.xla.topology.roofline import Rates
 
 GIB = 2**30
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.jax import hlo_from_text, stablehlo_to_hlo
+from mtf_gradsync.xla.topology.chips import Rates
 from mtf_gradsync.xla.topology.estimate import CostEstimate, read_estimate, with_conditions
-from mtf_gradsync.xla.topology.roofline import Rates
 
 pytestmark = pytest.mark.xla
 

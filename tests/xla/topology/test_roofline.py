@@ -8,7 +8,7 @@ import pytest
 from mtf_gradsync import xla
 from mtf_gradsync._private.jax import hlo_from_text
 from mtf_gradsync.xla.hlo import read_module
-from mtf_gradsync.xla.topology.roofline import Rates, why_doubtful, work_of
+from mtf_gradsync.xla.topology.chips import Rates, why_doubtful, work_of
 
 pytestmark = [
     pytest.mark.xla,

@@ -1,8 +1,4 @@
-"""Reads checkpoints of other runs: without this wrapper, or of a mesh with other shards.
-
-Only a wrapper's state for each shard has a shape that depends on the mesh: local accumulators, and
-SyncReplicasOptimizer's counts of each replica.
-"""
+"""Restores checkpoints, and says what does not fit before anything is changed."""
 
 from __future__ import annotations
 

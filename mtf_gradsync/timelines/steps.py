@@ -1,32 +1,45 @@
-"""Records steps that a ``tf.Session`` runs: of a placement mesh, or on CPU replicas."""
+"""Records the steps of each runtime: a placement mesh's, of CPU replicas, and on XLA devices."""
 
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+import contextlib
+import dataclasses
+from typing import Any, Callable, NamedTuple, TypeVar
 
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from mtf_gradsync._common import first_line
+from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.mesh.devices import place_of
+from mtf_gradsync._private.tensorflow import profile_space
+from mtf_gradsync.mesh.groups import place_of
 from mtf_gradsync.simd.collectives import list_collectives
-from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession
-from mtf_gradsync.simd.facts import Branch, GraphFacts
+from mtf_gradsync.simd.facts import CalledBranch, GraphFacts
+from mtf_gradsync.simd.program import CpuReplicaSession
 from mtf_gradsync.timelines.events import (
     Call,
-    Collective,
     Event,
     Kind,
-    Recording,
-    check_recorded,
-    model_name,
-)
-from mtf_gradsync.timelines.recorder import (
+    RecordedCollective,
     Recorder,
+    Recording,
     Replaced,
+    TimelineError,
+    check_recorded,
+    leaves,
+    model_name,
     now,
+    operations_of,
     steps_until,
     sums_of_updates,
     timed,
+    until_used,
 )
+from mtf_gradsync.timelines.profiles import read_profile
+from mtf_gradsync.xla.devices import OtherProcessError
+from mtf_gradsync.xla.session import Dispatched, XlaSession
 
 # On a placement mesh: how values of several cores are put together.
 _JOINS = frozenset(["Add", "AddN", "AddV2", "Concat", "ConcatV2", "Maximum", "Minimum", "Pack"])
@@ -104,7 +117,7 @@ class TensorFlowRecorder(Recorder):
         runtime: str,
         cores: dict[int, str],
         events: list[list[Event]],
-        collectives: dict[str, Collective],
+        collectives: dict[str, RecordedCollective],
     ) -> Recording:
         """A recording of the runs, from the events of each."""
         # Other calls, of a counter or of an evaluation, belong to the host's time.
@@ -127,7 +140,7 @@ class ReplicasRecorder(TensorFlowRecorder):
         rows = list_collectives(self._graph, lowering=self._lowering).rows
         sums = self._emulated.groups_of_sums()
         collectives = {
-            row.name: Collective(row.bytes_per_core, row.variables, row.is_conditional)
+            row.name: RecordedCollective(row.bytes_per_core, row.variables, row.is_conditional)
             for row in rows
         }
         events = []
@@ -164,7 +177,7 @@ class MeshRecorder(TensorFlowRecorder):
         places = sorted({place_of(device) for device in named}, key=repr)
         number = {place: core for core, place in enumerate(places)}
         facts = GraphFacts(graph.as_graph_def())
-        collectives: dict[str, Collective] = {}
+        collectives: dict[str, RecordedCollective] = {}
         seen: dict[int, str] = {}
         events = []
         for run in self._runs:
@@ -183,8 +196,8 @@ class MeshRecorder(TensorFlowRecorder):
                     joined = None if operation is None else _joined_bytes(operation)
                     if joined is not None:
                         context = facts.context[node.node_name]
-                        collectives[name] = Collective(
-                            joined, None, any(isinstance(c, Branch) for c in context)
+                        collectives[name] = RecordedCollective(
+                            joined, None, any(isinstance(c, CalledBranch) for c in context)
                         )
                     kind: Kind = "compute" if joined is None else "collective"
                     found.append(Event(core, name, kind, *times))
@@ -202,7 +215,7 @@ def _times(node: Any) -> tuple[int, int] | None:
     return (begin + first, begin + last) if last > first else None
 
 
-def _within(name: str, collectives: dict[str, Collective]) -> str:
+def _within(name: str, collectives: dict[str, RecordedCollective]) -> str:
     """The collective that an operation of the emulated graph is, or helps with; or ""."""
     while name and name not in collectives:
         name = name.rpartition("/")[0]
@@ -236,3 +249,180 @@ def _short(device: str) -> str:
     spec = tf.DeviceSpec.from_string(device)
     task = "" if spec.job in (None, "localhost") else f"{spec.job} {spec.task} "
     return f"{task}{spec.device_type}:{spec.device_index}"
+
+
+_Result = TypeVar("_Result")
+
+# What `to_stablehlo` calls every program.
+_MODULE = "step"
+
+_ADVICE_FOR_PROFILES = (
+    "Perhaps another profiler of this process (TensorBoard's, or a jax.profiler.trace around the "
+    "steps) has them: end that one. On GPUs jax needs CUPTI: install jax[cuda12]."
+)
+
+
+class XlaRecorder(Recorder):
+    """Has jax profile the devices."""
+
+    def __init__(self, session: XlaSession, lowering: Any = None):
+        """Takes the session, and the lowering to name variables by."""
+        self._session, self._lowering = session, lowering
+        self._profiler = Profiler()
+        self._pending: list[Dispatched] = []
+        self._ends: list[int] = []
+        self._calls: list[Call] = []
+        self._begin = 0
+
+    def start(self) -> None:
+        """See `Recorder`."""
+        self._session.wait()
+        try:
+            self._everywhere(self._start_profiler)
+        except BaseException:
+            self._drop_profile()
+            raise
+        self._begin = now()
+        self._replaced = Replaced(self._session, "dispatch", self._noted)
+
+    def cancel(self) -> None:
+        """See `Recorder`."""
+        self._replaced.put_back()
+        self._drop_profile()
+
+    def stop(self) -> list[Recording]:
+        """See `Recorder`."""
+        self._replaced.put_back()
+        try:
+            self._session.wait()
+        except BaseException:
+            self._drop_profile()
+            raise
+        self._ends += [now()] * len(self._pending)
+        recording = self._everywhere(self._recording)
+        if self._session.cores.is_alone:
+            return [recording]
+        return _gathered(self._session, recording)
+
+    def _everywhere(self, work: Callable[[], _Result]) -> _Result:
+        """Returns what a function returns; an error of one process is one of all."""
+        try:
+            return self._session.cores.together(work)
+        except OtherProcessError as error:
+            raise TimelineError(f"No process has a timeline. {error}") from error
+
+    def _start_profiler(self) -> None:
+        try:
+            self._profiler.start()
+        except RuntimeError as error:
+            raise TimelineError(
+                f"jax cannot begin a profile: {error}. {_ADVICE_FOR_PROFILES}"
+            ) from error
+
+    def _drop_profile(self) -> None:
+        # What ends the block is worth more than what the profiler says.
+        with contextlib.suppress(RuntimeError):
+            self._profiler.stop()
+
+    def _recording(self) -> Recording:
+        try:
+            profile = self._profiler.stop()
+        except RuntimeError as error:  # jax 0.4 tells only now that another profiler runs
+            raise TimelineError(
+                f"jax has no profile: {first_line(error)}. {_ADVICE_FOR_PROFILES}"
+            ) from error
+        try:
+            space = profile_space(profile)
+        except DecodeError as error:
+            raise TimelineError(
+                f"The profile of jax, of {len(profile):,} bytes, cannot be read: "
+                f"{first_line(error)}. Perhaps it was cut off: record fewer steps."
+            ) from error
+        return check_recorded(self._recorded(space), _ADVICE_FOR_PROFILES)
+
+    def _noted(self, dispatch: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Dispatched:
+            before = self._session.steps
+            step = timed(self._calls, "dispatch", lambda: dispatch(*args, **kwargs))
+            if self._session.steps == before:
+                return step  # the program did not run
+            self._pending.append(step)
+            Replaced(step, "result", lambda result: lambda: self._waited(step, result))
+            return step
+
+        return noted
+
+    def _waited(self, step: Dispatched, result: Any) -> Any:
+        value = timed(self._calls, "wait for the step", result)
+        if step in self._pending:
+            self._pending.remove(step)
+            self._ends.append(now())
+        return value
+
+    def _recorded(self, space: Any) -> Recording:
+        session = self._session
+        cores = session.cores
+        rows = list_collectives(session.program, lowering=self._lowering).rows
+        operations = operations_of(
+            [(compiled_hlo(p.program.executable), p.replica) for p in session.compiled], rows
+        )
+        ordinals = [_ordinal(device) for device in cores.local_devices]
+        ran = leaves(read_profile(space, _MODULE, ordinals), operations.inside)
+        ran = until_used(ran, operations.users)
+        events = tuple(
+            Event(
+                cores.local[one.core],
+                operations.name.get(one.operation, one.operation),
+                "collective" if one.operation in operations.collective else "compute",
+                one.begin,
+                one.end,
+            )
+            for one in ran
+        )
+        last: dict[int, int] = {}
+        for one in ran:
+            last[one.execution] = max(last.get(one.execution, 0), one.end)
+        # The devices know when a step ended. Without them it is when its result was there.
+        ends, marks = self._ends, events
+        if len(last) == len(self._ends):
+            ends = sorted(last.values())
+            # A core may be in the next step before another one has ended this one.
+            marks = tuple(
+                dataclasses.replace(event, begin=last[one.execution] - 1)
+                for event, one in zip(events, ran)
+                if event.kind == "collective"
+            )
+        of_updates = sums_of_updates(operations.facts, session.program.graph)
+        steps = steps_until(self._begin, ends, marks, of_updates)
+        process = cores.local_devices[0].process_index
+        names = {core: f"core {core}" for core in cores.local}
+        calls = tuple(self._calls)
+        return Recording("xla", process, names, steps, events, operations.facts, calls)
+
+
+def _ordinal(device: Any) -> int:
+    """What a profile calls a device."""
+    found = getattr(device, "local_hardware_id", None)
+    return device.id if found is None or device.platform == "cpu" else found
+
+
+def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
+    """The recordings of all processes, on each of them."""
+    cores = session.cores
+    mine = np.frombuffer(recording.to_json().encode(), np.uint8)
+    count = len(cores.local)
+    (sizes,) = cores.gather([[np.array(len(mine))] * count])
+    padded = np.zeros(int(max(sizes)), np.uint8)
+    padded[: len(mine)] = mine
+    # A part of it for each core: every core's array has one shape.
+    parts = np.array_split(np.pad(padded, (0, -len(padded) % count)), count)
+    (gathered,) = cores.gather([parts])
+    texts: dict[int, list[np.ndarray]] = {}
+    length: dict[int, int] = {}
+    for core, device in enumerate(cores.devices):
+        texts.setdefault(device.process_index, []).append(gathered[core])
+        length[device.process_index] = int(sizes[core])
+    return [
+        Recording.from_json(np.concatenate(texts[p]).tobytes()[: length[p]].decode())
+        for p in sorted(texts)
+    ]

@@ -1,4 +1,4 @@
-"""Variables of wrappers' state, and whose slots they are. Their names are a checkpoint format."""
+"""The state of a step's optimizers: variables of their own, slots, and who owns these."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Collection, Iterator, NamedTuple, Sequence
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import patch
-from mtf_gradsync._variables import root_scope
-from mtf_gradsync.optimizers.state.restoring import note_state
-from mtf_gradsync.step import Part, PartLowering, Plan
+from mtf_gradsync.optimizers.restoring import note_state
+from mtf_gradsync.session import root_scope
+from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 
 #: The collection of variables that nothing reads, so that they need not be initialized.
 STAND_INS = ("mtf_gradsync stand-ins",)
@@ -204,7 +204,7 @@ class _Keeper(NamedTuple):
     is_bare: bool
 
 
-class SlotOwners(Part):
+class SlotOwners(PlanPart):
     """Which optimizer or wrapper keeps each slot of a graph.
 
     Slots are found by their names, so that two optimizers with one variable would share them.
@@ -263,7 +263,7 @@ def check_bare_optimizers() -> None:
             self: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
         ) -> list[mtf.Operation]:
             updates = apply(self, grads, variables, *args, **kwargs)
-            plan = Plan.of(variables[0].graph) if updates else None
+            plan = StepPlan.of(variables[0].graph) if updates else None
             if plan is not None and not plan.is_held:  # or a wrapper calls, and checks itself
                 written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
                 plan.part(SlotOwners).check(self, written, variables, is_bare=True)

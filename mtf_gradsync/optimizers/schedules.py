@@ -1,4 +1,4 @@
-"""Schedules that count updates, where the global step counts microbatch steps; the counter."""
+"""Learning rates and numbers of microbatch steps that follow the step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from mtf_gradsync._common import check_whole_number, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.optimizers.state.variables import scalar_state
-from mtf_gradsync.step import Part, PartLowering, Plan
+from mtf_gradsync.optimizers.slots import scalar_state
+from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 
 _CONSTANT = "Where it changes, base the schedule on get_update_step."
 Schedule = Callable[..., Any]
@@ -130,7 +130,7 @@ def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
     """Finds or makes the counter of `get_update_step`; a graph may have it on another mesh."""
     # In a run without the wrapper every step was an update.
     counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
-    plan = Plan.of(mesh.graph)
+    plan = StepPlan.of(mesh.graph)
     counters = plan.part(UpdateCounters)
     if counter not in counters.wanted:
         counters.wanted += (counter,)
@@ -138,7 +138,7 @@ def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
     return counter
 
 
-class UpdateCounters(Part):
+class UpdateCounters(PlanPart):
     """The counters of updates in a graph.
 
     Attributes:
@@ -238,7 +238,7 @@ def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
     if not callable(passes):
         return int(passes)
     try:
-        with Plan.of(update_step.graph).undone_on_error():
+        with StepPlan.of(update_step.graph).undone_on_error():
             result = passes(update_step)
     except (TypeError, ValueError, AttributeError):
         result = None

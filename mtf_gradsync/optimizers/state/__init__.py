@@ -1,1 +1,0 @@
-"""State that wrappers keep from step to step, and checkpoints of it."""
