@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from typing import Any, Iterable
 
 import gin
 
@@ -34,8 +34,25 @@ def unused_macros() -> list[str]:
     return [scope for scope, selector, _ in bindings() if selector == _MACRO and scope not in used]
 
 
+# What `note_written` was told, and the parameters that were bound then.
+_written: tuple[set[tuple[str, str, str]], set[tuple[str, str]]] = (set(), set())
+
+
+def note_written(texts: Iterable[str]) -> None:
+    """Notes the texts that the user of this configuration has written or named; see `unread`."""
+    global _written
+    keys = [key for text in texts for key in _KEY.findall(text)]
+    _written = set(bindings()), {(selector.split(".")[-1], name) for selector, name in keys}
+
+
 def unread() -> list[str]:
-    """Names of the bindings, but for macros, that no call has read yet."""
+    """Names of the bindings, but for macros, that no call has read yet.
+
+    Where `note_written` was called for this configuration, bindings of optimizers that are not in
+    its texts are left out: they are of a file that these include, and choose another optimizer.
+    """
+    there, written = _written
+    is_noted = set(bindings()) == there
     read = {
         (scope, selector, parameter)
         for (scope, selector), values in gin.config._OPERATIVE_CONFIG.items()
@@ -53,10 +70,15 @@ def unread() -> list[str]:
         f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
         for scope, selector, parameter in bindings()
         if selector != _MACRO and not is_read(scope, selector, parameter)
+        if not is_noted
+        or not selector.endswith("Optimizer")
+        or (selector.split(".")[-1], parameter) in written
     ]
 
 
 _MACRO = "gin.macro"
+# A configurable and its parameter, to which a line of a gin file gives a value.
+_KEY = re.compile(r"^\s*(?:[\w/]+/)?([\w.]+)\.(\w+)\s*=", re.MULTILINE)
 
 
 def changed_bindings(before: str, after: str) -> list[str]:

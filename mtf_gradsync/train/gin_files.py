@@ -9,6 +9,7 @@ import difflib
 import logging
 import re
 import tokenize
+from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import gin
@@ -19,7 +20,7 @@ import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
 import mtf_gradsync.train.evaluation  # noqa: F401
 from mtf_gradsync._common import ConfigError, configs_dir
-from mtf_gradsync._private.gin import bindings, registered, take, unused_macros
+from mtf_gradsync._private.gin import bindings, note_written, registered, take, unused_macros
 from mtf_gradsync.train.config import RunConfig, transformer_utils
 
 _RUN = "mtf_gradsync.train.run"
@@ -67,6 +68,9 @@ def load(
         gin.finalize()
     except ValueError as error:
         raise ConfigError(f"gin: {_one_line(error)}") from error
+    folders = [Path(), *map(Path, search_paths), configs, configs.parent]
+    named = [Path(folder, name) for name in gin_files for folder in folders]
+    note_written([*(path.read_text() for path in named if path.is_file()), *gin_params])
     return ignored
 
 

@@ -46,9 +46,9 @@ def run_quietly(directory, with_plots=False):
         return run(gin_files.run_config(), str(directory), say=said.append), said
 
 
-def train_tiny(directory, *bindings, with_plots=False):
+def train_tiny(directory, *bindings, with_plots=False, gin_file=TINY):
     """Runs tiny.gin with more bindings; returns the result, the directory and what was said."""
-    gin_files.load([TINY], [*QUICK, *bindings])
+    gin_files.load([gin_file], [*QUICK, *bindings])
     result, said = run_quietly(directory, with_plots)
     return result, directory, said
 

@@ -20,7 +20,7 @@ from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.metrics import read_metrics
 from mtf_gradsync.train.report import REPORT_FILE
 from tests import grappler
-from tests.train.conftest import ATTENTION, FASTEST, NO_EVAL, REPORTS, train_tiny
+from tests.train.conftest import ATTENTION, FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
 from tests.train.metrics.test_metrics import events_shown
 
 in_main_thread = pytest.mark.skipif(
@@ -286,6 +286,21 @@ def test_bindings_without_effect_are_named(train):
     assert "DenseReluDense" not in line
     said = train("train.run.train_steps = 1", ATTENTION, model_dir="other")[2]
     assert not [line for line in said if "nothing of this run" in line or "layout rule" in line]
+
+
+def test_an_optimizer_of_an_included_file_may_be_replaced(train, tmp_path):
+    config = tmp_path / "replaced.gin"
+    config.write_text(
+        f"""include "{TINY}"
+train.run.optimizer = @GradientAccumulationOptimizer
+GradientAccumulationOptimizer.opt = @AdafactorOptimizer
+GradientAccumulationOptimizer.backward_passes_per_step = 1
+AdafactorOptimizer.learning_rate = 3.0
+"""
+    )
+    said = train(ATTENTION, NO_EVAL, "train.run.train_steps = 1", gin_file=str(config))[2]
+    (line,) = [line for line in said if "nothing of this run" in line]
+    assert line.endswith(" AdafactorOptimizer.learning_rate")
 
 
 def test_a_layout_that_splits_nothing_is_refused(train):
