@@ -101,13 +101,13 @@ def unscaled_gradients(
     plan = StepPlan.of(present[0].graph)
     part = plan.part(ScaledLosses)
     computed = _seeds_of(plan.graph)
-    ways = {}
+    found = {}
     for grad, name in zip(grads, names):
         if grad is not None:
-            ways[grad] = way = _way_to(grad, part, computed)
-            way.check(name, owner)
-    raw = [grad for grad, way in ways.items() if way.seeds]
-    seeds = {seed for way in ways.values() for seed in way.seeds}
+            found[grad] = one = _scale_in(grad, part, computed)
+            one.check(name, owner)
+    raw = [grad for grad, one in found.items() if one.seeds]
+    seeds = {seed for one in found.values() for seed in one.seeds}
     _check_first_order(plan.graph, seeds, owner)
     for seed in seeds:
         if seed in part.taken:
@@ -165,18 +165,18 @@ def _unscaled(grad: mtf.Tensor, inverse: mtf.Tensor) -> mtf.Tensor:
     return mtf.cwise(lambda x, by: tf.cast(x, wide) * tf.cast(by, wide), [grad, inverse], wide)
 
 
-class _Way(NamedTuple):
+class _ScaleInGradient(NamedTuple):
     """How a gradient is computed from its losses.
 
     Attributes:
       seeds: seeds of `mtf.gradients` whose scale is still in the gradient.
       owners: names of optimizers that unscaled it on the way.
-      bends: an operation that is not linear in scaled gradients; None if there is none.
+      not_linear: an operation that is not linear in scaled gradients; None if there is none.
     """
 
     seeds: frozenset[Seed]
     owners: frozenset[str]
-    bends: mtf.Operation | None
+    not_linear: mtf.Operation | None
 
     def check(self, name: str, owner: str) -> None:
         """Raises ValueError if the gradient cannot be unscaled."""
@@ -190,10 +190,10 @@ class _Way(NamedTuple):
                 f"{owner} scales the loss, but the gradient of {name!r} does not come from "
                 "mtf.gradients of a loss; compute it with opt.compute_gradients(loss)."
             )
-        if self.bends is not None:
-            kind = type(self.bends).__name__
+        if self.not_linear is not None:
+            kind = type(self.not_linear).__name__
             raise ValueError(
-                f"{owner} scales the loss, but {kind} {self.bends.name!r} has changed the gradient "
+                f"{owner} scales the loss, but {kind} {self.not_linear.name!r} has changed the gradient "
                 f"of {name!r} in a way that is not linear (a clip, say) before the scale was taken "
                 "out. Compute gradients with opt.compute_gradients(loss), which takes it out, or "
                 "clip inside, by ClipByGlobalNormOptimizer."
@@ -205,17 +205,19 @@ def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
     return {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
 
 
-def _way_to(grad: mtf.Tensor, part: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]) -> _Way:
+def _scale_in(
+    grad: mtf.Tensor, part: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]
+) -> _ScaleInGradient:
     """Follows a gradient back to where `mtf.gradients` computed it."""
     before = list(_before([grad], part.unscaled, computed))
     owners = {part.unscaled[t] for t in before if t in part.unscaled}
     ends = {t for t in before if t in computed and t not in part.unscaled}
     seeds = {seed for t in ends for seed in computed[t]}
     between = {t.operation for t in before if t not in part.unscaled and t not in computed}
-    bends = _first_bend(grad.graph, between, ends) if seeds else None
-    if seeds and owners and bends is None:
-        bends = grad.operation  # half of it still has the scale
-    return _Way(frozenset(seeds), frozenset(owners), bends)
+    not_linear = _first_not_linear(grad.graph, between, ends) if seeds else None
+    if seeds and owners and not_linear is None:
+        not_linear = grad.operation  # half of it still has the scale
+    return _ScaleInGradient(frozenset(seeds), frozenset(owners), not_linear)
 
 
 def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:
@@ -232,7 +234,7 @@ def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iter
     return walk(tensors, sources)
 
 
-def _first_bend(
+def _first_not_linear(
     graph: mtf.Graph, between: set[mtf.Operation], ends: set[mtf.Tensor]
 ) -> mtf.Operation | None:
     """Returns the first operation of `between` that is not linear in the scaled tensors `ends`.

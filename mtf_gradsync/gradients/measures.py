@@ -122,11 +122,11 @@ class NotFinite(StageOperation):
         grads: Sequence[mtf.Tensor],
         axes: ReplicaAxes | None,
         strategy: Strategy,
-        only_apart: bool = False,
+        of_shards_only: bool = False,
         shared: float = 0.0,
     ):
-        """Adds the operation; with `only_apart`, gradients that all shards share have `shared`."""
-        self._strategy, self._only_apart, self._shared = strategy, only_apart, shared
+        """Adds the operation; with `of_shards_only`, gradients that all shards share have `shared`."""
+        self._strategy, self._of_shards_only, self._shared = strategy, of_shards_only, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else None
         PendingSums.want(grads, False, names, strategy)
@@ -140,7 +140,7 @@ class NotFinite(StageOperation):
         parts = [partial_sum(lowering, grad) for grad in self.inputs]
         own = set(mesh_impl.tensor_layout(output.shape)) - {None}
         counts = [
-            not (self._only_apart and own)
+            not (self._of_shards_only and own)
             or bool(own.intersection([*part.mesh_axes, *mesh_impl.tensor_layout(grad.shape)]))
             for grad, part in zip(self.inputs, parts)
         ]
@@ -208,7 +208,7 @@ def which_not_finite(
     grads: Sequence[mtf.Tensor],
     axes: ReplicaAxes | None = None,
     reducer: Strategy | None = None,
-    only_apart: bool = False,
+    of_shards_only: bool = False,
     shared: float = 0.0,
 ) -> mtf.Tensor:
     """Returns which gradients are not finite, `[shards..., gradients]`; see `NotFinite`.
@@ -219,11 +219,11 @@ def which_not_finite(
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     home = grads[0].mesh
     if all(g.mesh is home for g in grads):
-        return mtf.anonymize(NotFinite(grads, axes, strategy, only_apart, shared).outputs[0])
+        return mtf.anonymize(NotFinite(grads, axes, strategy, of_shards_only, shared).outputs[0])
 
     def of_mesh(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> list[mtf.Tensor]:
         del mesh
-        found = mtf.anonymize(NotFinite(some, None, strategy, only_apart, shared).outputs[0])
+        found = mtf.anonymize(NotFinite(some, None, strategy, of_shards_only, shared).outputs[0])
         return mtf.unstack(on_mesh(found, home), found.shape.dims[0])
 
     return mtf.anonymize(mtf.stack(each_mesh(grads, of_mesh), "gradients"))

@@ -471,7 +471,7 @@ class _Accumulate(Stage):
         step.write(counts, gate)
         # Before a reduction, they may say more about shards.
         received = step.received[-1]
-        axes, only_apart = wrapper._shards_to_name(received.present)
+        axes, of_shards_only = wrapper._shards_to_name(received.present)
         if wrapper._skip_fn is not None or before.waiting is not None:
             skips = self._skips = self._make_skips(checked, before, axes)
         if wrapper._skip_fn is not None:
@@ -479,7 +479,7 @@ class _Accumulate(Stage):
                 skip,
                 gate,
                 lambda: skips.report(
-                    not_finite_flags(received, checked, axes, wrapper.reducer, only_apart),
+                    not_finite_flags(received, checked, axes, wrapper.reducer, of_shards_only),
                     [now.skipped],
                 ),
             )

@@ -343,7 +343,7 @@ class _SkipNotFinite(Stage):
         Returns the gate of these writes, which is one for the tensors `held`, too.
         """
         wrapper = self._wrapper
-        axes, only_apart = wrapper._shards_to_name(gradients.present)
+        axes, of_shards_only = wrapper._shards_to_name(gradients.present)
         finite = updated = on_mesh(finite, before.skipped.mesh)
         if gradients.weights is not None:
             has_data = mtf.greater(gradients.weights.total, 0.0)
@@ -356,7 +356,7 @@ class _SkipNotFinite(Stage):
             mtf.logical_not(finite),
             gate,
             lambda: skips.report(
-                not_finite_flags(gradients, checked, axes, wrapper.reducer, only_apart), now
+                not_finite_flags(gradients, checked, axes, wrapper.reducer, of_shards_only), now
             ),
         )
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]

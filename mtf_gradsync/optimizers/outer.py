@@ -468,7 +468,7 @@ class LossesOfPeriod:
         losses = losses_behind(grads)
         if losses:
             # A loss that islands share says of none of them that it is its own.
-            found = NotFinite(losses, islands, strategy, only_apart=True).outputs[0]
+            found = NotFinite(losses, islands, strategy, of_shards_only=True).outputs[0]
             bad = mtf.greater(mtf.reduce_sum(found, output_shape=mtf.Shape(dims)), 0.0)
             bad = bad if has_data is None else mtf.logical_and(bad, has_data)
             last = last + (period - last) * mtf.cast(bad, tf.int32)

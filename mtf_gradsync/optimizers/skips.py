@@ -115,17 +115,19 @@ def not_finite_flags(
     sums: GradientSet,
     axes: ReplicaAxes | None,
     strategy: Strategy,
-    only_apart: bool = True,
+    of_shards_only: bool = True,
 ) -> list[mtf.Tensor]:
     """Finds which gradients of which shards are not finite, for `Skips.report`.
 
     `given` are gradients in any form, and `sums` the same ones as they are checked; clipped ones
     count as they were before, as one NaN makes all of them NaNs. Shards of gradients that are
-    reduced are not known with `only_apart`.
+    reduced are not known with `of_shards_only`.
     """
     given, of_shards = given.unreduced or given, []
     if axes:
-        of_shards.append(which_not_finite(given.present, axes, strategy, only_apart, shared=-1.0))
+        of_shards.append(
+            which_not_finite(given.present, axes, strategy, of_shards_only, shared=-1.0)
+        )
     return [*of_shards, which_not_finite([unclipped(g) for g in sums.present], None, strategy)]
 
 
@@ -458,7 +460,7 @@ class ReportsSkips(Wrapper):
     _skips = OfStep[Union[Skips, None]](None)
 
     def _shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
-        """Returns the replica axes that number shards in the log, and `only_apart` for flags.
+        """Returns the replica axes that number shards in the log, and `of_shards_only` for flags.
 
         Inside of islands these are all shards of the mesh. Where each is an island, a gradient is
         that of its shard.
