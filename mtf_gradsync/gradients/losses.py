@@ -193,8 +193,8 @@ class _ScaleInGradient(NamedTuple):
         if self.not_linear is not None:
             kind = type(self.not_linear).__name__
             raise ValueError(
-                f"{owner} scales the loss, but {kind} {self.not_linear.name!r} has changed the gradient "
-                f"of {name!r} in a way that is not linear (a clip, say) before the scale was taken "
+                f"{owner} scales the loss, but {kind} {self.not_linear.name!r} has changed the "
+                f"gradient of {name!r} in a way that is not linear (a clip, say) before the scale was taken "
                 "out. Compute gradients with opt.compute_gradients(loss), which takes it out, or "
                 "clip inside, by ClipByGlobalNormOptimizer."
             )

@@ -125,7 +125,7 @@ class NotFinite(StageOperation):
         of_shards_only: bool = False,
         shared: float = 0.0,
     ):
-        """Adds the operation; with `of_shards_only`, gradients that all shards share have `shared`."""
+        """Adds the operation; with `of_shards_only`, gradients that shards share have `shared`."""
         self._strategy, self._of_shards_only, self._shared = strategy, of_shards_only, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else None
