@@ -194,8 +194,8 @@ class _ScaleInGradient(NamedTuple):
             kind = type(self.not_linear).__name__
             raise ValueError(
                 f"{owner} scales the loss, but {kind} {self.not_linear.name!r} has changed the "
-                f"gradient of {name!r} in a way that is not linear (a clip, say) before the scale was taken "
-                "out. Compute gradients with opt.compute_gradients(loss), which takes it out, or "
+                f"gradient of {name!r} in a way that is not linear (a clip, say) before the scale "
+                "was taken out. Compute gradients with opt.compute_gradients(loss), which takes it out, or "
                 "clip inside, by ClipByGlobalNormOptimizer."
             )
 

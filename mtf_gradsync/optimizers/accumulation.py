@@ -1,4 +1,4 @@
-"""Hints about optimizers whose schedules would count microbatch steps."""
+"""GradientAccumulationOptimizer: an update of the gradients of several microbatch steps."""
 
 from __future__ import annotations
 

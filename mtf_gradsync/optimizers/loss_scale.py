@@ -1,4 +1,4 @@
-"""The state of a loss scale, and the rule by which it changes."""
+"""LossScaleOptimizer: scales the loss so that small gradients survive narrow dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of an optimizer's `apply_grads` after gradients and variables."""
+"""Pairs of `apply_grad` that wait for their step, and arguments for the optimizer inside."""
 
 from __future__ import annotations
 

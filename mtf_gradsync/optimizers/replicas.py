@@ -1,4 +1,4 @@
-"""State of replicas: who contributes, whose values are fresh, and TensorFlow's session methods."""
+"""The replicas of SyncReplicasOptimizer: who contributes, what is fresh, TensorFlow's methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of all wrappers."""
+"""Wrapper: the base class of all wrappers."""
 
 from __future__ import annotations
 

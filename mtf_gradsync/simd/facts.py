@@ -1,4 +1,4 @@
-"""Errors of SIMD programs."""
+"""What is known of the graph of a SIMD program, and the errors of one."""
 
 from __future__ import annotations
 
