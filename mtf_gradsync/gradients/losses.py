@@ -195,8 +195,8 @@ class _ScaleInGradient(NamedTuple):
             raise ValueError(
                 f"{owner} scales the loss, but {kind} {self.not_linear.name!r} has changed the "
                 f"gradient of {name!r} in a way that is not linear (a clip, say) before the scale "
-                "was taken out. Compute gradients with opt.compute_gradients(loss), which takes it out, or "
-                "clip inside, by ClipByGlobalNormOptimizer."
+                "was taken out. Compute gradients with opt.compute_gradients(loss), which takes it "
+                "out, or clip inside, by ClipByGlobalNormOptimizer."
             )
 
 
