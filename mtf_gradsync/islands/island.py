@@ -16,6 +16,7 @@ import numpy as np
 
 from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.islands.encoding import FORMS, Form, encoded
 from mtf_gradsync.islands.folder import DamagedObjectError, Folder
 from mtf_gradsync.islands.journal import Journal, events_by_step
 from mtf_gradsync.islands.merger import (
@@ -32,7 +33,7 @@ from mtf_gradsync.islands.merger import (
     poll_seconds_of,
     read_values,
 )
-from mtf_gradsync.islands.values import FORMS, Form, Values, encoded
+from mtf_gradsync.islands.values import Values
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync._common import is_number
+from mtf_gradsync.islands.encoding import decoded
 from mtf_gradsync.islands.folder import (
     SUFFIX,
     DamagedObjectError,
@@ -32,7 +33,6 @@ from mtf_gradsync.islands.folder import (
     Stored,
     checksum,
 )
-from mtf_gradsync.islands.values import decoded
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from mtf_gradsync.timelines.events import (
     Call,
+    Collective,
     Event,
-    RecordedCollective,
-    RecordedStep,
     Recording,
+    Step,
     TimelineError,
 )
 from mtf_gradsync.timelines.table import CollectiveTimes, CoreTimes, OperationTimes, Table
@@ -13,13 +13,13 @@ from mtf_gradsync.timelines.timeline import Timeline, Written, timeline
 
 __all__ = [
     "Call",
+    "Collective",
     "CollectiveTimes",
     "CoreTimes",
     "Event",
     "OperationTimes",
-    "RecordedCollective",
-    "RecordedStep",
     "Recording",
+    "Step",
     "Table",
     "Timeline",
     "TimelineError",

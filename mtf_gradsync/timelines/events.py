@@ -60,7 +60,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedCollective:
+class Collective:
     """What is known of a collective from the program.
 
     Attributes:
@@ -76,7 +76,7 @@ class RecordedCollective:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedStep:
+class Step:
     """A step, from the end of the one before to its own end.
 
     Attributes:
@@ -122,9 +122,9 @@ class Recording:
     runtime: str
     process: int
     cores: dict[int, str]
-    steps: tuple[RecordedStep, ...]
+    steps: tuple[Step, ...]
     events: tuple[Event, ...]
-    collectives: dict[str, RecordedCollective]
+    collectives: dict[str, Collective]
     calls: tuple[Call, ...] = ()
 
     def to_json(self) -> str:
@@ -154,10 +154,10 @@ class Recording:
                 runtime=content["runtime"],
                 process=content["process"],
                 cores={int(core): name for core, name in content["cores"].items()},
-                steps=tuple(RecordedStep(*one) for one in content["steps"]),
+                steps=tuple(Step(*one) for one in content["steps"]),
                 events=tuple(Event(*one) for one in content["events"]),
                 collectives={
-                    name: RecordedCollective(size, None if of is None else tuple(of), conditional)
+                    name: Collective(size, None if of is None else tuple(of), conditional)
                     for name, (size, of, conditional) in content["collectives"].items()
                 },
                 calls=tuple(Call(*one) for one in content["calls"]),
@@ -335,7 +335,7 @@ def steps_until(
     ends: Iterable[int],
     events: Iterable[Event],
     of_updates: AbstractSet[str],
-) -> tuple[RecordedStep, ...]:
+) -> tuple[Step, ...]:
     """Steps, from when the first one began and each of them ended.
 
     A step updated the variables if it ran one of `of_updates`. Without any it is not known.
@@ -347,10 +347,10 @@ def steps_until(
         ran = bisect.bisect_left(at, first) < bisect.bisect_left(at, last)
         return ran if of_updates else None
 
-    return tuple(RecordedStep(a, b, is_update(a, b)) for a, b in zip(moments, moments[1:]))
+    return tuple(Step(a, b, is_update(a, b)) for a, b in zip(moments, moments[1:]))
 
 
-def sums_of_updates(collectives: Mapping[str, RecordedCollective], graph: tf.Graph) -> set[str]:
+def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
     """The collectives in branches whose results become part of what the program trains.
 
     A wrapper's own values are not that: it may sum some in the steps that make no update.
@@ -387,7 +387,7 @@ class Operations(NamedTuple):
     collective: set[str]
     inside: dict[str, set[str]]  # of loops, branches and calls: the operations in them
     users: dict[str, set[str]]  # the operations that take a result
-    facts: dict[str, RecordedCollective]  # by names in the model's graph
+    facts: dict[str, Collective]  # by names in the model's graph
 
 
 def operations_of(
@@ -457,11 +457,11 @@ def _node(name: str, nodes: AbstractSet[str]) -> str:
 
 def _facts(
     parts: Sequence[str], exchange: HloCollective | None, rows: dict[str, Any]
-) -> RecordedCollective:
+) -> Collective:
     known = [rows[part] for part in parts if part in rows]
     variables = None
     if known and all(row.variables is not None for row in known):
         variables = tuple(dict.fromkeys(v for row in known for v in row.variables))
     if exchange is None:
-        return RecordedCollective(None, variables)
-    return RecordedCollective(exchange.bytes_per_core, variables, exchange.is_conditional)
+        return Collective(None, variables)
+    return Collective(exchange.bytes_per_core, variables, exchange.is_conditional)

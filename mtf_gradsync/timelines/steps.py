@@ -20,9 +20,9 @@ from mtf_gradsync.simd.facts import CalledBranch, GraphFacts
 from mtf_gradsync.simd.program import CpuReplicaSession
 from mtf_gradsync.timelines.events import (
     Call,
+    Collective,
     Event,
     Kind,
-    RecordedCollective,
     Recorder,
     Recording,
     Replaced,
@@ -117,7 +117,7 @@ class TensorFlowRecorder(Recorder):
         runtime: str,
         cores: dict[int, str],
         events: list[list[Event]],
-        collectives: dict[str, RecordedCollective],
+        collectives: dict[str, Collective],
     ) -> Recording:
         """A recording of the runs, from the events of each."""
         # Other calls, of a counter or of an evaluation, belong to the host's time.
@@ -140,7 +140,7 @@ class ReplicasRecorder(TensorFlowRecorder):
         rows = list_collectives(self._graph, lowering=self._lowering).rows
         sums = self._emulated.groups_of_sums()
         collectives = {
-            row.name: RecordedCollective(row.bytes_per_core, row.variables, row.is_conditional)
+            row.name: Collective(row.bytes_per_core, row.variables, row.is_conditional)
             for row in rows
         }
         events = []
@@ -177,7 +177,7 @@ class MeshRecorder(TensorFlowRecorder):
         places = sorted({place_of(device) for device in named}, key=repr)
         number = {place: core for core, place in enumerate(places)}
         facts = GraphFacts(graph.as_graph_def())
-        collectives: dict[str, RecordedCollective] = {}
+        collectives: dict[str, Collective] = {}
         seen: dict[int, str] = {}
         events = []
         for run in self._runs:
@@ -196,7 +196,7 @@ class MeshRecorder(TensorFlowRecorder):
                     joined = None if operation is None else _joined_bytes(operation)
                     if joined is not None:
                         context = facts.context[node.node_name]
-                        collectives[name] = RecordedCollective(
+                        collectives[name] = Collective(
                             joined, None, any(isinstance(c, CalledBranch) for c in context)
                         )
                     kind: Kind = "compute" if joined is None else "collective"
@@ -215,7 +215,7 @@ def _times(node: Any) -> tuple[int, int] | None:
     return (begin + first, begin + last) if last > first else None
 
 
-def _within(name: str, collectives: dict[str, RecordedCollective]) -> str:
+def _within(name: str, collectives: dict[str, Collective]) -> str:
     """The collective that an operation of the emulated graph is, or helps with; or ""."""
     while name and name not in collectives:
         name = name.rpartition("/")[0]

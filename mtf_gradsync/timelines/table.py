@@ -13,8 +13,8 @@ from mtf_gradsync.timelines.events import (
     Event,
     Interval,
     Kind,
-    RecordedStep,
     Recording,
+    Step,
     TimelineError,
     length,
     merged,
@@ -182,11 +182,11 @@ class _Spent:
         self._busy = {c: merged([*self.compute[c], *self._collectives[c]]) for c in recording.cores}
         self._any = merged(i for busy in self._busy.values() for i in busy)
 
-    def times(self, steps: Sequence[RecordedStep]) -> list[CoreTimes]:
+    def times(self, steps: Sequence[Step]) -> list[CoreTimes]:
         """The mean over some steps, for each core."""
         return [self._times_of(steps, core) for core in self.recording.cores]
 
-    def _times_of(self, steps: Sequence[RecordedStep], core: int) -> CoreTimes:
+    def _times_of(self, steps: Sequence[Step], core: int) -> CoreTimes:
         exposed = minus(self._collectives[core], self.compute[core])
         # Steps do not overlap.
         times = merged((s.begin, s.end) for s in steps)

@@ -167,7 +167,7 @@ BY_THE_DOOR = {
 NO_SLICES = {
     "_private/mesh_tensorflow.py", "_private/patches.py",  # masters
     "compat_v1/accumulation.py",  # optimizers off the mesh
-    "estimator/builder.py", "step/gate.py", "train/train_graph.py",  # step counters of TensorFlow
+    "estimator/builder.py", "step/branch.py", "train/train_graph.py",  # step counters of TensorFlow
     "xla/bridge.py",  # one state for each core
 }  # fmt: skip
 

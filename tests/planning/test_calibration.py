@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.planning import sample_steps
+from mtf_gradsync.planning import this_machine
 from mtf_gradsync.planning.this_machine import (
     Calibration,
     FittedRates,
@@ -13,7 +13,7 @@ from mtf_gradsync.planning.this_machine import (
     meetings,
 )
 
-ONE = sample_steps.Size(1, 8, 2, 2)
+ONE = this_machine.Size(1, 8, 2, 2)
 
 
 def made_up(count):
@@ -104,13 +104,13 @@ def test_meetings_are_shares_of_all_cores():
 
 @pytest.mark.parametrize("count", [1, 3, 6, 16])
 def test_steps_to_measure_run_on_all_devices_and_on_parts_of_them(count):
-    meshes = {mesh for mesh, _ in sample_steps.choose(count, [ONE])}
+    meshes = {mesh for mesh, _ in this_machine.choose_samples(count, [ONE])}
     assert {(1, 1), (count, 1)} <= meshes
     assert all(count % (batch * model) == 0 for batch, model in meshes)
 
 
 def test_each_way_to_divide_sixteen_has_its_steps():
-    meshes = {mesh for mesh, _ in sample_steps.choose(16, [ONE])}
+    meshes = {mesh for mesh, _ in this_machine.choose_samples(16, [ONE])}
     assert meshes == {(n // m, m) for n in (1, 2, 4, 8, 16) for m in (1, 2, 4) if n >= m}
 
 
@@ -122,11 +122,11 @@ def flops_of(size):
 
 
 def test_a_step_is_sampled_by_steps_of_like_length():
-    short, long = sample_steps.samples_like(1e9), sample_steps.samples_like(2e12)
+    short, long = this_machine.samples_like(1e9), this_machine.samples_like(2e12)
     most, least = max(map(flops_of, short.sizes)), min(map(flops_of, long.sizes))
     assert 10 * most < least
     for size in short.sizes:
-        assert sample_steps.samples_like(flops_of(size)) is short
+        assert this_machine.samples_like(flops_of(size)) is short
     # What is not a product comes on top.
-    assert sample_steps.samples_like(0.9 * least) is short
-    assert sample_steps.samples_like(1.05 * least) is long
+    assert this_machine.samples_like(0.9 * least) is short
+    assert this_machine.samples_like(1.05 * least) is long

@@ -6,10 +6,16 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import planning, xla
-from mtf_gradsync.planning import machines, sample_steps, this_machine
+from mtf_gradsync.planning import machines, this_machine
 from mtf_gradsync.planning.machines import SkippedStep, TpuMachine
-from mtf_gradsync.planning.sample_steps import Samples, Size
-from mtf_gradsync.planning.this_machine import Calibration, CpuMachine, FittedRates, work_of
+from mtf_gradsync.planning.this_machine import (
+    Calibration,
+    CpuMachine,
+    FittedRates,
+    Samples,
+    Size,
+    work_of,
+)
 from mtf_gradsync.xla.topology.compiled import CoreMemory
 from mtf_gradsync.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.xla.topology.estimate import CostEstimate
@@ -131,7 +137,7 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
         return Samples((), rounds=1)
 
     monkeypatch.setattr(this_machine, "samples_like", samples_like)
-    monkeypatch.setattr(sample_steps, "choose", lambda count, sizes: steps)
+    monkeypatch.setattr(this_machine, "choose_samples", lambda count, sizes: steps)
     machine = CpuMachine("cpu:2", 2)
     built = build("batch:2;model:1", LAYOUT)
     lowered = machine.lower(built.program, built.fetches)

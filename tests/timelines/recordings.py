@@ -1,6 +1,6 @@
 """Recordings made by hand. Times are in milliseconds."""
 
-from mtf_gradsync.timelines import Call, Event, RecordedCollective, RecordedStep, Recording
+from mtf_gradsync.timelines import Call, Collective, Event, Recording, Step
 
 MS = 1_000_000
 
@@ -29,11 +29,11 @@ def two_cores(process=0, **more):
         "runtime": "xla",
         "process": process,
         "cores": {2 * process: f"core {2 * process}", 2 * process + 1: f"core {2 * process + 1}"},
-        "steps": (RecordedStep(0, 10 * MS, False), RecordedStep(10 * MS, 30 * MS, True)),
+        "steps": (Step(0, 10 * MS, False), Step(10 * MS, 30 * MS, True)),
         "events": tuple(
             Event(e.core + 2 * process, e.name, e.kind, e.begin, e.end) for e in events
         ),
-        "collectives": {"sum": RecordedCollective(4096, ("w", "v"), True)},
+        "collectives": {"sum": Collective(4096, ("w", "v"), True)},
         "calls": (Call("dispatch", 0, MS),),
     }
     return Recording(**{**made, **more})

@@ -7,9 +7,9 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.timelines import (
-    RecordedCollective,
-    RecordedStep,
+    Collective,
     Recording,
+    Step,
     Table,
     Timeline,
     TimelineError,
@@ -60,7 +60,7 @@ def test_operations_and_collectives():
 
 def test_only_ten_and_those_the_largest():
     events = [event(0, f"sum {i}", i, i + 1, "collective") for i in range(12)]
-    recording = two_cores(events=tuple(events), collectives={}, steps=(RecordedStep(0, 30 * MS),))
+    recording = two_cores(events=tuple(events), collectives={}, steps=(Step(0, 30 * MS),))
     facts = dataclasses.replace(two_cores().collectives["sum"], bytes_per_core=8)
     table = tabulate_times([dataclasses.replace(recording, collectives={"sum 11": facts})])
     assert len(table.collectives) == len(table.operations) == 10
@@ -76,7 +76,7 @@ def test_several_processes():
 
 def test_parts_that_do_not_fit_together():
     with pytest.raises(TimelineError, match="steps by process: 0: 2 of xla, 1: 1 of xla"):
-        Timeline.of([two_cores(0), two_cores(1, steps=(RecordedStep(0, MS),))])
+        Timeline.of([two_cores(0), two_cores(1, steps=(Step(0, MS),))])
     with pytest.raises(TimelineError, match=r"of one process: \[0, 0\]"):
         Timeline.of([two_cores(0), two_cores(0)])
 
@@ -123,20 +123,20 @@ def test_sums_of_updates_are_for_what_is_trained():
         tf.get_variable("state", [], trainable=False)
         tf.get_variable("report", [], trainable=False, collections=[tf.GraphKeys.LOCAL_VARIABLES])
         found = {
-            "both": RecordedCollective(4, ("state", "w"), True),
-            "always": RecordedCollective(4, ("w",), False),
-            "state": RecordedCollective(4, ("state",), True),
-            "report": RecordedCollective(4, ("report",), True),
+            "both": Collective(4, ("state", "w"), True),
+            "always": Collective(4, ("w",), False),
+            "state": Collective(4, ("state",), True),
+            "report": Collective(4, ("report",), True),
             # Of w, which Mesh-TF keeps in a variable of several.
-            "stacked": RecordedCollective(4, ("v",), True),
-            "nothing": RecordedCollective(4, (), True),
-            "unknown": RecordedCollective(4, None, True),
+            "stacked": Collective(4, ("v",), True),
+            "nothing": Collective(4, (), True),
+            "unknown": Collective(4, None, True),
         }
         assert sums_of_updates(found, graph) == {"both", "stacked"}
 
 
 def test_updates_that_the_program_counts():
-    timeline = Timeline.of([two_cores(steps=(RecordedStep(0, MS), RecordedStep(MS, 2 * MS)))])
+    timeline = Timeline.of([two_cores(steps=(Step(0, MS), Step(MS, 2 * MS)))])
     timeline.mark_updates([4, 4])
     assert [s.is_update for s in timeline.recordings[0].steps] == [None, None]
     timeline.mark_updates([4, 4, 5])

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-from mtf_gradsync.timelines import Call, RecordedStep
+from mtf_gradsync.timelines import Call, Step
 from mtf_gradsync.timelines.table import tabulate_times
 from mtf_gradsync.timelines.timeline import write_trace
 from tests.timelines.recordings import MS, event, two_cores
@@ -36,7 +36,7 @@ def test_what_runs_at_the_same_time_is_on_tracks_beside_each_other(tmp_path):
         event(0, "c", 4, 6),
         event(0, "s", 2, 3, "collective"),
     )
-    recording = two_cores(events=events, steps=(RecordedStep(0, 6 * MS),))
+    recording = two_cores(events=events, steps=(Step(0, 6 * MS),))
     trace = read(write_trace([recording], tmp_path / "trace.json.gz").path)
     check(trace)
     for rows in tracks(trace).values():
@@ -49,7 +49,7 @@ def test_what_runs_at_the_same_time_is_on_tracks_beside_each_other(tmp_path):
 def test_a_large_trace_drops_the_shortest_first(tmp_path):
     lengths = [0.001 * (1 + i % 100) for i in range(4000)]
     events = tuple(event(0, f"op {i}", i, i + d) for i, d in enumerate(lengths))
-    recording = two_cores(events=events, steps=(RecordedStep(0, 5000 * MS, True),))
+    recording = two_cores(events=events, steps=(Step(0, 5000 * MS, True),))
     for name, most in (("trace.json", 30_000), ("trace.json.gz", 10_000)):
         written = write_trace([recording], tmp_path / name, most_bytes=most)
         assert written.path.stat().st_size <= most
@@ -75,7 +75,7 @@ def test_a_long_recording_keeps_to_the_limit(tmp_path, suffix, most):
     recordings = [
         two_cores(
             process,
-            steps=tuple(RecordedStep(i * MS, (i + 1) * MS, i % 2 == 1) for i in range(count)),
+            steps=tuple(Step(i * MS, (i + 1) * MS, i % 2 == 1) for i in range(count)),
             events=tuple(event(2 * process, "op", i, i + 0.5) for i in range(count)),
             calls=tuple(Call("run", i * MS, i * MS + 300 + 7 * i) for i in range(count)),
         )
@@ -119,7 +119,7 @@ def test_short_operations_follow_each_other(tmp_path):
     """Of some 100 ns: many are within a microsecond, to which chrome://tracing may round."""
     ends = [0, *(120 * i + i % 7 for i in range(1, 1000))]
     events = tuple(event(0, "op", a / MS, b / MS) for a, b in zip(ends, ends[1:]))
-    recording = two_cores(events=events, steps=(RecordedStep(0, MS),))
+    recording = two_cores(events=events, steps=(Step(0, MS),))
     trace = read(write_trace([recording], tmp_path / "trace.json").path)
     check(trace)
     with pytest.raises(AssertionError):
@@ -130,7 +130,7 @@ def test_operations_at_any_times_are_slices_that_do_not_overlap(tmp_path):
     """Of equal, nested, crossing and empty times, and names that JSON has to escape."""
     times = [(0, 9), (0, 9), (1, 1), (1, 4), (2, 3), (3, 12), (9, 9), (8.9999, 9.0001), (12, 12)]
     events = tuple(event(0, f'op "{i}"\n\\é', *pair) for i, pair in enumerate(times))
-    recording = two_cores(events=events, steps=(RecordedStep(0, 12 * MS),))
+    recording = two_cores(events=events, steps=(Step(0, 12 * MS),))
     trace = read(write_trace([recording], tmp_path / "trace.json").path)
     check(trace)
     assert len([r for r in slices(trace) if r["name"].startswith("op ")]) == len(times)
@@ -161,7 +161,7 @@ def test_whole_nanoseconds_stay_what_they_are(tmp_path):
     ends = [0, *(1 + 1_234_567 * i for i in range(1, 200))]
     pairs = list(zip(ends, ends[1:]))
     events = tuple(event(0, "op", begin / MS, end / MS) for begin, end in pairs)
-    recording = two_cores(events=events, steps=(RecordedStep(0, 300 * MS),))
+    recording = two_cores(events=events, steps=(Step(0, 300 * MS),))
     trace = read(write_trace([recording], tmp_path / "trace.json").path)
     check(trace)
     read_back = [r for r in slices(trace) if r["name"] == "op"]
