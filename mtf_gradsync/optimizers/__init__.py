@@ -7,7 +7,7 @@ from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
 from mtf_gradsync.optimizers.outer import OuterOptimizer
-from mtf_gradsync.optimizers.pipeline import Traits, traits_of
+from mtf_gradsync.optimizers.pipeline import Form, Stage, Traits, traits_of
 from mtf_gradsync.optimizers.report import (
     NoiseScale,
     gradient_noise_scale,
@@ -17,6 +17,7 @@ from mtf_gradsync.optimizers.report import (
 from mtf_gradsync.optimizers.schedules import get_update_step
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
 from mtf_gradsync.optimizers.skips import NoUpdateError, skip_large_updates, skip_not_finite
+from mtf_gradsync.optimizers.slots import scalar_state
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
@@ -25,12 +26,14 @@ __all__ = [
     "AverageOptimizer",
     "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",
+    "Form",
     "GradientAccumulationOptimizer",
     "LossScaleOptimizer",
     "NoUpdateError",
     "NoiseScale",
     "OuterOptimizer",
     "ShardedUpdateOptimizer",
+    "Stage",
     "SyncReplicasOptimizer",
     "Traits",
     "Wrapper",
@@ -38,6 +41,7 @@ __all__ = [
     "gradient_noise_scale",
     "moving_average",
     "reported",
+    "scalar_state",
     "skip_large_updates",
     "skip_not_finite",
     "split_by_shard",

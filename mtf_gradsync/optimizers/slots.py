@@ -97,7 +97,17 @@ def scalar_state(
     stacked: bool = True,
     start: float | str = 0,
 ) -> mtf.Variable:
-    """Finds or makes a scalar of a wrapper's state; arguments are those of `named_state`."""
+    """Finds or makes a scalar of a wrapper's state, which is not trained.
+
+    Args:
+      mesh: the mesh.
+      name: its full name, the same in any variable scope; by it checkpoints know the scalar.
+      dtype: its dtype.
+      checkpointed: whether savers of global variables write it; if not, it is zero again in every
+        new session.
+      stacked: whether Mesh-TF's autostack may put it into one variable with others.
+      start: its first value; or the name of a variable in older checkpoints that has its value.
+    """
     return named_state(mesh, name, mtf.Shape([]), dtype, checkpointed, stacked, start=start)
 
 
