@@ -393,10 +393,13 @@ def recording(changes: Changes) -> Iterator[Recorded]:
 def _made_anyhow(init: Any) -> Any:
     """Lets wrappers that refuse one core be made there: they are taken out."""
 
-    def made(self: Any, opt: Any, *args: Any, **kwargs: Any) -> None:
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            init(self, opt, *args, **kwargs)
+            init(self, *args, **kwargs)
         except ValueError:
+            if not args and "opt" not in kwargs:  # gin gives it inside
+                raise
+            opt = args[0] if args else kwargs["opt"]
             names = kwargs.get("batch_dims", "batch")
             name = kwargs.get("name", type(self).__name__)
             rate = kwargs.get("learning_rate", NOT_GIVEN)
