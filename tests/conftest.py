@@ -1,6 +1,7 @@
 """How every test process starts: as a Mesh-TensorFlow program's entry point would."""
 
 import atexit
+import collections
 import functools
 import gc
 import os
@@ -36,6 +37,19 @@ grappler.turn_off()
 tf.train.CheckpointSaverHook.__init__ = functools.partialmethod(
     tf.train.CheckpointSaverHook.__init__, save_graph_def=False
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test that is marked ``mostly_slow`` every so manieth stays, the others are slow."""
+    counts = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("mostly_slow")
+        if mark is not None:
+            function = item.nodeid.partition("[")[0]
+            if counts[function] % mark.kwargs["every"]:
+                item.add_marker(pytest.mark.slow)
+            counts[function] += 1
 
 
 def pytest_collection_finish():

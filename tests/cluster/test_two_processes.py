@@ -88,6 +88,7 @@ STARTER = (
 )
 
 
+@pytest.mark.slow
 def test_no_process_is_left_behind():
     nothing = "tests.cluster.serves_nothing"
     starters = [

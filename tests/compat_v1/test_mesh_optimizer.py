@@ -93,6 +93,7 @@ ACCUMULATING = {
         ("placement", "two steps for an update", "tensors"),
     ],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_inside_a_wrapper_that_waits_two_steps_make_the_update_of_both_batches(kind, wrapper, name):
     feeds = optimizers.batches(20)
     doubled = [
@@ -366,6 +367,7 @@ CHECKPOINTED = ["adam", "centered", "ftrl named", "momentum"]
         ("placement", "adam"),
     ],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_checkpoints_go_on_with_a_mesh_and_without(tmp_path, kind, name):
     feeds = optimizers.batches(30)
     plain, meshed = str(tmp_path / "plain"), str(tmp_path / "meshed")

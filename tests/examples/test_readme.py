@@ -14,6 +14,7 @@ from mtf_gradsync._private.libraries import mtf
 from tests import documents
 
 
+@pytest.mark.slow
 def test_quickstart_prints_its_numbers_and_goes_on_in_another_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     documents.run("README.md")

@@ -99,6 +99,7 @@ def together(models):
 
 
 @pytest.mark.parametrize("group", list(GROUPS))
+@pytest.mark.mostly_slow(every=9)
 def test_shards_of_many_uses_are_recoverable(mesh_kind, group):
     check_shards(mesh_kind, "2x2", *together(GROUPS[group]))
 

@@ -50,6 +50,7 @@ OPTIMIZERS = sorted(models.OPTIMIZERS)
         [("2x2", "adafactor"), ("4", "momentum")],
     ),
 )
+@pytest.mark.mostly_slow(every=3)
 def test_trajectory(kind, mesh, optimizer):
     check(kind, mesh, optimizer)
 

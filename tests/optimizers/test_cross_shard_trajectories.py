@@ -48,6 +48,7 @@ ON_PLACEMENT = [*itertools.product(["2x2"], OPTIMIZERS), ("2x2x2", "sgd")]
 
 
 @pytest.mark.parametrize(("kind", "mesh", "optimizer"), harness.on_both(CASES, ON_PLACEMENT))
+@pytest.mark.mostly_slow(every=5)
 def test_trajectory_equals_one_processor(kind, mesh, optimizer):
     feeds = models.mlp_batches(STEPS)
     result = program(kind, mesh, optimizer).run(feeds)

@@ -35,6 +35,7 @@ def train(kind, mesh, build, feeds):
     ("kind", "mesh", "by_factors"),
     [*((kind, mesh, False) for kind in KINDS for mesh in MESHES), ("simd", "one axis", True)],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_a_masked_shard_s_examples_reach_no_expert(kind, mesh, by_factors):
     """An input that is split as experts are, a factor for each of them, is no shard's data."""
 
@@ -109,6 +110,7 @@ def shards_of(values, feed):
 @pytest.mark.parametrize("mesh", list(MESHES))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("to_aggregate", [1, 3])
+@pytest.mark.mostly_slow(every=7)
 def test_sync_replicas_averages_the_gradients_of_those_that_contribute(kind, mesh, to_aggregate):
     def build(of, inputs):
         opt = gs.SyncReplicasOptimizer(

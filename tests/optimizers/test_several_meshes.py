@@ -179,6 +179,7 @@ def run(kind, made, given, second=SECOND):
 
 
 @pytest.mark.parametrize("stack", list(STACKS))
+@pytest.mark.mostly_slow(every=5)
 def test_training_is_that_of_one_device(stack, mesh_kind, caplog, capfd):
     make, update, how, bad = STACKS[stack]
     given = feeds(bad)

@@ -113,6 +113,7 @@ def train(built, feeds, caplog, capfd, fetches=None):
         ("xla", "scaled"),
     ],
 )
+@pytest.mark.mostly_slow(every=5)
 def test_a_nan_on_every_step_is_named_and_ends_the_training(kind, name, caplog, capfd):
     make, named = STACKS[name]
     bad = feed([0, 1] if name == "outer" else [1])

@@ -123,6 +123,7 @@ def made(*names):
 
 @pytest.mark.parametrize("how", ["shards", "shards of all", "scalar"])
 @pytest.mark.parametrize("name", order_table.WRAPPERS)
+@pytest.mark.mostly_slow(every=9)
 def test_every_wrapper(mesh_kind, name, how):
     if name == "OuterOptimizer" and how == "scalar":
         return  # a scalar says that islands have equally many
@@ -206,6 +207,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.mostly_slow(every=5)
 def test_no_data_is_no_nan(mesh_kind, name):
     """The loss of a shard without tokens is 0 / 0 here, and so are its gradients."""
     wrap, does = EMPTY[name]
@@ -237,6 +239,7 @@ LIMITED = {
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.mostly_slow(every=3)
 def test_steps_without_data_for_ever_end_the_training(name, kind):
     data, none = [8, 1, 0, 2], [0, 0, 0, 0]
     feeds = batches([none, data, *[none] * 4])
@@ -273,6 +276,7 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("where", ["local", "synced"])
+@pytest.mark.mostly_slow(every=9)
 def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
     """One microbatch, then three; gradients of the program's own. Shards may hold several rows."""
     shape, layout, dims, sizes = MESHES[mesh]
@@ -310,6 +314,7 @@ DOES = dict(zip(SECOND, (["Clip"], [], ["GradientAcc"], ["Sync"], ["OuterOptimiz
 
 @pytest.mark.parametrize("kind", ["shared", "simd"])
 @pytest.mark.parametrize("name", SECOND)
+@pytest.mark.mostly_slow(every=3)
 def test_wrappers_on_a_second_axis(name, kind):
     """Where processors share copies, one of them writes the sums of weights, in every session."""
     shape, layout = "a:2;b:2", "batch:b"
@@ -360,6 +365,7 @@ WITH_PENALTY = {
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.parametrize("name", WITH_PENALTY)
+@pytest.mark.mostly_slow(every=3)
 def test_a_penalty_on_weights_is_whole_whatever_the_shards_have(name, kind):
     """That of the loss of all: equal shares of it are in each shard's term of the gradient."""
     wrap, contribute = WITH_PENALTY[name]
@@ -412,6 +418,7 @@ def test_gradients_in_which_replicas_are_mixed_count_by_the_weights_of_those_tha
     assert_close(found, START - RATE * joined(parts)[0])
 
 
+@pytest.mark.mostly_slow(every=2)
 def test_fragments_have_weights_of_their_own_rounds(mesh_kind):
     """Two variables take turns; gradients of shards are given, and do not depend on them."""
     rng, steps = np.random.RandomState(0), 5

@@ -90,6 +90,7 @@ def test_a_connection_may_break_while_another_process_is_started_to_speak(monkey
             assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_its_words_are_the_last():
     ran = subprocess.run(
         [sys.executable, "-c", LOUD],

@@ -305,6 +305,7 @@ APART = {
         ("placement", "mixed with each other"),
     ],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_linear_changes_leave_the_mask_its_meaning(kind, what):
     on_mesh, in_numpy = APART[what]
     (feed,) = small_models.batches(1)

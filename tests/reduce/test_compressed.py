@@ -60,6 +60,7 @@ def adversarial():
         *zip(3 * WIRES, EACH_TWICE, [1 / 64, 1.9, 1 / 64, 1.9, 1.9, 1 / 64]),
     ],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_adversarial_numbers_stay_within_the_bound(wire, prescale, strategy):
     data = adversarial() + [adversarial()[0].astype(np.float64)]
     make_reducer, levels = STRATEGIES[strategy]

@@ -69,6 +69,7 @@ def fed(stack):
         *(("shared", name) for name in STACKS),
     ],
 )
+@pytest.mark.mostly_slow(every=5)
 def test_whole_numbers_in_stacks_are_numpy_s(kind, stack):
     feeds, reduced = fed(stack)
     reference = Reference("2x2")
@@ -115,6 +116,7 @@ MASKS = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [
         ("shared", "a:2;b:4", "batch:b", 4),  # of what is kept, too, each slice has one writer
     ],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_shards_that_do_not_contribute_send_what_they_kept(kind, shape, layout, sessions):
     """An update sends all that was kept, also that of shards whose gradients are not in it.
 

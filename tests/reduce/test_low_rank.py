@@ -95,6 +95,7 @@ def check_step(before, after, feed, mesh):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow(every=3)
 def test_fifty_steps_are_numpy_s_and_a_restart_has_the_same_bits(kind, programs, tmp_path):
     made = programs(kind, "2x2")
     seen = made.fetches(FEEDS)
@@ -203,6 +204,7 @@ def test_it_moves_to_another_mesh_with_the_sum_of_what_was_not_sent(programs, tm
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow(every=3)
 def test_the_first_steps_reduce_gradients_as_they_are(kind):
     made = program(kind, "2x2", optimizer(rank=3, start_step=2, warm_start=False))
     seen = made.fetches(FEEDS[:5])

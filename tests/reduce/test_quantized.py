@@ -100,6 +100,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow(every=3)
 def test_fifty_steps_are_numpy_s_to_the_bit_and_so_is_a_restart(kind, programs, tmp_path):
     reference = Reference("2x2")
     for feed in FEEDS:

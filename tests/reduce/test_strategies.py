@@ -54,6 +54,7 @@ def check(kind, mesh_shape, data, results, groups, unit):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.mostly_slow(every=5)
 def test_sums_equal_float64_and_replicas_agree(mesh_kind, strategy):
     """On a mesh that has all kinds of sets of axes that other meshes of 8 have."""
     mesh_shape, data = on_mesh.MESHES["2x2x2"], arrays()
@@ -85,6 +86,7 @@ def test_sums_equal_float64_and_replicas_agree(mesh_kind, strategy):
     ("mesh_kind", "strategy"),
     [*(("placement", name) for name in STRATEGIES), ("simd", "fused"), ("simd", "packs")],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_dtypes_together(mesh_kind, strategy):
     by_dtype = {dtype: arrays(dtype)[:4] for dtype in UNIT}
     by_dtype["int32"] = [x.astype(np.int32) for x in arrays()[:4]]

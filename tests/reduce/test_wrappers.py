@@ -69,6 +69,7 @@ def usual_losses(kind, wrapper):
     ],
     indirect=["mesh_kind"],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_training_is_the_same_with_every_strategy(mesh_kind, strategy, wrapper):
     check_training(mesh_kind, strategy, wrapper)
 

@@ -122,6 +122,7 @@ def test_the_same_step_built_twice_is_the_same_graph():
     assert found == done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_two_graphs_at_once():
     """Steps of two mtf graphs, built and lowered in turns, know nothing of each other."""
     batches = models.mlp_batches(2)

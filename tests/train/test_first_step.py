@@ -136,6 +136,7 @@ class BadAtWords(ByteVocabulary):
         raise KeyError("no such word")
 
 
+@pytest.mark.slow
 def test_what_fails_after_the_last_step_loses_nothing(train, tmp_path):
     bindings = ["train.run.vocabulary = @BadAtWords()", "train.run.train_steps = 2"]
     message = r"All 2 steps were made and saved; .* KeyError: .*no such word.*evaluates again"

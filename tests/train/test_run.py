@@ -261,6 +261,7 @@ def test_text_of_a_file_with_one_blank_line_is_trained_on_and_its_size_said(trai
     assert "held-out data are scored to the end of batch 2" in "\n".join(said)
 
 
+@pytest.mark.slow
 def test_mesh_is_chosen_by_gin_alone(train, plain):
     _, chosen, _ = train(
         NO_EVAL,
@@ -276,6 +277,7 @@ def test_mesh_is_chosen_by_gin_alone(train, plain):
     assert "placement_mesh_impl.reducer = @FusedAllReduce()" in config
 
 
+@pytest.mark.slow
 def test_bindings_without_effect_are_named(train):
     more = ["train.run.train_steps = 1", "AdafactorOptimizer.learning_rate = 3.0"]
     said = train(*more, "nobody/Unitransformer.max_length = 4")[2]

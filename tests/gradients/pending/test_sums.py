@@ -170,6 +170,7 @@ def norm(grads):
 
 @pytest.mark.parametrize("wrapper", list(IN_PARTS))
 @pytest.mark.parametrize("logged", [[2], [0, 1, 2, 3]])
+@pytest.mark.mostly_slow(every=3)
 def test_norms_that_the_program_logs_take_one_group_of_sums_of_their_own(wrapper, logged):
     """The wrapper's group is made once an update, and has what the program asks for in it again."""
 

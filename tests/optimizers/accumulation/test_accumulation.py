@@ -32,6 +32,7 @@ WHERE = [("4x2", LOCAL), ("2x2", LOCAL), ("2x2x2", LOCAL), ("2x2", SYNCED)]
         [(("2x2", LOCAL), "adafactor"), (("2x2x2", LOCAL), "sgd"), (("2", SYNCED), "momentum")],
     ),
 )
+@pytest.mark.mostly_slow(every=5)
 def test_mean_equals_one_batch_of_all_microbatches(kind, where, optimizer):
     """One mesh has shuffled cores, with Adafactor, which has sums over the mesh of its own."""
     mesh, place = where

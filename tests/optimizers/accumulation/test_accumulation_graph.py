@@ -272,6 +272,7 @@ def test_unchecked_state_has_no_host_master(fresh_graph):
 
 
 @pytest.mark.parametrize("size", ["one:1", "all:2"])
+@pytest.mark.mostly_slow(every=3)
 def test_unchecked_state_on_small_meshes(mesh_kind, size):
     feeds = models.mlp_batches(K)
     layout = "batch:all"

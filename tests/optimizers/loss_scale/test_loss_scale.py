@@ -92,6 +92,7 @@ INNER = {
         ("xla", "2", "sharded", "adam", True),
     ],
 )
+@pytest.mark.mostly_slow(every=7)
 def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradients):
     shape, layout, batch_dims = harness.MESHES[mesh]
 
@@ -126,6 +127,7 @@ def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradien
     ("layout", "name", "where"),
     [("examples:all", "examples", "(shard 1)"), ("hidden:all", "batch", "(shard unknown)")],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
     layout, name, where, mesh_kind, caplog, capfd
 ):
@@ -152,6 +154,7 @@ def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
+@pytest.mark.mostly_slow(every=3)
 def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
     shape, layout, batch_dims = harness.MESHES["2"]
 
@@ -176,6 +179,7 @@ def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
+@pytest.mark.mostly_slow(every=3)
 def test_around_accumulation_a_microbatch_step_is_skipped(kind):
     shape, layout, batch_dims = harness.MESHES["2"]
 
@@ -249,6 +253,7 @@ def averaged(opt):
         pytest.param("xla", "weights", True, None, None, marks=[pytest.mark.xla, pytest.mark.slow]),
     ],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_what_a_skipped_shard_has_is_no_overflow(
     kind, how, accept_summed, inside, outside, capfd, caplog
 ):

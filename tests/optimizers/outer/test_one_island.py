@@ -50,6 +50,7 @@ def assert_close(found, numpy, steps=STEPS):
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.mostly_slow(every=3)
 def test_it_is_a_look_ahead(mesh_kind, where):
     made = built(mesh_kind, where)
     feeds = batches(STEPS)
@@ -91,6 +92,7 @@ def replicas(opt):
 
 
 @pytest.mark.parametrize("inside", [accumulating, replicas])
+@pytest.mark.mostly_slow(every=3)
 def test_what_has_two_microbatch_steps_inside(mesh_kind, inside):
     """An update counts for a round, however many microbatch steps it takes."""
     feeds = batches(2 * STEPS)

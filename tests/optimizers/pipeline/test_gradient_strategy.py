@@ -167,6 +167,7 @@ STACKS = {
     ("kind", "stack"),
     harness.on_both([(name,) for name in STACKS], [("loss scale",), ("synced accumulation",)]),
 )
+@pytest.mark.mostly_slow(every=3)
 def test_steps_that_are_skipped_leave_it(kind, stack):
     make, follow = STACKS[stack]
     feeds = [FEEDS[0], not_finite(FEEDS[1]), *FEEDS[2:5]]

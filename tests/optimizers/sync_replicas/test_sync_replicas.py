@@ -102,6 +102,7 @@ ON_PLACEMENT = ["all contribute", "backup replicas", "not finite", "stale"]
     ("kind", "name"),
     harness.on_both([(name,) for name in sorted(SCHEDULES)], [(name,) for name in ON_PLACEMENT]),
 )
+@pytest.mark.mostly_slow(every=5)
 def test_equals_the_model(kind, name):
     schedule = SCHEDULES[name]
     states = list(schedules.replay(schedule, reference.OPTIMIZERS["momentum"](), 0.9))

@@ -153,6 +153,7 @@ ON_PLACEMENT = [
 @pytest.mark.parametrize(
     ("kind", "contributes", "form", "form_of_steps"), harness.on_both(GIVEN, ON_PLACEMENT)
 )
+@pytest.mark.mostly_slow(every=5)
 def test_what_replicas_are_given_comes_in_many_forms(kind, contributes, form, form_of_steps):
     mesh_shape, layout, batch_dims = "a:2;b:2", "outer:a;batch:b", ("outer", "batch")
     axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
@@ -302,6 +303,7 @@ def test_averages_of_another_graph_are_refused():
 
 
 @pytest.mark.parametrize(("autostack", "optimizer"), [(True, "adafactor"), (False, "momentum")])
+@pytest.mark.mostly_slow(every=3)
 def test_averages_follow_all_bits_of_what_activations_round(mesh_kind, autostack, optimizer):
     """Slices are float32 and activations bfloat16, of two variables that autostack joins."""
     steps, decay = 3, 0.999

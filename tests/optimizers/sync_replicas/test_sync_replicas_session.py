@@ -177,6 +177,7 @@ def shard_losses(mesh, inputs):
 
 
 @pytest.mark.parametrize("how", ["one loss", "a loss for each shard", "a gradient for each shard"])
+@pytest.mark.mostly_slow(every=3)
 def test_all_contributing_is_the_step_of_the_whole_batch(mesh_kind, how):
     """However the loss is given, SGD moves by the gradient of the mean."""
 

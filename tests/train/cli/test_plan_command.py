@@ -69,6 +69,7 @@ def test_the_configs_own_mesh_need_not_be_possible(monkeypatch, flags, axes):
     assert asked == [axes]
 
 
+@pytest.mark.slow
 def test_parameters_and_the_steps_of_an_update_are_those_of_the_config(monkeypatch):
     made = []
 

@@ -49,6 +49,7 @@ def _shell(log_level: str | None = None) -> dict[str, str]:
         (["train", "--no_such_flag"], 2, "unrecognized arguments: --no_such_flag"),
     ],
 )
+@pytest.mark.mostly_slow(every=3)
 def test_answers_at_once_and_without_tensorflow(arguments, code, message):
     command = [sys.executable, "-c", _PROGRAM, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -101,6 +102,7 @@ def test_misspelt_names_are_told_with_similar_ones(tmp_path, monkeypatch, text, 
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_misspelt_binding_ends_the_command_with_a_similar_name():
     command = [sys.executable, "-m", "mtf_gradsync_command", *TRAIN]
     command.append("--gin_param=train.run.trian_steps=3")

@@ -25,6 +25,7 @@ def train(tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_shows_micro_and_update_step_and_moves_variables_with_updates_only(train, capsys):
     directory = train(2 * K + 2, REPORTS, "train.run.save_checkpoints_steps = 1", KEEP_ALL)
     error = capsys.readouterr().err

@@ -94,6 +94,7 @@ def test_a_macro_that_nothing_uses_is_named(tmp_path):
     assert gin.query_parameter("WIDTH/gin.macro.value") == 16
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_register_once_a_config_is_read():
     """gin refuses that, so a config with data of its own would fail where ours are first used."""
     package = Path(mtf_gradsync.__file__).parent

@@ -46,6 +46,7 @@ def test_the_command_does_what_a_session_does(exported, tmp_path):
     models.assert_same_bits(found, without_counter(exported.variables))
 
 
+@pytest.mark.slow
 def test_sums_are_packed_where_a_step_runs_and_not_in_its_folder(exported):
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

@@ -146,6 +146,7 @@ def test_a_timeline_shows_the_cores_of_all_processes(of_two):
             assert {row["cat"] for row in rows} == {"compute", "collective"}
 
 
+@pytest.mark.slow
 def test_a_profile_that_one_process_cannot_read_is_an_error_of_all(of_two):
     """And all can go on."""
     first, second = of_two.members

@@ -48,6 +48,7 @@ def test_a_killed_process_is_named_and_the_job_goes_on_later(jobs, of_two):
 
 
 @pytest.mark.parametrize(("lost", "count"), [(0, 2), (2, 4)])
+@pytest.mark.mostly_slow(every=2)
 def test_a_stopped_process_is_named_and_ends_when_it_goes_on(jobs, lost, count):
     job = lose(jobs, lost, signal.SIGSTOP, count)
     stopped = job.members[lost]
@@ -80,6 +81,7 @@ def test_an_error_that_all_hear_of_is_reported_by_the_process_that_raised_it(job
 
 
 @pytest.mark.parametrize(("odd", "name"), [("abort", "SIGABRT"), ("fault", "SIGSEGV")])
+@pytest.mark.mostly_slow(every=2)
 def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs, odd, name):
     import jaxlib
 
@@ -95,6 +97,7 @@ def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs, odd, name):
     assert "lost process 1 (host " in job.members[0].output()
 
 
+@pytest.mark.slow
 def test_a_crash_that_cannot_report_itself_is_reported_with_its_step(jobs):
     job = jobs.start(2, odd="abort with the lock", silence=20.0)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE, -signal.SIGABRT], job.outputs()
