@@ -299,7 +299,7 @@ class Place(NamedTuple):
         return found if self.is_list else found[0]
 
 
-class StepPlan(NamedTuple):
+class OutsideStep(NamedTuple):
     """What a step does for a set of fetches: `first` outside, the program, and `last` outside."""
 
     places: tuple[Place, ...]
@@ -310,7 +310,7 @@ class StepPlan(NamedTuple):
     needs: Needs  # of `last`
 
     @classmethod
-    def of(cls, places: Sequence[Place], outside: Outside) -> StepPlan:
+    def of(cls, places: Sequence[Place], outside: Outside) -> OutsideStep:
         """Plans a step."""
         names = {name for place in places for name in place.names if name}
         last = {name for name in names if outside.is_after(name)}

@@ -19,7 +19,7 @@ from mtf_gradsync.simd.session import ReplicaSession, lowerings_in
 from mtf_gradsync.xla.bridge import initial_state
 from mtf_gradsync.xla.devices import Cores, devices_for
 from mtf_gradsync.xla.executable import Cache, default_cache_dir
-from mtf_gradsync.xla.outside import BOUNDARY, DeviceInputs, Place, StepPlan, place_of
+from mtf_gradsync.xla.outside import BOUNDARY, DeviceInputs, OutsideStep, Place, place_of
 from mtf_gradsync.xla.prepared import CompiledCore, DeviceVariables, PreparedProgram
 from mtf_gradsync.xla.runner.devices import DevicesError, OnDevices, devices_errors, put
 
@@ -104,7 +104,7 @@ class XlaSession(ReplicaSession):
             name for name in self._watches.counts if cluster[split_input(name)[0]] == program.name
         ]
         self._cores = cores
-        self._plans: dict[tuple[tuple[str, ...], bool], StepPlan] = {}
+        self._plans: dict[tuple[tuple[str, ...], bool], OutsideStep] = {}
         self._random_state: OnDevices | None = None
         self._dispatched = 0  # `steps` belongs to the user
         # What steps told that nobody has looked at, with their numbers.
@@ -187,7 +187,7 @@ class XlaSession(ReplicaSession):
         plan = self._plans.get((names, per_replica))
         if plan is None:
             places = [self._place(name, per_replica) for name in names]
-            plan = self._plans[names, per_replica] = StepPlan.of(places, self._outside)
+            plan = self._plans[names, per_replica] = OutsideStep.of(places, self._outside)
         feeds = {self._feed(k): v for k, v in (feed_dict or {}).items()}
         values: dict[str, Any] = {}
         if not plan.runs_program:
