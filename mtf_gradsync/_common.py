@@ -116,8 +116,6 @@ ACCEPT_FLAG = "--accept_checkpoint_differences"
 SKIP_FLAG = "--skip_damaged_checkpoint"
 
 
-__all__ = ["configs_dir"]
-
 _PACKAGE_DIR = Path(__file__).resolve().parent
 
 

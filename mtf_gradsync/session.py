@@ -1,4 +1,4 @@
-"""Sessions and variables of TensorFlow: settings for equal results, reads and writes, scopes."""
+"""TensorFlow's sessions and variables: settings for equal results, scopes, ref variables."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class _Groups(PlanPart):
         self._made: tuple[tuple[frozenset, frozenset], ...] = ()
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `Part.begin`."""
+        """See `PlanPart.begin`."""
         del lowering
         return PartLowering()
 

@@ -36,7 +36,7 @@ class ScaledLosses(PlanPart):
         self.taken: frozenset[Seed] = frozenset()
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `Part.begin`."""
+        """See `PlanPart.begin`."""
         del lowering
         for seed, (scale, _) in self.scales.items():
             seed.scale, seed.rounded = scale, _rounded_to(self.scales)

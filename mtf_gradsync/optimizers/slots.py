@@ -224,7 +224,7 @@ class SlotOwners(PlanPart):
         self._keepers: dict[mtf.Variable, _Keeper] = {}
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `Part.begin`."""
+        """See `PlanPart.begin`."""
         del lowering
         return PartLowering()
 

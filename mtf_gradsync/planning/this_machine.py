@@ -45,7 +45,7 @@ class Size(NamedTuple):
 class Samples(NamedTuple):
     """Steps of about one length; their sizes differ in what takes most of the time.
 
-    That is products, passes over memory, or new memory (see `Work.new_bytes`).
+    That is products, passes over memory, or new memory (see `MeasuredWork.new_bytes`).
     """
 
     sizes: tuple[Size, ...]
@@ -216,7 +216,7 @@ class Calibration(NamedTuple):
     """What steps of about one length take on the devices of this machine."""
 
     rates: FittedRates
-    # By cores and `Work.group`: how many times as long as `rates` say sample steps of these took.
+    # By cores and `MeasuredWork.group`: how many times as long as by `rates` sample steps took.
     corrections: Mapping[tuple[int, int], float]
     took: float = 0.0  # seconds, all of it
 
@@ -250,7 +250,7 @@ def work_of(executable: Any, cores: int) -> MeasuredWork:
 
 
 def meetings(groups: Sequence[Sequence[int]], cores: int) -> float:
-    """How much of `Work.meetings` a collective is; 0 where nobody waits for another.
+    """How much of `MeasuredWork.meetings` a collective is; 0 where nobody waits for another.
 
     It is the largest group's share of the cores. No groups stand for one group of all cores.
     """

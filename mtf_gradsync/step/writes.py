@@ -114,7 +114,7 @@ class WriteOrder(PlanPart):
         self._step_of = {**self._step_of, **dict.fromkeys(operations, object())}
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `Part.begin`."""
+        """See `PlanPart.begin`."""
         writers: dict[mtf.Variable, list[mtf.Assign]] = {}
         for operation in lowering.graph.operations:
             if isinstance(operation, mtf.Assign) and not is_simd(lowering.mesh_impl(operation)):
@@ -262,7 +262,7 @@ class OwnWrites(PlanPart):
         part._sums += (tuple(sums),)
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `Part.begin`."""
+        """See `PlanPart.begin`."""
         plan = StepPlan.of(lowering.graph)
         made_by = {sums[0].operation: sums for sums in self._sums}
         meshes = {operation.mesh for operation in made_by}
@@ -333,7 +333,7 @@ class Islands(PlanPart):
         return self._held_by.get(variable)
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `Part.begin`."""
+        """See `PlanPart.begin`."""
         return _IslandsLowering(lowering, self._held_by)
 
 

@@ -70,7 +70,9 @@ def load(
         raise ConfigError(f"gin: {_one_line(error)}") from error
     folders = [Path(), *map(Path, search_paths), configs, configs.parent]
     named = [Path(folder, name) for name in gin_files for folder in folders]
-    note_written([*(path.read_text() for path in named if path.is_file()), *gin_params])
+    note_written(
+        [*(path.read_text(encoding="utf-8") for path in named if path.is_file()), *gin_params]
+    )
     return ignored
 
 

@@ -370,7 +370,7 @@ class PendingSums(PlanPart):
         return next(part for part in parts if isinstance(part, PendingLowering))
 
     def begin(self, lowering: mtf.Lowering) -> PendingLowering:
-        """See `Part.begin`."""
+        """See `PlanPart.begin`."""
         graph = lowering.graph
         targets, sums = (
             [t for want in self._wants if want.are_sums is are for t in want.tensors]

@@ -46,7 +46,7 @@ class GradientSet:
 
     Attributes:
       grads: for each variable its gradient, or None; at least one is not None.
-      variables: the mesh variables; `StepBuilder.reduce_now` with `extra` takes `Piece`s, too.
+      variables: the mesh variables; `StepBuilder.reduce_now` with `extra` takes pieces, too.
       form: the form of all gradients.
       divisor: a scalar to divide the reduced gradients by; None for one.
       dtypes: for each gradient the dtype to cast the reduced one to; None for its own.

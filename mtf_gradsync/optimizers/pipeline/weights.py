@@ -41,7 +41,7 @@ class WeightsOfGradients(PlanPart):
         self.given: dict[mtf.Tensor, Any] = {}
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `Part.begin`."""
+        """See `PlanPart.begin`."""
         del lowering
         return PartLowering()
 
