@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
+import zlib
 
 # Before anything starts jax: as many CPU devices as the largest mesh of the tests has cores.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -41,15 +42,21 @@ tf.train.CheckpointSaverHook.__init__ = functools.partialmethod(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test that is marked ``mostly_slow`` every so manieth stays, the others are slow."""
-    counts = collections.Counter()
+    """Of a test that is marked ``mostly_slow`` one in ``every`` stays, or one; the others are slow.
+
+    Which of them depends on the test's name: not all stay on the same kind of mesh.
+    """
+    marked = collections.defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("mostly_slow")
-        if mark is not None:
-            function = item.nodeid.partition("[")[0]
-            if counts[function] % mark.kwargs["every"]:
+        if item.get_closest_marker("mostly_slow"):
+            marked[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in marked.items():
+        mark = cases[0].get_closest_marker("mostly_slow")
+        every = min(mark.kwargs.get("every", len(cases)), len(cases))
+        first = zlib.crc32(name.encode()) % every
+        for number, item in enumerate(cases):
+            if number % every != first:
                 item.add_marker(pytest.mark.slow)
-            counts[function] += 1
 
 
 def pytest_collection_finish():

@@ -24,7 +24,7 @@ SILENCE = 3.0
         ("worker 0", signal.SIGSTOP, "has been silent for 3 s"),
     ],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 def test_a_lost_task_ends_the_other_with_an_error_that_names_it(processes, lost, number, how):
     with reserved_ports(2) as ports:
         spec = {job: [f"127.0.0.1:{port}"] for job, port in zip(["worker", "chief"], ports)}

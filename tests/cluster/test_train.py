@@ -140,6 +140,7 @@ def test_a_run_that_is_ended_twice_ends_as_one_in_one_process(tasks, tmp_path):
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_chief_ends_the_others_with_its_words(tasks):
     chief, worker = tasks.start("--gin_param=train.run.batch_size = 7")
     assert chief.wait() == 2, chief.errors()
@@ -148,6 +149,7 @@ def test_an_error_of_the_chief_ends_the_others_with_its_words(tasks):
     assert re.search(said, worker.errors()), worker.errors()
 
 
+@pytest.mark.slow
 def test_a_task_that_never_comes_is_named(tasks, tmp_path):
     (chief,) = tasks.start("--timeout=0.5", tasks=[0])
     assert chief.wait() == LOST_PROCESS_EXIT_CODE

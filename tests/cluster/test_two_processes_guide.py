@@ -38,6 +38,7 @@ def addresses(monkeypatch):
         yield ",".join(f"127.0.0.1:{port}" for port in ports)
 
 
+@pytest.mark.slow
 def test_program_of_the_guide_runs_and_leaves_nothing(processes, tmp_path, addresses):
     program = tmp_path / "train.py"
     program.write_text(block("python"), encoding="utf-8")
@@ -53,6 +54,7 @@ def test_program_of_the_guide_runs_and_leaves_nothing(processes, tmp_path, addre
     assert ended([worker.pid, chief.pid])
 
 
+@pytest.mark.slow
 def test_a_dead_process_ends_the_program(processes, tmp_path, addresses):
     code = block("python")
     for old, new in (

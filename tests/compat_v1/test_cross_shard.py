@@ -86,6 +86,7 @@ def test_cores_train_as_one_device_does_on_the_whole_batch(runtime, inner, reduc
 
 
 @pytest.mark.parametrize("runtime", ["CPU replicas", "XLA devices"])
+@pytest.mark.mostly_slow
 def test_around_accumulation_in_a_program_for_tpus(runtime):
     feeds = optimizers.batches(8)
     doubled = [

@@ -59,6 +59,7 @@ def assert_like_the_original(variables, expected):
         *(("placement", name, "cross shard") for name in ("tensors", "decayed")),
     ],
 )
+@pytest.mark.mostly_slow(every=7)
 def test_variables_and_every_slot_move_like_the_original(kind, name, wrapper):
     mesh_shape, layout, _ = harness.MESHES["2x2" if kind == "xla" else "2"]
     result = harness.run(kind, mesh_shape, layout, build(name, wrapper), optimizers.batches())
@@ -93,7 +94,7 @@ ACCUMULATING = {
         ("placement", "two steps for an update", "tensors"),
     ],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_inside_a_wrapper_that_waits_two_steps_make_the_update_of_both_batches(kind, wrapper, name):
     feeds = optimizers.batches(20)
     doubled = [
@@ -367,7 +368,7 @@ CHECKPOINTED = ["adam", "centered", "ftrl named", "momentum"]
         ("placement", "adam"),
     ],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_checkpoints_go_on_with_a_mesh_and_without(tmp_path, kind, name):
     feeds = optimizers.batches(30)
     plain, meshed = str(tmp_path / "plain"), str(tmp_path / "meshed")

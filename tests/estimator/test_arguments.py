@@ -99,6 +99,7 @@ def test_input_fns_get_what_they_name():
     assert hooks == []
 
 
+@pytest.mark.slow
 def test_a_hook_may_end_an_evaluation(tmp_path):
     class Stop(tf.train.SessionRunHook):
         def after_run(self, run_context, run_values):
@@ -110,6 +111,7 @@ def test_a_hook_may_end_an_evaluation(tmp_path):
     assert result["global_step"] == 1
 
 
+@pytest.mark.slow
 def test_programs_take_their_step_from_a_resource(tmp_path):
     """Also where TensorFlow 1 would make ref variables, as GPT-Neo's main has it."""
     tf.disable_resource_variables()
@@ -122,6 +124,7 @@ def test_programs_take_their_step_from_a_resource(tmp_path):
 
 
 @pytest.mark.skipif(not ESTIMATOR_AVAILABLE, reason="this TensorFlow has no Estimator")
+@pytest.mark.slow
 def test_checkpoints_hold_what_was_trained_without_a_config_in_the_model_fn(tmp_path):
     def model_fn(features, labels, mode, params):
         return digits.model_fn(features, labels, mode, params, None)

@@ -107,7 +107,7 @@ def losses_from(start):
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 def test_trains_evaluates_and_predicts(runtime, tmp_path, request):
     if runtime == "placement_mesh":
         tmp_path = request.getfixturevalue("copied")
@@ -351,7 +351,7 @@ def check_written(directory, losses):
 
 # XLA devices run the program that CPU replicas do.
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow
 def test_specs_made_by_hand(runtime, tmp_path):
     params = {
         "optimizer": "cross_shard",

@@ -53,6 +53,7 @@ of_another_size = {
 }
 
 
+@pytest.mark.slow
 def test_an_input_that_ends_ends_the_training_with_a_checkpoint(tmp_path):
     runs = ours(tmp_path, runtime="cpu_replicas")
     assert len(train(runs, input_fn=ends)) == BEFORE
@@ -89,6 +90,7 @@ class LosesTheSession(tf.train.SessionRunHook):
 
 
 @pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
+@pytest.mark.mostly_slow
 def test_a_session_made_anew_goes_on_from_the_newest_checkpoint(runtime, tmp_path):
     """Before the first one there was none; one is written after every third step."""
     loses = LosesTheSession(5)
@@ -142,7 +144,7 @@ def test_a_run_begins_with_a_checkpoint_of_another_directory(copied, tmp_path):
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_an_input_that_raises_ends_it_with_its_error(runtime, tmp_path):
     runs = ours(tmp_path, runtime=runtime)
     with pytest.raises(tf.errors.UnknownError, match="KeyError: 'no such picture'"):
@@ -153,6 +155,7 @@ def test_an_input_that_raises_ends_it_with_its_error(runtime, tmp_path):
 @pytest.mark.parametrize(
     ("runtime", "size"), harness.pairs(["placement_mesh", "cpu_replicas"], of_another_size)
 )
+@pytest.mark.mostly_slow
 def test_a_batch_of_another_size_is_an_error(runtime, size, tmp_path):
     """Mesh-TF alone takes a part of a long one without a word."""
     given = of_another_size[size]

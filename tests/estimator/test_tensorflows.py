@@ -81,6 +81,7 @@ def trained_loss(trained):
     return ours(trained.directory).evaluate(digits.input_fn, steps=1)["loss"]
 
 
+@pytest.mark.slow
 def test_settings_choose_what_is_warm(trained, tmp_path):
     chosen = tf.estimator.WarmStartSettings(str(trained.directory), vars_to_warm_start="hidden")
     runs = ours(tmp_path, warm_start_from=chosen)

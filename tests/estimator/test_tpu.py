@@ -45,7 +45,7 @@ def four_cores(monkeypatch):
 
 @pytest.mark.skipif(not ESTIMATOR_AVAILABLE, reason="this TensorFlow has no TPUEstimator")
 @pytest.mark.parametrize("optimizer", ["cross_shard", "local", "sync_replicas"])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_tpu_estimator_builds_its_whole_graph(optimizer, four_cores, tmp_path):
     config = tpu_run_config(tmp_path, master="grpc://nowhere:8470", save_checkpoints_steps=2)
     runs = tpu_estimator.TPUEstimator(

@@ -46,6 +46,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in RUN])
+@pytest.mark.mostly_slow
 def test_code_runs(name):
     if name in MISSING and MISSING[name]():
         pytest.skip(MISSING[name]())
@@ -53,6 +54,7 @@ def test_code_runs(name):
 
 
 @pytest.mark.parametrize("name", PASTED)
+@pytest.mark.mostly_slow
 def test_blocks_pasted_into_one_file_run_without_warnings(name, tmp_path):
     blocks = documents.blocks(name)
     script = tmp_path / "pasted.py"

@@ -99,7 +99,7 @@ def together(models):
 
 
 @pytest.mark.parametrize("group", list(GROUPS))
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_shards_of_many_uses_are_recoverable(mesh_kind, group):
     check_shards(mesh_kind, "2x2", *together(GROUPS[group]))
 
@@ -199,6 +199,7 @@ def test_replicas_that_are_skipped_have_no_part_in_the_update(kind):
 
 
 @pytest.mark.parametrize(("kind", "use"), harness.pairs(["simd", "placement"], ALONE))
+@pytest.mark.mostly_slow
 def test_replicas_that_skip_a_step_of_its_own(kind, use):
     check_replicas(kind, "2x2", uses.ALL[use])
 
@@ -229,6 +230,7 @@ def recomputed(explicit):
 
 
 @pytest.mark.parametrize("explicit", [["x"], ["w", "x"]])
+@pytest.mark.mostly_slow
 def test_recomputation_after_its_gradients(mesh_kind, explicit):
     check_replicas(mesh_kind, "2x2", recomputed(explicit))
 

@@ -165,6 +165,7 @@ def test_a_damaged_version_is_made_again(folder):
 
 
 @pytest.mark.parametrize(("form", "bytes_sent"), [("bfloat16", 14), ("int8", 2 * 260)])
+@pytest.mark.mostly_slow
 def test_what_rounding_takes_away_is_in_the_next_contribution(folder, form, bytes_sent):
     toy = Toy(folder, "one", 1, wait_seconds=60.0, form=form)
     moves = np.random.RandomState(0).rand(40).astype("f") * 0.01

@@ -102,6 +102,7 @@ def test_a_run_that_is_stopped_contributes_what_it_has(folder, tmp_path, after_s
         (["begin_seconds = 0"], TrainingError, "has no version of the values after 0 s"),
     ],
 )
+@pytest.mark.mostly_slow
 def test_bad_settings(folder, tmp_path, more, error, message):
     with pytest.raises(error, match=message):
         train_tiny(tmp_path / "run", *bindings(folder, *more))

@@ -11,6 +11,7 @@ KINDS = ["placement", "shared", "simd", pytest.param("xla", marks=pytest.mark.xl
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_a_step_goes_on_from_what_was_written(kind, folder):
     feeds = batches(2)
     program = Program(kind, "2x2", "adam", feeds[0], folder, "one", 2)

@@ -68,6 +68,7 @@ def in_numpy(opt, feeds, weights=(1.0, 1.0)):
         pytest.param(("xla", "placement"), "sgd", marks=pytest.mark.xla),
     ],
 )
+@pytest.mark.mostly_slow
 def test_two_islands_are_those_of_numpy(kinds, opt, folder):
     feeds = batches(INNER * ROUNDS)
     found = trained_apart(kinds, opt, folder, feeds)

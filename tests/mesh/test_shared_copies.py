@@ -44,7 +44,7 @@ KINDS_AND_OPTIMIZERS = list(
     ("mesh", "kind", "optimizer"),
     [(mesh, *case) for mesh, case in harness.pairs(["4x2", "2x2x2"], KINDS_AND_OPTIMIZERS)],
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_training_equals_numpy(mesh, kind, optimizer):
     feeds = models.mlp_batches(STEPS)
     mesh_shape, layout, batch_dims = harness.MESHES[mesh]

@@ -83,6 +83,7 @@ def by_updates(mesh):
     return RATE / (count + 1.0)
 
 
+@pytest.mark.mostly_slow
 def test_six_updates(mesh_kind):
     def make(mesh):
         adam = gs.AdamWOptimizer(by_updates(mesh), DECAY, *BETAS, EPSILON, "bias$")
@@ -155,7 +156,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_in_every_wrapper(mesh_kind, wrapper):
     """One update of each variable counts one, whatever the number of steps."""
     wrap, passes = WRAPPERS[wrapper]
@@ -183,7 +184,7 @@ def test_on_xla_devices():
         np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 def test_islands_count_their_own_updates(mesh_kind, monkeypatch):
     """A skipped island restarts with slots of zeros, and so with the correction of a first step."""
     monkeypatch.setitem(reference.OPTIMIZERS, "adamw", lambda: AdamW(0.01, DECAY, epsilon=1e-3))

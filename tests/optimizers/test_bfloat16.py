@@ -136,7 +136,7 @@ def run(kind, dtype, make, feeds=GRADS):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow(every=9)
 def test_updates_are_rounded_as_the_optimizer_rounds(mesh_kind, name, dtype):
     opt, reference = OPTIMIZERS[name]
     _, rounded, saved = DTYPES[dtype]
@@ -152,7 +152,7 @@ def test_updates_are_rounded_as_the_optimizer_rounds(mesh_kind, name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_wrappers_round_no_more_than_the_optimizer_inside(name, dtype):
     opt, _ = OPTIMIZERS[name]
     bare = run("simd", dtype, opt)

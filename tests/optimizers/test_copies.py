@@ -41,7 +41,7 @@ def train(opt):
 
 
 @every_wrapper
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow(every=7)
 def test_a_copy_of_one_that_has_trained_trains_from_the_start(kind, mesh_kind):
     original, rng = kind(momentum(), **ARGUMENTS[kind]), np.random.RandomState(1)
     feeds = [{"x": rng.randn(4, 8).astype("f")} for _ in range(3)]

@@ -48,7 +48,7 @@ ON_PLACEMENT = [*itertools.product(["2x2"], OPTIMIZERS), ("2x2x2", "sgd")]
 
 
 @pytest.mark.parametrize(("kind", "mesh", "optimizer"), harness.on_both(CASES, ON_PLACEMENT))
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_trajectory_equals_one_processor(kind, mesh, optimizer):
     feeds = models.mlp_batches(STEPS)
     result = program(kind, mesh, optimizer).run(feeds)
@@ -61,6 +61,7 @@ def test_trajectory_equals_one_processor(kind, mesh, optimizer):
 
 
 @pytest.mark.parametrize(("optimizer", "autostack"), [("adafactor", False), ("momentum", True)])
+@pytest.mark.mostly_slow
 def test_trajectory_with_shuffled_cores_and_without_stacking(optimizer, autostack):
     feeds = models.mlp_batches(STEPS)
     result = harness.run(
@@ -75,6 +76,7 @@ def test_trajectory_with_shuffled_cores_and_without_stacking(optimizer, autostac
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.mostly_slow
 def test_twenty_runs_are_bitwise_the_same(optimizer):
     """In several sessions: each may rewrite the graph in another way."""
     made, feeds = program("placement", "2x2", optimizer), models.mlp_batches(5)

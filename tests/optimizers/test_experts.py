@@ -35,7 +35,7 @@ def train(kind, mesh, build, feeds):
     ("kind", "mesh", "by_factors"),
     [*((kind, mesh, False) for kind in KINDS for mesh in MESHES), ("simd", "one axis", True)],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_a_masked_shard_s_examples_reach_no_expert(kind, mesh, by_factors):
     """An input that is split as experts are, a factor for each of them, is no shard's data."""
 
@@ -110,7 +110,7 @@ def shards_of(values, feed):
 @pytest.mark.parametrize("mesh", list(MESHES))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("to_aggregate", [1, 3])
-@pytest.mark.mostly_slow(every=7)
+@pytest.mark.mostly_slow
 def test_sync_replicas_averages_the_gradients_of_those_that_contribute(kind, mesh, to_aggregate):
     def build(of, inputs):
         opt = gs.SyncReplicasOptimizer(
@@ -138,6 +138,7 @@ def test_sync_replicas_averages_the_gradients_of_those_that_contribute(kind, mes
             np.testing.assert_allclose(after[-1][name], value, rtol=0, atol=200 * 2**-23)
 
 
+@pytest.mark.mostly_slow
 def test_activations_in_bfloat16_and_a_penalty(mesh_kind):
     """Sums and penalty are joined in the dtype in which the model computes gradients."""
 

@@ -117,7 +117,7 @@ def test_the_analytic_value():
         ("xla", "scaled"),
     ],
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_every_step(kind, stack):
     shape, layout, _ = harness.MESHES["2x2"]
     axes = gs.ReplicaAxes(shape, layout)

@@ -75,7 +75,7 @@ CASES.append(pytest.param("xla", "loss_scale", marks=pytest.mark.xla))
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=5)
 def test_an_update_uses_the_argument_of_its_step(kind, name):
     wrap, every, share, form = WRAPPERS[name]
 

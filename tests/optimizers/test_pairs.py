@@ -102,6 +102,7 @@ ON_PLACEMENT = ["clip", "local", "sync_replicas"]
     ("kind", "name"),
     harness.on_both([(name,) for name in sorted(WRAPPERS)], [(name,) for name in ON_PLACEMENT]),
 )
+@pytest.mark.mostly_slow
 def test_pairs_are_reduced_together_and_train_as_numpy_does(kind, name):
     make, every, share = WRAPPERS[name]
     counted = Counted()
@@ -130,6 +131,7 @@ def inputs():
 
 
 @pytest.mark.parametrize("name", ["local", "sync_replicas"])
+@pytest.mark.mostly_slow
 def test_state_has_the_names_of_one_call(name):
     def names(apply):
         with tf.Graph().as_default():

@@ -61,6 +61,7 @@ def test_as_many_bytes_are_sent_as_the_setting_says(what, dtype):
 
 
 @pytest.mark.parametrize("what", ["local", "replicas"])
+@pytest.mark.mostly_slow
 def test_accumulators_add_up_in_float32(what, mesh_kind):
     rng = np.random.RandomState(0)
     feeds = [{"x": rng.randn(BATCH.size, D.size).astype("f")} for _ in range(2)]

@@ -75,6 +75,7 @@ def test_norms_of_an_update_and_of_its_shards(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_steps_without_an_update_keep_the_norms_of_the_newest(kind):
     feeds = models.mlp_batches(STEPS)
 
@@ -118,6 +119,7 @@ def test_clipping_by_shard(kind):
     close(found["gradient_norm/of_shards_clipped"], np.minimum(own, clip))
 
 
+@pytest.mark.mostly_slow
 def test_contributions(mesh_kind):
     feeds = models.mlp_batches(3)
     mask = [True, True, False, True]
@@ -156,6 +158,7 @@ def test_shards_that_take_sums_of_the_size_of_gradients_are_not_reported(split, 
 
 
 @pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.mostly_slow
 def test_training_has_the_same_bits_and_sends_a_few_numbers_more(passes):
     feeds = models.mlp_batches(3)
     shape, layout, _ = harness.MESHES["4"]

@@ -174,14 +174,14 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("kind", "mesh", "stack"), dict.fromkeys(PAIRS))
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_a_stack_trains_as_numpy_does(kind, mesh, stack):
     trains_as_numpy(kind, mesh, stack)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", ["batch:2;model:2", "batch:2;model:4"])
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_a_contribution_that_waits_counts_once(kind, mesh):
     """By hand: one of two contributions in the first step, and three in the second."""
     layout = "batch:batch"

@@ -179,7 +179,7 @@ def run(kind, made, given, second=SECOND):
 
 
 @pytest.mark.parametrize("stack", list(STACKS))
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_training_is_that_of_one_device(stack, mesh_kind, caplog, capfd):
     make, update, how, bad = STACKS[stack]
     given = feeds(bad)
@@ -214,6 +214,7 @@ NEVER = {
 
 
 @pytest.mark.parametrize("name", list(NEVER))
+@pytest.mark.mostly_slow
 def test_steps_without_an_update_end_the_training(name, mesh_kind):
     given = feeds(range(STEPS))
     with pytest.raises((gs.NoUpdateError, tf.errors.InvalidArgumentError)) as raised:
@@ -318,6 +319,7 @@ def test_the_shards_of_one_mesh_cannot_be_told_from_a_sum_over_those_of_another(
         gs.per_shard(mtf.gradients([loss], [w]), AXES)
 
 
+@pytest.mark.mostly_slow
 def test_weights_are_those_of_the_loss_of_all_meshes(mesh_kind):
     """Mean over four steps of which the last has no data, in two updates."""
     given, weights = feeds(), [1.0, 3.0, 5.0, 0.0]

@@ -113,7 +113,7 @@ def train(built, feeds, caplog, capfd, fetches=None):
         ("xla", "scaled"),
     ],
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_a_nan_on_every_step_is_named_and_ends_the_training(kind, name, caplog, capfd):
     make, named = STACKS[name]
     bad = feed([0, 1] if name == "outer" else [1])
@@ -173,6 +173,7 @@ NO_SKIPS = {"should_skip_update_fn": None, **NO_LIMIT}
         pytest.param("placement", "in an island", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.mostly_slow
 def test_one_shard_s_nan_is_named_as_that_shard_s_in_every_order(kind, name, caplog, capfd):
     make, named = ORDERS[name]
     built = harness.built(kind, MESH, LAYOUT, program(make), GOOD)
@@ -226,6 +227,7 @@ def test_sync_replicas_names_what_is_not_finite_beside_who_is_missing(mesh_kind,
     )
 
 
+@pytest.mark.mostly_slow
 def test_inside_accumulation_steps_of_the_loss_scale_are_updates(mesh_kind, caplog, capfd):
     bad = feed([1])
 

@@ -187,6 +187,7 @@ CASES = harness.on_both(zip(WRAPPERS), [("synced",), ("replicas of two steps",),
     ("kind", "name"),
     [case if case[1] == "local" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
+@pytest.mark.slow
 def test_all_of_it(kind, name, tmp_path):
     wrap, does, islands = WRAPPERS[name]
     first, then = (built(kind, wrap, k, feeds[0]) for k, feeds in zip((2, 3), FEEDS))

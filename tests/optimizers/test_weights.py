@@ -123,7 +123,7 @@ def made(*names):
 
 @pytest.mark.parametrize("how", ["shards", "shards of all", "scalar"])
 @pytest.mark.parametrize("name", order_table.WRAPPERS)
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_every_wrapper(mesh_kind, name, how):
     if name == "OuterOptimizer" and how == "scalar":
         return  # a scalar says that islands have equally many
@@ -150,6 +150,7 @@ def accumulation(where, passes=3, inner=order_table.plain, **more):
 
 
 @pytest.mark.parametrize("where", ["local", "synced"])
+@pytest.mark.mostly_slow
 def test_three_microbatches_of_four_shards(mesh_kind, where):
     """As one device with the whole batch, where a mean of means is off by several percent."""
     feeds = batches(UNEQUAL)
@@ -207,7 +208,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("name", EMPTY)
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_no_data_is_no_nan(mesh_kind, name):
     """The loss of a shard without tokens is 0 / 0 here, and so are its gradients."""
     wrap, does = EMPTY[name]
@@ -239,7 +240,7 @@ LIMITED = {
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.parametrize("name", LIMITED)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_steps_without_data_for_ever_end_the_training(name, kind):
     data, none = [8, 1, 0, 2], [0, 0, 0, 0]
     feeds = batches([none, data, *[none] * 4])
@@ -252,6 +253,7 @@ def test_steps_without_data_for_ever_end_the_training(name, kind):
     assert f"no update for more than max_steps_without_update={most} steps" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_loss_of_no_data_is_none_of_one_island():
     """The loss of all is 0 / 0 on steps without data, too."""
 
@@ -276,7 +278,7 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("where", ["local", "synced"])
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
     """One microbatch, then three; gradients of the program's own. Shards may hold several rows."""
     shape, layout, dims, sizes = MESHES[mesh]
@@ -314,7 +316,7 @@ DOES = dict(zip(SECOND, (["Clip"], [], ["GradientAcc"], ["Sync"], ["OuterOptimiz
 
 @pytest.mark.parametrize("kind", ["shared", "simd"])
 @pytest.mark.parametrize("name", SECOND)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_wrappers_on_a_second_axis(name, kind):
     """Where processors share copies, one of them writes the sums of weights, in every session."""
     shape, layout = "a:2;b:2", "batch:b"
@@ -330,6 +332,7 @@ def test_wrappers_on_a_second_axis(name, kind):
         assert_close(result, expected)
 
 
+@pytest.mark.slow
 def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
     masked = [True, False, True, True]
 
@@ -365,7 +368,7 @@ WITH_PENALTY = {
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.parametrize("name", WITH_PENALTY)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_a_penalty_on_weights_is_whole_whatever_the_shards_have(name, kind):
     """That of the loss of all: equal shares of it are in each shard's term of the gradient."""
     wrap, contribute = WITH_PENALTY[name]
@@ -392,6 +395,7 @@ def test_a_penalty_on_weights_is_whole_whatever_the_shards_have(name, kind):
     np.testing.assert_allclose(found.variables["u"], u, rtol=8 * 2**-24)
 
 
+@pytest.mark.mostly_slow
 def test_gradients_in_which_replicas_are_mixed_count_by_the_weights_of_those_that_contribute(
     mesh_kind,
 ):
@@ -418,7 +422,7 @@ def test_gradients_in_which_replicas_are_mixed_count_by_the_weights_of_those_tha
     assert_close(found, START - RATE * joined(parts)[0])
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow
 def test_fragments_have_weights_of_their_own_rounds(mesh_kind):
     """Two variables take turns; gradients of shards are given, and do not depend on them."""
     rng, steps = np.random.RandomState(0), 5
@@ -471,6 +475,7 @@ def test_fragments_have_weights_of_their_own_rounds(mesh_kind):
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name", ["GradientAccumulationOptimizer, local", "OuterOptimizer"])
+@pytest.mark.mostly_slow
 def test_on_xla_devices(name):
     feeds = batches(UNEQUAL[:4])
     expected, _ = train([name], feeds)
@@ -485,6 +490,7 @@ CHECKPOINTED = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.mostly_slow
 def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
     """The sum of weights goes with the sums of gradients."""
     feeds = batches(UNEQUAL[:3])
@@ -511,6 +517,7 @@ def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
     assert found["opt/weight"] == 0
 
 
+@pytest.mark.slow
 def test_sums_of_a_run_without_weights_count_one_for_each_step(tmp_path):
     """A run that begins to give weights keeps what it has."""
     feeds = batches(UNEQUAL[:3])
@@ -537,6 +544,7 @@ def test_sums_of_a_run_without_weights_count_one_for_each_step(tmp_path):
     np.testing.assert_allclose(found, START - RATE * grad, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.mostly_slow
 def test_a_narrow_wire_gets_means_and_not_sums(mesh_kind):
     """Sums over a million of tokens do not fit into float16."""
 
@@ -553,6 +561,7 @@ def test_a_narrow_wire_gets_means_and_not_sums(mesh_kind):
     assert_close(found, expected, RATE * 4 * 8 * 2.0**-11 / CLOSE)
 
 
+@pytest.mark.mostly_slow
 def test_no_data_leaves_the_state_of_a_strategy(mesh_kind):
     """What was not sent before a step without weight is sent after it."""
 
@@ -575,6 +584,7 @@ def test_no_data_leaves_the_state_of_a_strategy(mesh_kind):
     assert np.any(third[name] != second[name])
 
 
+@pytest.mark.mostly_slow
 def test_sums_that_are_not_in_checkpoints_and_a_flush(mesh_kind):
     def build(mesh, inputs):
         loss, weights = token_mean(mesh, inputs)
@@ -591,6 +601,7 @@ def test_sums_that_are_not_in_checkpoints_and_a_flush(mesh_kind):
     assert_close(found, START - RATE * joined(parts)[0])
 
 
+@pytest.mark.mostly_slow
 def test_gradients_keep_their_weights_when_they_are_changed(mesh_kind):
     """And a loss that is made of them has none."""
 
@@ -612,6 +623,7 @@ def test_gradients_keep_their_weights_when_they_are_changed(mesh_kind):
     assert_close(found, START - 2 * RATE * joined(parts)[0])
 
 
+@pytest.mark.mostly_slow
 def test_one_gradient_after_the_other(mesh_kind):
     def build(mesh, inputs):
         loss, weights = token_mean(mesh, inputs, "shards of all")
@@ -627,6 +639,7 @@ def test_one_gradient_after_the_other(mesh_kind):
 
 
 @pytest.mark.parametrize("weights", [5, np.float32(2.5), "tf"])
+@pytest.mark.mostly_slow
 def test_weights_that_are_no_mesh_tensors(weights):
     def build(mesh, inputs):
         loss, _ = token_mean(mesh, inputs, "scalar")

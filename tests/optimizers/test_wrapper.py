@@ -277,6 +277,7 @@ def test_an_inner_optimizer_answers_for_its_slots(wrapper):
     assert optimizer.variables()[0] == "state"
 
 
+@pytest.mark.mostly_slow
 def test_minimize_equals_compute_and_apply(wrapper):
     def minimize(mesh, inputs):
         loss = models.mlp_loss(mesh, inputs)

@@ -125,6 +125,7 @@ def test_the_mesh_changes_in_mid_accumulation(pipeline, mesh, trained, continued
     np.testing.assert_allclose(losses, same, rtol=3 * 64 * 16 * np.finfo(np.float32).eps)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_still_refused(trained, tmp_path):
     shutil.copytree(trained("bare"), tmp_path, dirs_exist_ok=True)
     with pytest.raises(tf.errors.NotFoundError, match="momentum"):

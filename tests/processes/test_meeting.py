@@ -220,6 +220,7 @@ def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):
         ({"all_here": 3, "proof": None}, MissingProcessesError, "is not process 0 of this job"),
     ],
 )
+@pytest.mark.mostly_slow
 def test_who_is_not_process_0_of_the_job_is_not_believed(answer, error, message):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(30)

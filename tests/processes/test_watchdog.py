@@ -63,6 +63,7 @@ def serving():
 
 
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
+@pytest.mark.mostly_slow
 def test_it_does_not_wait_for_a_process_0_that_is_gone(how):
     with serving() as (_, thread, chief):
         assert thread.is_alive()  # until process 0 has the goodbyes of all

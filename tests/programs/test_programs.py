@@ -18,7 +18,7 @@ def marked(cell):
 @pytest.mark.parametrize(
     ("style", "wrapper", "runtime"), [marked(cell) for cell in table.selected()]
 )
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_it_trains_as_the_reference(style, wrapper, runtime):
     styles = table.STYLES[style]
     compared.check(styles, (wrapper,) * len(styles), runtime)
@@ -33,7 +33,7 @@ def test_what_makes_no_sense_is_an_error(style):
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 def test_two_meshes_have_a_wrapper_each(kind):
     """Applied pair by pair, which are gathered by mesh."""
     by_pairs = [s._replace(apply=seq2seq.pair_by_pair) for s in table.STYLES["two_meshes"]]

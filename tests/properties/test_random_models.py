@@ -278,6 +278,7 @@ def test_a_wrapped_step_sends_no_more_than_a_bare_one(use):
 
 @profile(4)
 @given(random_models.plans(), st.sampled_from(["4x2", "2x2x2", "8"]))
+@pytest.mark.slow
 def test_a_wrapped_step_of_a_random_model_sends_no_more(plan, mesh):
     assume(all(name != "softplus" for name, *_ in plan.nodes))
     if mesh != "4x2":

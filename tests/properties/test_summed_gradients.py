@@ -157,6 +157,7 @@ def rounding_of(expected):
 @pytest.mark.parametrize(
     ("kind", "names"), [("simd", list(MIXED)), ("placement", ["quotient", "product"])]
 )
+@pytest.mark.mostly_slow
 def test_what_is_accepted_adds_up(kind, names):
     """Over all shards the gradients are what the program made of them."""
     (feed,) = small_models.batches(1)
@@ -183,6 +184,7 @@ def test_what_is_accepted_adds_up(kind, names):
     ("kind", "what"),
     [("simd", "product"), ("simd", "clipped by the norm of all"), ("placement", "quotient")],
 )
+@pytest.mark.mostly_slow
 def test_what_is_accepted_makes_the_update(kind, what):
     change, in_numpy, _ = MIXED[what]
     (feed,) = small_models.batches(1)
@@ -264,6 +266,7 @@ def bytes_of_sums(change, make):
 
 
 @pytest.mark.parametrize("what", ["clipped by the norm of all", "gs.clip_by_global_norm"])
+@pytest.mark.mostly_slow
 def test_reduced_gradients_are_not_reduced_again(what):
     change = MIXED[what][0]
     accepting = bytes_of_sums(change, lambda: sync_replicas(accept_summed=True))
@@ -305,7 +308,7 @@ APART = {
         ("placement", "mixed with each other"),
     ],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_linear_changes_leave_the_mask_its_meaning(kind, what):
     on_mesh, in_numpy = APART[what]
     (feed,) = small_models.batches(1)
@@ -333,6 +336,7 @@ def test_linear_changes_leave_the_mask_its_meaning(kind, what):
         )
 
 
+@pytest.mark.mostly_slow
 def test_gradients_that_are_read_whole_too(mesh_kind):
     """A norm in a summary changes nothing."""
     (feed,) = small_models.batches(1)
@@ -366,6 +370,7 @@ def test_gradients_that_are_read_whole_too(mesh_kind):
         )
 
 
+@pytest.mark.mostly_slow
 def test_a_function_of_the_mean_loss_is_no_mixture(mesh_kind):
     """The root of the mean: what it multiplies by is a number that all shards share."""
 

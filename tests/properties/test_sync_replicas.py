@@ -123,7 +123,7 @@ def check_run(running, setup, schedule):
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"{s.kind}-{s.mesh}")
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_all_state_is_the_models_at_every_step(setup):
     random = schedules(
         setup.shard_sizes, setup.replicas_to_aggregate, MAX_STEPS, with_poison=not setup.pending
@@ -149,7 +149,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 def test_a_replica_that_is_skipped_costs_nothing_to_the_others(kind):
     setup = Setup(kind, "4", 2, "adafactor", pending=False)
     masked = Schedule(setup.shard_sizes, 2, 4, **WAYS["masked"])

@@ -157,6 +157,7 @@ def test_what_is_no_mesh_gets_a_strategy_and_one_warning(mesh_impl, caplog):
     assert len(messages(caplog, logging.WARNING)) == 1
 
 
+@pytest.mark.mostly_slow
 def test_training_by_a_wrapper_equals_the_default(mesh_kind):
     mesh_shape, layout, batch_dims = harness.MESHES["2x2"]
 

@@ -39,6 +39,7 @@ scopes_of_meshes = pytest.mark.parametrize(
 
 
 @scopes_of_meshes
+@pytest.mark.mostly_slow
 def test_sums_equal_float64_and_replicas_agree(mesh_kind, merge_scope):
     shared.test_sums_equal_float64_and_replicas_agree(mesh_kind, "collective")
 
@@ -48,6 +49,7 @@ def test_dtypes_together(mesh_kind, merge_scope):
     shared.test_dtypes_together(mesh_kind, "collective")
 
 
+@pytest.mark.mostly_slow
 def test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies():
     shared.test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies("collective")
 
@@ -201,6 +203,7 @@ def test_steps_leave_no_threads_behind(merge_scope):
 
 @pytest.mark.parametrize("place", ["local", "synced"])
 @one_scope
+@pytest.mark.mostly_slow
 def test_update_in_a_branch(merge_scope, mesh_kind, place):
     """On one process the branch is a function, which no collective can run in."""
     mesh_shape, layout, _ = harness.MESHES["2"]

@@ -60,7 +60,7 @@ def adversarial():
         *zip(3 * WIRES, EACH_TWICE, [1 / 64, 1.9, 1 / 64, 1.9, 1.9, 1 / 64]),
     ],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_adversarial_numbers_stay_within_the_bound(wire, prescale, strategy):
     data = adversarial() + [adversarial()[0].astype(np.float64)]
     make_reducer, levels = STRATEGIES[strategy]
@@ -255,6 +255,7 @@ def test_other_dtypes_and_groups_of_one_are_left_alone(wire):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.mostly_slow
 def test_float16_overflow_is_said_and_kept(strategy, capfd):
     fine = np.ones([8, 5], "f")
     one_too_large, sum_too_large, both_signs, infinite = (fine.copy() for _ in range(4))

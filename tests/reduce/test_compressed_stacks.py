@@ -69,7 +69,7 @@ def fed(stack):
         *(("shared", name) for name in STACKS),
     ],
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_whole_numbers_in_stacks_are_numpy_s(kind, stack):
     feeds, reduced = fed(stack)
     reference = Reference("2x2")
@@ -80,6 +80,7 @@ def test_whole_numbers_in_stacks_are_numpy_s(kind, stack):
 
 
 @pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.mostly_slow
 def test_low_rank_in_stacks_keeps_what_it_does_not_apply(stack):
     feeds, _ = fed(stack)
     found = program("simd", stack, LOW_RANK).run(feeds)
@@ -116,7 +117,7 @@ MASKS = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [
         ("shared", "a:2;b:4", "batch:b", 4),  # of what is kept, too, each slice has one writer
     ],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_shards_that_do_not_contribute_send_what_they_kept(kind, shape, layout, sessions):
     """An update sends all that was kept, also that of shards whose gradients are not in it.
 
@@ -154,6 +155,7 @@ def test_shards_that_do_not_contribute_send_what_they_kept(kind, shape, layout, 
         assert updates == found["steps"] == 4
 
 
+@pytest.mark.mostly_slow
 def test_gradients_that_were_clipped_by_shard(mesh_kind):
     """Per-shard gradients are sent in blocks; what is applied and what waits is all of them."""
     shape, layout = MESHES["4"]
@@ -186,6 +188,7 @@ def test_gradients_that_were_clipped_by_shard(mesh_kind):
         assert np.abs(applied + waits.sum(0) - expected).max() <= limit
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_strategy(tmp_path):
     """Each begins with nothing unsent of its own, and finds the values of the run before."""
     programs = {

@@ -19,6 +19,7 @@ MESH = "rows:4;cols:2"
     harness.pairs(["placement", "simd"], STRATEGIES),
     indirect=["mesh_kind"],
 )
+@pytest.mark.mostly_slow(every=5)
 def test_means_over_every_set_of_axes(mesh_kind, strategy):
     """Groups of two, four and eight."""
     mesh_shape, data = on_mesh.MESHES["2x2x2"], arrays()[2:5]

@@ -95,7 +95,7 @@ def check_step(before, after, feed, mesh):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_fifty_steps_are_numpy_s_and_a_restart_has_the_same_bits(kind, programs, tmp_path):
     made = programs(kind, "2x2")
     seen = made.fetches(FEEDS)
@@ -163,6 +163,7 @@ def power_sgd(start, part, rng=None):
 
 
 @pytest.mark.xla
+@pytest.mark.slow
 def test_an_exported_folder_takes_what_was_not_sent_along(programs, tmp_path):
     made, saved = programs("simd", "2x2"), str(tmp_path / "saved")
     made.run(FEEDS[:3], save=saved)
@@ -204,7 +205,7 @@ def test_it_moves_to_another_mesh_with_the_sum_of_what_was_not_sent(programs, tm
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_the_first_steps_reduce_gradients_as_they_are(kind):
     made = program(kind, "2x2", optimizer(rank=3, start_step=2, warm_start=False))
     seen = made.fetches(FEEDS[:5])
@@ -255,6 +256,7 @@ def reduced(kind, arrays, **settings):
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.mostly_slow
 def test_matrices_of_any_numbers(kind):
     """Zeros, huge and tiny numbers, rank below the factors', three dimensions, one element."""
     rng = np.random.RandomState(1)

@@ -113,7 +113,7 @@ def layouts_of_a_matrix(mesh_shape, layout):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_is_mesh_tfs_bit_for_bit_where_nothing_is_added(mesh):
     shapes = list(layouts_of_a_matrix(*MESHES[mesh]))
     assert len(shapes) > 6

@@ -100,7 +100,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_fifty_steps_are_numpy_s_to_the_bit_and_so_is_a_restart(kind, programs, tmp_path):
     reference = Reference("2x2")
     for feed in FEEDS:
@@ -135,6 +135,7 @@ def test_it_moves_between_meshes_and_runtimes_with_the_sum_of_what_was_not_sent(
 
 
 @pytest.mark.parametrize("kind", KINDS[2:])
+@pytest.mark.mostly_slow
 def test_four_bits_and_no_feedback(kind):
     four, rounded = Reference("2x2", bits=4), Reference("2x2", feedback=False)
     for feed in FEEDS[:5]:
@@ -218,6 +219,7 @@ def run(kind, arrays, bits=8, size=64, feedback=True, dtype="float32", runs=1):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.mostly_slow
 def test_blocks_of_any_numbers(kind, bits):
     """Shapes that do not divide, together; zeros, huge and tiny numbers in some blocks."""
     rng = np.random.RandomState(1)
@@ -248,6 +250,7 @@ def test_blocks_of_any_numbers(kind, bits):
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.mostly_slow
 def test_narrow_gradients_and_repeats(kind):
     arrays = [np.random.RandomState(2).randn(8, 640) * 3]
     sums, errors = run(kind, arrays, dtype="bfloat16")

@@ -69,7 +69,7 @@ def usual_losses(kind, wrapper):
     ],
     indirect=["mesh_kind"],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_training_is_the_same_with_every_strategy(mesh_kind, strategy, wrapper):
     check_training(mesh_kind, strategy, wrapper)
 
@@ -77,6 +77,7 @@ def test_training_is_the_same_with_every_strategy(mesh_kind, strategy, wrapper):
 @pytest.mark.parametrize(
     ("strategy", "wrapper"), [("collective", "sync_replicas"), ("levels", "clip")]
 )
+@pytest.mark.mostly_slow
 def test_the_other_wrappers_too(monkeypatch, strategy, wrapper):
     monkeypatch.setitem(STRATEGIES, "collective", lambda: reduce.CollectiveAllReduce(3))
     check_training("placement", strategy, wrapper)
@@ -95,6 +96,7 @@ def check_training(mesh_kind, strategy, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", ["cross_shard", "accumulation"])
+@pytest.mark.mostly_slow
 def test_overflow_is_said_from_within_an_update(wrapper, capfd):
     def wrap(inner):
         strategy = reduce.CompressedAllReduce(wire_dtype="float16", prescale=1e9)

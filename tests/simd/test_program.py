@@ -46,6 +46,7 @@ def one_processor(optimizer, rate):
 
 
 @pytest.mark.parametrize(("mesh", "optimizer"), harness.pairs(MESHES, OPTIMIZERS))
+@pytest.mark.mostly_slow(every=3)
 def test_equals_one_processor(mesh, optimizer):
     rate = 0.25
     model, wanted_losses, wanted = one_processor(optimizer, rate)
@@ -151,6 +152,7 @@ AXES = [axes for n in (1, 2, 3) for axes in itertools.combinations(range(3), n)]
 
 
 @pytest.mark.parametrize("order", [None, [5, 2, 7, 0, 3, 6, 1, 4]], ids=["straight", "shuffled"])
+@pytest.mark.mostly_slow
 def test_sums_and_maxima_over_every_choice_of_axes(order):
     shape = (2, 3, 2)
     order = order and [*order, 11, 8, 10, 9]

@@ -70,6 +70,7 @@ CASES.append(pytest.param("xla", True, marks=pytest.mark.xla))
 
 
 @pytest.mark.parametrize(("kind", "autostack"), CASES)
+@pytest.mark.mostly_slow
 def test_it_trains_as_numpy_does_in_one_group_of_sums(kind, autostack, names, monkeypatch):
     counted = Counted()
     monkeypatch.setattr("mtf_gradsync.gradients.stages.FusedAllReduce", lambda: counted)

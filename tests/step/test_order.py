@@ -58,7 +58,7 @@ WRAPPERS = {
         *(("simd", True, name) for name in sorted(WRAPPERS) if name != TWO_ON_PLACEMENT),
     ],
 )
-@pytest.mark.mostly_slow(every=7)
+@pytest.mark.mostly_slow
 def test_every_access_has_its_place(kind, autostack, wrapper):
     # Of most slots, where they may be whole or in parts.
     is_small = autostack or wrapper not in ("cross_shard", "sharded")

@@ -83,6 +83,7 @@ def one_update(kind, names, autostack):
     kind=st.sampled_from(["placement", "simd"]),
     autostack=st.booleans(),
 )
+@pytest.mark.slow
 def test_any_sensible_order_of_wrappers_makes_the_same_update(names, kind, autostack):
     expected = one_update("placement", ("cross_shard",), autostack=True)
     found = one_update(kind, tuple(names), autostack)
@@ -156,6 +157,7 @@ def test_two_graphs_at_once():
             np.testing.assert_array_equal(values[f"model_{i}/{name}"], alone[name])
 
 
+@pytest.mark.slow
 def test_two_lowerings_of_one_graph():
     """On two meshes of another shape each; both train as a lowering of its own does."""
     mesh = mtf.Mesh(mtf.Graph(), "mesh")

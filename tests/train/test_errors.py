@@ -53,6 +53,7 @@ def test_a_file_that_the_data_lack_is_not_one_that_cannot_be_written(train):
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.mostly_slow
 def test_one_of_several_processes_saves_nothing_while_the_others_are_in_a_step(
     train, tmp_path, monkeypatch, is_alone
 ):

@@ -67,6 +67,7 @@ def test_the_first_step_is_shown_before_another_begins():
     assert result.seconds >= 0
 
 
+@pytest.mark.slow
 def test_held_out_data_that_the_model_cannot_read_are_named_after_the_first_step(
     train, capsys, monkeypatch
 ):
@@ -154,6 +155,7 @@ def test_what_fails_after_the_last_step_loses_nothing(train, tmp_path):
     assert again.held_out.tokens == 3 * 8 * 16
 
 
+@pytest.mark.slow
 def test_what_fails_before_it_scores_leaves_the_speed(train, tmp_path, monkeypatch):
     def fail(*unused):
         raise MemoryError

@@ -246,6 +246,7 @@ def test_optimizer_is_chosen_by_gin_alone(train, plain):
     assert not any("adam_m" in name for name in variables(plain))
 
 
+@pytest.mark.slow
 def test_text_of_a_file_with_one_blank_line_is_trained_on_and_its_size_said(train, tmp_path):
     file = tmp_path / "log.csv"
     file.write_text("heading\n\n" + "".join(f"{i},{i % 7}\n" for i in range(3_000)))
@@ -290,6 +291,7 @@ def test_bindings_without_effect_are_named(train):
     assert not [line for line in said if "nothing of this run" in line or "layout rule" in line]
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_an_included_file_may_be_replaced(train, tmp_path):
     config = tmp_path / "replaced.gin"
     config.write_text(
@@ -314,6 +316,7 @@ def test_a_layout_that_splits_nothing_is_refused(train):
         train(NO_EVAL, *mesh)
 
 
+@pytest.mark.slow
 def test_microbatches_make_the_same_step(train, plain):
     _, parts, _ = train(
         NO_EVAL,
@@ -374,6 +377,7 @@ def test_initial_values_come_from_another_run(train, plain):
     assert not any("DenseReluDense" in name and "slot" not in name for name in changed)
 
 
+@pytest.mark.slow
 def test_initial_values_that_another_run_does_not_have_are_named(train, plain):
     other = ["Unitransformer.vocab_divisor = 128", "d_ff = 64", "num_layers = 2"]
     more = ["train.run.train_steps = 1", f"train.run.init_checkpoint = '{plain}'"]
@@ -441,6 +445,7 @@ def test_optimizer_adds_fields_to_the_progress(train, capsys):
     assert "seven 7" in error
 
 
+@pytest.mark.slow
 def test_optimizers_inside_a_wrapper_add_fields_too(train, capsys):
     train(
         NO_EVAL,

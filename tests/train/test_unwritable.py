@@ -56,6 +56,7 @@ def test_checkpoint_that_cannot_be_written(train, after_step, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
+@pytest.mark.mostly_slow
 def test_no_checkpoint_is_written_of_what_is_not_finite(train, tmp_path, monkeypatch, runtime):
     """The loss of a step is that before its update: it does not show what the update has done."""
     original = train_graph._make_optimizer
@@ -72,6 +73,7 @@ def test_no_checkpoint_is_written_of_what_is_not_finite(train, tmp_path, monkeyp
     assert choose_checkpoint(str(tmp_path / "run"), False, pytest.fail).step == 6
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_written_of_sums_that_are_not_finite(train, tmp_path, monkeypatch):
     """They would be in the next update, and in that of each run that goes on from there."""
     install(json.dumps(["nan_in_shard", {"step": 5, "shard": 1}]), monkeypatch.setattr)

@@ -25,6 +25,7 @@ def verified(name, wrong):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAULTS]
 )
+@pytest.mark.mostly_slow
 def test_it_is_found(name):
     fault, found = FAULTS[name], verified(name, True)
     line = next(line for line in found.lines if line.verdict == "NOT EQUAL")

@@ -57,6 +57,7 @@ def test_a_masked_shard_has_no_part_in_the_reference():
     }, str(found)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_named_and_can_be_taken_out():
     found = gs.verify(noisy, batches, MESH, divisions=[])
     assert verdicts(found) == {"as configured": "must differ"}

@@ -167,6 +167,7 @@ def test_twenty_runs_have_the_same_bits():
 
 
 @pytest.mark.parametrize("optimizer", list(models.OPTIMIZERS))
+@pytest.mark.mostly_slow
 def test_training_is_that_of_float64(optimizer):
     batches = models.mlp_batches(4)
     shape, layout, batch_dims = harness.MESHES["4x2"]
@@ -321,6 +322,7 @@ def test_bad_feeds_leave_the_session_as_it_was():
         assert devices.run(count, {given: 1.0}) == 2
 
 
+@pytest.mark.slow
 def test_checkpoints_cross_between_runtimes(tmp_path):
     """CPU replicas, XLA devices and one processor, both ways, with the moments of Adam."""
 

@@ -147,6 +147,7 @@ def sums(make_loss, mesh_shape, layout, make):
 
 
 @pytest.mark.parametrize("what", list(PROGRAMS))
+@pytest.mark.mostly_slow(every=3)
 def test_a_batch_of_any_name_is_summed_as_one_that_was_named(what):
     make_loss, mesh, layout, names = PROGRAMS[what]
     named = sums(make_loss, mesh, layout, lambda: cross_shard(batch_dims=names))

@@ -170,7 +170,7 @@ def norm(grads):
 
 @pytest.mark.parametrize("wrapper", list(IN_PARTS))
 @pytest.mark.parametrize("logged", [[2], [0, 1, 2, 3]])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_norms_that_the_program_logs_take_one_group_of_sums_of_their_own(wrapper, logged):
     """The wrapper's group is made once an update, and has what the program asks for in it again."""
 
@@ -197,6 +197,7 @@ def test_programs_own_clipping_beside_accumulation_is_one_group_a_microbatch_ste
     assert gradient_sums(clipped, IN_PARTS["accumulation"]) == {"float32": 1}
 
 
+@pytest.mark.mostly_slow
 def test_clipped_gradients_have_the_values_that_they_have_by_hand(mesh_kind):
     def build(mesh, inputs):
         del inputs

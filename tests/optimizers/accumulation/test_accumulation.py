@@ -32,7 +32,7 @@ WHERE = [("4x2", LOCAL), ("2x2", LOCAL), ("2x2x2", LOCAL), ("2x2", SYNCED)]
         [(("2x2", LOCAL), "adafactor"), (("2x2x2", LOCAL), "sgd"), (("2", SYNCED), "momentum")],
     ),
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_mean_equals_one_batch_of_all_microbatches(kind, where, optimizer):
     """One mesh has shuffled cores, with Adafactor, which has sums over the mesh of its own."""
     mesh, place = where
@@ -57,6 +57,7 @@ def test_mean_equals_one_batch_of_all_microbatches(kind, where, optimizer):
         ("placement", "around cross-shard", True),
     ],
 )
+@pytest.mark.mostly_slow
 def test_sum_is_k_times_the_mean(kind, wrap, autostack):
     feeds = models.mlp_batches(STEPS)
 
@@ -69,6 +70,7 @@ def test_sum_is_k_times_the_mean(kind, wrap, autostack):
     assert_close(result.variables, reference.train("sgd", joined(feeds)))
 
 
+@pytest.mark.mostly_slow
 def test_variables_and_slots_keep_their_bits_between_updates(mesh_kind):
     feeds = models.mlp_batches(K)
     program = built(mesh_kind, "2", lambda: accumulate(models.OPTIMIZERS["adam"](), "2"))
@@ -85,6 +87,7 @@ def test_variables_and_slots_keep_their_bits_between_updates(mesh_kind):
     assert [after[counters + n] for n in ("mini_step", "update_step")] == [0, 1]
 
 
+@pytest.mark.mostly_slow
 def test_one_pass_is_exactly_the_inner_optimizer(mesh_kind):
     feeds = models.mlp_batches(2)
     inner = lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]())  # noqa: E731

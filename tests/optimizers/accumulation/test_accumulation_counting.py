@@ -42,6 +42,7 @@ SCHEDULES = {
         [("mtf", True), ("tf", False)],
     ),
 )
+@pytest.mark.mostly_slow
 def test_schedules_equal_horovods_and_optaxs_rules(kind, schedule, average):
     passes, passes_of = SCHEDULES[schedule]
     feeds = models.mlp_batches(9)
@@ -70,6 +71,7 @@ def with_bad_steps(feeds, value):
 
 
 @pytest.mark.parametrize("place", [LOCAL, SYNCED])
+@pytest.mark.mostly_slow
 def test_a_microbatch_step_that_is_not_finite_is_skipped(mesh_kind, place):
     program = built(
         mesh_kind,
@@ -102,6 +104,7 @@ def test_without_a_skip_function_a_nan_stays_until_the_update():
     np.testing.assert_array_equal(half.variables["w1"], models.mlp_values()["w1"])
 
 
+@pytest.mark.mostly_slow
 def test_large_updates_are_skipped(mesh_kind):
     feeds = models.mlp_batches(STEPS)
     feeds[1] = {k: 100 * v for k, v in feeds[1].items()}

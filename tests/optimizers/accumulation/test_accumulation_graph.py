@@ -73,6 +73,7 @@ def test_on_the_one_mesh_of_the_program_gradients_are_reduced_with_an_update_alo
     assert [r.levelname for r in caplog.records if TOLD in r.getMessage()] == ["INFO"]
 
 
+@pytest.mark.mostly_slow
 def test_on_the_one_mesh_of_the_program_training_is_that_of_one_device(mesh_kind):
     feeds = models.mlp_batches(4)
     result = harness.run(mesh_kind, *ON_ITS_OWN, models.train(on_its_own), feeds)
@@ -174,6 +175,7 @@ def floor():
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adam"])
+@pytest.mark.mostly_slow
 def test_placement_update_stands_in_the_branch(optimizer, floor):
     """Assignments, sums over devices and the update's arithmetic have a conditional context."""
     make = models.OPTIMIZERS[optimizer]
@@ -184,6 +186,7 @@ def test_placement_update_stands_in_the_branch(optimizer, floor):
         assert len(wrapped.get(kind, [])) - len(floor.get(kind, [])) <= 8, kind
 
 
+@pytest.mark.slow
 def test_microbatch_steps_write_accumulators_and_counters_only(fresh_graph):
     inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
     graph = mtf.Graph()
@@ -272,7 +275,7 @@ def test_unchecked_state_has_no_host_master(fresh_graph):
 
 
 @pytest.mark.parametrize("size", ["one:1", "all:2"])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_unchecked_state_on_small_meshes(mesh_kind, size):
     feeds = models.mlp_batches(K)
     layout = "batch:all"

@@ -146,6 +146,7 @@ KEPT = {
 @pytest.mark.parametrize(
     ("kind", "name"), [*harness.on_both(zip(KEPT), zip(KEPT)), ("xla", "one as a function")]
 )
+@pytest.mark.mostly_slow(every=3)
 def test_sums_stay_where_k_changes(name, kind, saved):
     passes, sums = KEPT[name]
     program = Program(kind, lambda flush: accumulation(passes))

@@ -46,6 +46,7 @@ def sharded():
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.mostly_slow
 def test_a_sum_of_finite_shards_that_overflows_in_float16(kind):
     """Accumulation of sums leaves the step out, and the scale has to learn of it."""
 
@@ -75,6 +76,7 @@ OUT = {
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.parametrize("inner", OUT)
+@pytest.mark.mostly_slow(every=3)
 def test_sums_and_norms_that_overflow_are_skipped(kind, inner):
     """Of float32: the sum of four times 2e38, and the norm of 1e25 where one is made."""
     values = [2e38, 1e25] if "clipped" in inner else [2e38]
@@ -88,6 +90,7 @@ def test_sums_and_norms_that_overflow_are_skipped(kind, inner):
 
 
 @pytest.mark.parametrize("wrap", [lambda opt: opt, gs.CrossShardOptimizer])
+@pytest.mark.mostly_slow
 def test_momentum_takes_narrow_gradients(wrap):
     def make():
         return gs.LossScaleOptimizer(wrap(mtf.optimize.MomentumOptimizer(0.5, 0.5)))
@@ -129,6 +132,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("wrap", list(AROUND))
+@pytest.mark.mostly_slow
 def test_what_is_not_finite_of_one_shard_is_named_behind_a_reduction(
     wrap, mesh_kind, capfd, caplog
 ):

@@ -92,7 +92,7 @@ INNER = {
         ("xla", "2", "sharded", "adam", True),
     ],
 )
-@pytest.mark.mostly_slow(every=7)
+@pytest.mark.mostly_slow
 def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradients):
     shape, layout, batch_dims = harness.MESHES[mesh]
 
@@ -127,7 +127,7 @@ def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradien
     ("layout", "name", "where"),
     [("examples:all", "examples", "(shard 1)"), ("hidden:all", "batch", "(shard unknown)")],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
     layout, name, where, mesh_kind, caplog, capfd
 ):
@@ -154,7 +154,7 @@ def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
     shape, layout, batch_dims = harness.MESHES["2"]
 
@@ -179,7 +179,7 @@ def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_around_accumulation_a_microbatch_step_is_skipped(kind):
     shape, layout, batch_dims = harness.MESHES["2"]
 
@@ -205,6 +205,7 @@ def test_around_accumulation_a_microbatch_step_is_skipped(kind):
 
 
 @pytest.mark.parametrize(("kind", "shards"), [("placement", 2), ("simd", 4)])
+@pytest.mark.mostly_slow
 def test_around_sync_replicas_the_other_shards_contribute(kind, shards):
     shape, layout, batch_dims = harness.MESHES[str(shards)]
 
@@ -253,7 +254,7 @@ def averaged(opt):
         pytest.param("xla", "weights", True, None, None, marks=[pytest.mark.xla, pytest.mark.slow]),
     ],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_what_a_skipped_shard_has_is_no_overflow(
     kind, how, accept_summed, inside, outside, capfd, caplog
 ):

@@ -97,6 +97,7 @@ def test_a_hook_needs_gradients():
         hook.begin()
 
 
+@pytest.mark.slow
 def test_long_lists_are_cut(capfd):
     def build(mesh, inputs):
         loss = None

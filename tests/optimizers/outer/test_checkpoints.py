@@ -104,6 +104,7 @@ STACKS = {
     ("kind", "stack"),
     [*(("simd", stack) for stack in STACKS), ("placement", "accumulation")],
 )
+@pytest.mark.mostly_slow
 def test_a_restart_at_any_step_of_a_round_ends_in_the_same_bits(kind, stack, tmp_path):
     made = built(kind, **STACKS[stack]) if STACKS[stack] else plain(kind)
     steps = 6 if stack == "accumulation" else 4
@@ -142,6 +143,7 @@ def test_every_runtime_continues_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x2"])
+@pytest.mark.mostly_slow
 def test_another_number_of_islands_goes_on_where_a_round_has_ended(mesh, tmp_path):
     """Variables go on as they are; slots begin with the mean over the islands of before."""
     made = plain("simd")

@@ -59,6 +59,7 @@ def test_each_island_clips_by_its_own_norm(mesh, mesh_kind):
     ],
     indirect=["mesh_kind"],
 )
+@pytest.mark.mostly_slow
 def test_an_inner_step_is_an_update_of_accumulated_gradients(mesh, accumulate, mesh_kind):
     def inside(opt, mesh):
         local = where(mesh) if accumulate == "local" else {}
@@ -80,6 +81,7 @@ def test_an_inner_step_is_an_update_of_accumulated_gradients(mesh, accumulate, m
     assert found["OuterOptimizer/inner_step"] == 4
 
 
+@pytest.mark.mostly_slow
 def test_updates_are_sharded_inside_of_an_island(mesh_kind):
     feeds = batches(4)
 

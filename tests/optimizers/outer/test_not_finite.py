@@ -48,6 +48,7 @@ def without(feed, island, size=4):
     return {k: np.delete(v, rows, axis=0) for k, v in feed.items()}
 
 
+@pytest.mark.mostly_slow
 def test_finite_islands_make_the_steps_that_they_make_without(mesh_kind):
     feeds = batches(2 * ROUND)
     found = with_momentum(mesh_kind).run(feeds)
@@ -76,6 +77,7 @@ def test_a_skipped_island_is_named_and_starts_from_the_outer_values(step, mesh_k
         assert np.abs(others - found.variables[name]).min() > 0 or name != "w1"
 
 
+@pytest.mark.slow
 def test_on_shared_copies_with_a_second_axis_in_many_sessions():
     """Along `cols` processors have the same slices of all that is not split over it."""
     feeds = broken(batches(ROUND + 1), 0, 1, size=8)
@@ -122,6 +124,7 @@ def named(**arguments):
     return build, hooks
 
 
+@pytest.mark.slow
 def test_a_placement_mesh_prints_the_skipped_islands(capfd):
     build, _ = named()
     harness.run("placement", SHAPE, LAYOUT, build, broken(batches(2 * ROUND), 0, 0, 2))
@@ -130,6 +133,7 @@ def test_a_placement_mesh_prints_the_skipped_islands(capfd):
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.mostly_slow
 def test_elsewhere_the_session_logs_them_once(fragments, caplog):
     build, hooks = named(fragments=fragments)
     feeds = broken(batches(2 * ROUND), 0, 0, 2)
@@ -150,6 +154,7 @@ def test_elsewhere_the_session_logs_them_once(fragments, caplog):
 
 
 @pytest.mark.parametrize(("step", "shard_loss"), [(0, False), (1, True)])
+@pytest.mark.mostly_slow
 def test_an_island_whose_loss_alone_is_not_finite_is_skipped(step, shard_loss, mesh_kind):
     """What is added to the loss has no gradient, so that all values stay finite."""
     shape, layout, _ = harness.MESHES["2"]
@@ -194,6 +199,7 @@ def test_a_run_waits_two_rounds_for_a_finite_loss():
     assert most_bad_losses([outer(500, leave_out=False)]) == 0
 
 
+@pytest.mark.mostly_slow
 def test_a_skipped_island_restarts_in_all_fragments(mesh_kind):
     """Or what is left of it would spread to the others' values on the next step."""
     feeds = broken(batches(ROUND + 2), 0, 1, size=8)
@@ -203,6 +209,7 @@ def test_a_skipped_island_restarts_in_all_fragments(mesh_kind):
     assert all(np.isfinite(v).all() for v in found.variables.values())
 
 
+@pytest.mark.mostly_slow
 def test_variables_restart_with_outer_values_and_slots_with_zeros(mesh_kind):
     """Also the half of "w1" that is not in the first fragment, and slots of all variables."""
     feeds = broken(batches(1), 0, 1, size=8)

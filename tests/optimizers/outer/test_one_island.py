@@ -50,7 +50,7 @@ def assert_close(found, numpy, steps=STEPS):
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_it_is_a_look_ahead(mesh_kind, where):
     made = built(mesh_kind, where)
     feeds = batches(STEPS)
@@ -58,6 +58,7 @@ def test_it_is_a_look_ahead(mesh_kind, where):
         assert_close(made.run(feeds[:steps]).variables, expected(feeds[:steps]))
 
 
+@pytest.mark.mostly_slow
 def test_fragments_on_two_replicas(mesh_kind):
     feeds = batches(4)
     shape, layout, given = WHERE["two replicas"]
@@ -92,7 +93,7 @@ def replicas(opt):
 
 
 @pytest.mark.parametrize("inside", [accumulating, replicas])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_what_has_two_microbatch_steps_inside(mesh_kind, inside):
     """An update counts for a round, however many microbatch steps it takes."""
     feeds = batches(2 * STEPS)
@@ -101,6 +102,7 @@ def test_what_has_two_microbatch_steps_inside(mesh_kind, inside):
     assert_close(made.run(feeds).variables, expected(joined, opt="sgd"))
 
 
+@pytest.mark.mostly_slow
 def test_a_clip_around_it(mesh_kind):
     """Around several islands it would reduce their gradients, which is an error."""
     made = built(mesh_kind, "two replicas", wrap=lambda x: gs.ClipByGlobalNormOptimizer(x, 0.01))
@@ -113,6 +115,7 @@ def test_a_clip_around_it(mesh_kind):
     assert_close(made.run(feeds).variables, expected(feeds, change=clipped))
 
 
+@pytest.mark.mostly_slow
 def test_a_nan_restarts_it_from_the_outer_values(mesh_kind):
     made = built(mesh_kind, "two replicas", leave_out_not_finite=True)
     feeds = batches(2 * ROUND)
@@ -122,6 +125,7 @@ def test_a_nan_restarts_it_from_the_outer_values(mesh_kind):
     assert_close(made.run(broken).variables, expected(feeds[ROUND:]))
 
 
+@pytest.mark.slow
 def test_four_islands_go_on_as_one_and_one_as_four(tmp_path):
     four_of = {"mesh_shape": "all:4", "layout": "batch:all"}
 
@@ -158,6 +162,7 @@ def test_two_around_each_other_are_refused():
         gs.OuterOptimizer(inner, 2, outer_dims=())
 
 
+@pytest.mark.mostly_slow
 def test_counters_inside_are_no_slots(mesh_kind):
     def skipping():
         opt = models.OPTIMIZERS["momentum"]()

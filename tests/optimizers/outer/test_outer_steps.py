@@ -72,7 +72,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("kind", "mesh", "steps", "opt", "inner_steps", "nesterov", "fragments"), CASES
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_outer_steps_are_those_of_numpy(kind, mesh, steps, opt, inner_steps, nesterov, fragments):
     def make():
         return outer(opt, mesh, inner_steps, outer_momentum=0.5, nesterov=nesterov,
@@ -91,6 +91,7 @@ def test_outer_steps_are_those_of_numpy(kind, mesh, steps, opt, inner_steps, nes
     [("placement", "momentum"), ("simd", "adafactor")],
     indirect=["mesh_kind"],
 )
+@pytest.mark.mostly_slow
 def test_one_step_a_round_at_rate_one_is_the_mean_of_the_islands_updates(opt, mesh_kind):
     def make():
         return outer(opt, "2", 1, outer_learning_rate=1.0, outer_momentum=0.0)
@@ -107,6 +108,7 @@ def test_one_step_a_round_at_rate_one_is_the_mean_of_the_islands_updates(opt, me
         assert f"{name}/outer_momentum" not in found
 
 
+@pytest.mark.mostly_slow
 def test_the_model_reads_the_islands_values_and_programs_see_the_outer_ones(mesh_kind):
     """The loss of the second step is that of islands that have moved, before an outer step."""
     shape, layout, _ = harness.MESHES["2"]
@@ -133,6 +135,7 @@ def test_the_model_reads_the_islands_values_and_programs_see_the_outer_ones(mesh
     np.testing.assert_array_equal(result.variables["w1"], start)
 
 
+@pytest.mark.slow
 def test_slots_are_found_by_the_variable():
     shape, layout, _ = harness.MESHES["4"]
     opt = outer("adam", "4", 2)

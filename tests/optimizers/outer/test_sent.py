@@ -57,6 +57,7 @@ def test_between_outer_steps_only_numbers_are_sent_between_islands():
         assert sent(rounds) / 36 + sent(every_step) <= bare / 36 + SCALARS
 
 
+@pytest.mark.slow
 def test_clipping_a_loss_scale_and_skipping_send_numbers_more():
     def inside(opt):
         return gs.LossScaleOptimizer(gs.ClipByGlobalNormOptimizer(opt, 1.0))
@@ -70,6 +71,7 @@ def test_clipping_a_loss_scale_and_skipping_send_numbers_more():
 
 
 @pytest.mark.parametrize("mesh", ["4", "2x2x2"])
+@pytest.mark.mostly_slow
 def test_the_largest_step_sends_no_more_than_its_share(mesh):
     whole = of_steps_and_rounds(outer(mesh, 3, "sgd"))[1]
     parts = of_steps_and_rounds(outer(mesh, 3, "sgd", fragments=3))[1]

@@ -27,6 +27,7 @@ def state_names(values):
 @pytest.mark.parametrize(
     ("mesh_kind", "knows_mesh"), [("placement", True), ("simd", False)], indirect=["mesh_kind"]
 )
+@pytest.mark.mostly_slow
 def test_inside_and_between_keep_state_apart_and_restart(knows_mesh, mesh_kind, tmp_path):
     made = built(
         mesh_kind, "2x2", ROUND, "sgd", lambda opt, mesh: rounded_inside(opt, mesh, knows_mesh),
@@ -64,6 +65,7 @@ FIRST = {"w1": np.arange(48).reshape(6, 8) < 24, "b1": np.arange(8) < 5}
 SECOND = {**{k: ~mask for k, mask in FIRST.items()}, "scale": True}
 
 
+@pytest.mark.slow
 def test_errors_of_a_variable_that_is_cut_are_the_variables(mesh_kind, tmp_path):
     """A checkpoint has the same errors for any number of fragments."""
     errors = {k: np.zeros([2, *np.shape(v)]) for k, v in models.mlp_values().items()}
@@ -128,6 +130,7 @@ def test_names_that_extend_the_name_of_a_variable_that_is_cut_are_of_other_varia
     assert state == {f"{name}/quantization_error" for name in names}
 
 
+@pytest.mark.slow
 def test_each_fragment_has_a_state_of_the_wrapper():
     reducer = gs.LowRankAllReduce(rank=1, start_step=2)
     state = state_of(dict.fromkeys("abc", 16), fragments=3, reducer=reducer)
@@ -135,6 +138,7 @@ def test_each_fragment_has_a_state_of_the_wrapper():
     assert len(steps) == 3
 
 
+@pytest.mark.slow
 def test_pieces_are_matrices_for_low_rank_sums():
     reducer = gs.LowRankAllReduce(rank=1, min_compression_rate=1.5)
     made = built("simd", "4", ROUND, "sgd", reducer=reducer, fragments=2)

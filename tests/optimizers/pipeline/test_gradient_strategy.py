@@ -33,6 +33,7 @@ def programs():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_fifty_steps_are_those_by_hand_and_restart_to_the_same_bits(kind, programs, tmp_path):
     reference = rounded.Reference(2)
     for feed in FEEDS:
@@ -47,6 +48,7 @@ def test_fifty_steps_are_those_by_hand_and_restart_to_the_same_bits(kind, progra
     assert {k: v.tobytes() for k, v in found.items()} == {k: v.tobytes() for k, v in whole.items()}
 
 
+@pytest.mark.slow
 def test_it_moves_between_meshes_and_runtimes_with_the_sum_of_what_was_not_sent(programs, tmp_path):
     reference, path = rounded.Reference(4), None
     stations = zip(["4", "2x2", "one", "4"], ["simd", "placement", "placement", KINDS[-1]])
@@ -76,6 +78,7 @@ def test_a_run_without_it_goes_on_with_nothing_unsent(programs, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_inside_accumulation_it_changes_with_updates_alone(kind, tmp_path):
     def make(mesh):
         inner = gs.CrossShardOptimizer(sgd(), reducer=rounded.RoundedAllReduce())
@@ -167,7 +170,7 @@ STACKS = {
     ("kind", "stack"),
     harness.on_both([(name,) for name in STACKS], [("loss scale",), ("synced accumulation",)]),
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_steps_that_are_skipped_leave_it(kind, stack):
     make, follow = STACKS[stack]
     feeds = [FEEDS[0], not_finite(FEEDS[1]), *FEEDS[2:5]]
@@ -177,6 +180,7 @@ def test_steps_that_are_skipped_leave_it(kind, stack):
 
 
 @pytest.mark.parametrize("kind", ["placement", "shared copies", "simd"])
+@pytest.mark.mostly_slow
 def test_sharded_updates_inside_accumulation_get_parts_of_the_sums(kind, monkeypatch):
     def shared(mesh_shape, layout):
         return gs.placement_mesh_impl(mesh_shape, layout, [f"/device:CPU:{i}" for i in range(2)])

@@ -86,7 +86,7 @@ ON_PLACEMENT = {*dict(WORKS).items(), *((a, b) for b, a in {b: a for a, b in WOR
 
 
 @pytest.mark.parametrize(("kind", "outer", "inner"), harness.on_both(WORKS, sorted(ON_PLACEMENT)))
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow(every=17)
 def test_what_the_table_allows_is_built(kind, outer, inner):
     built = harness.built(kind, SHAPE, LAYOUT, build(outer, inner), batches(1)[0])
     assert built.updates
@@ -128,7 +128,7 @@ def test_accumulation_of_one_step_is_the_inner_optimizer_inside_and_outside_of_a
         ("AverageOptimizer", "OuterOptimizer"),
     ],
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_averages_move_with_each_update_from_the_new_values(outer, inner, mesh_kind):
     """`average -= (1 - decay) * (average - value)`, in float64, from the variables of each step."""
     steps = 4

@@ -45,6 +45,7 @@ def without_the_spike():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_a_spike_is_skipped_and_counted(kind, names, without_the_spike):
     def make():
         return names["SkipSpikesOptimizer"](gs.ClipByGlobalNormOptimizer(sgd(), 1e9))
@@ -80,6 +81,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_leave_no_trace(mesh_kind,
         np.testing.assert_allclose(found[name], value, rtol=2**-14, atol=200 * 2**-24, err_msg=name)
 
 
+@pytest.mark.slow
 def test_it_decides_once_an_update_inside_accumulation(names):
     def make():
         inner = names["SkipSpikesOptimizer"](sgd())
@@ -92,6 +94,7 @@ def test_it_decides_once_an_update_inside_accumulation(names):
 
 
 @pytest.mark.parametrize("others", [(), ("CrossShardOptimizer",), (test_shard_losses.LOCAL,)])
+@pytest.mark.mostly_slow
 def test_losses_of_shards_are_averaged_around_it_and_inside_of_it(names, others, monkeypatch):
     monkeypatch.setitem(test_shard_losses.WRAPPERS, "own", names["SkipSpikesOptimizer"])
     is_outside = test_shard_losses.LOCAL not in others
@@ -110,6 +113,7 @@ def test_its_order_and_arguments_are_checked(names):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_the_strategy_notes_what_is_reduced(kind, names, without_the_spike):
     del without_the_spike
     strategy = names["NotedAllReduce"]()
@@ -124,6 +128,7 @@ def test_the_strategy_notes_what_is_reduced(kind, names, without_the_spike):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_the_strategy_with_state_sends_rounded_gradients_and_keeps_the_rest(kind, names):
     def make():
         strategy = names["RoundedAllReduce"]()

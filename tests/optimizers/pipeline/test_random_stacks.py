@@ -109,6 +109,7 @@ def variable_of_another_graph():
 
 @profile(30)
 @given(st.lists(SPECS, min_size=3, max_size=3))
+@pytest.mark.slow
 def test_a_stack_is_refused_just_where_a_rule_says_so(stack):
     with tf.Graph().as_default():
         variables = [variable_of_another_graph().operation]
@@ -257,6 +258,7 @@ def test_a_stack_trains_as_numpy_does(kind):
     ],
     ids=lambda spec: spec.kind,
 )
+@pytest.mark.mostly_slow
 def test_reduced_gradients_are_added_up_whole_around_sharded_updates(adds_up, mesh_kind):
     clip = Spec("ClipByGlobalNormOptimizer", {"clip_norm": 0.05})
     rng = np.random.RandomState(3)

@@ -150,13 +150,13 @@ def check(kind, stack):
 
 
 @pytest.mark.parametrize("stack", WORKS, ids=" around ".join)
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_every_pair_that_the_table_allows(mesh_kind, stack):
     check(mesh_kind, stack)
 
 
 @pytest.mark.parametrize("name", order_table.WRAPPERS)
-@pytest.mark.mostly_slow(every=7)
+@pytest.mark.mostly_slow
 def test_every_wrapper_alone(mesh_kind, name):
     check(mesh_kind, [name])
 
@@ -172,7 +172,7 @@ def some_of_three(number):
 
 
 @pytest.mark.parametrize("stack", some_of_three(12), ids=" around ".join)
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_some_stacks_of_three(mesh_kind, stack):
     check(mesh_kind, stack)
 
@@ -191,7 +191,7 @@ def test_some_stacks_of_three(mesh_kind, stack):
     ],
     ids=" around ".join,
 )
-@pytest.mark.mostly_slow(every=7)
+@pytest.mark.mostly_slow
 def test_a_sum_is_the_sum_wherever_it_is_asked_for(mesh_kind, stack):
     """Of replicas that are skipped, the average of the others stands in their place."""
     feeds = batches()
@@ -250,7 +250,7 @@ OF_COPIES = {
     ],
     ids=" around ".join,
 )
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow
 def test_copies_that_shards_have_of_a_variable(mesh_kind, stack):
     feeds = batches(per_shard=1)
     right = expected_copies(stack, feeds)
@@ -271,7 +271,7 @@ def test_copies_that_shards_have_of_a_variable(mesh_kind, stack):
     ],
     ids=" around ".join,
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_the_mean_over_a_group_of_copies_wherever_the_groups_are_given(mesh_kind, stack):
     feeds = batches(per_shard=1)
     scalar, shards = trained(mesh_kind, stack, feeds, own_copies=True)
@@ -282,6 +282,7 @@ def test_the_mean_over_a_group_of_copies_wherever_the_groups_are_given(mesh_kind
 
 
 @pytest.mark.parametrize("stack", [("LossScaleOptimizer", "knows"), (LOCAL,)], ids=" around ".join)
+@pytest.mark.mostly_slow
 def test_a_loop_over_microbatches(mesh_kind, stack):
     """Each microbatch's losses are the mean over its examples: their gradients are halved."""
     feeds = batches()

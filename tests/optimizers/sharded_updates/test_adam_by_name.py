@@ -23,6 +23,7 @@ def make():
 @pytest.mark.parametrize(
     "kind", ["own memories", "simd", pytest.param("xla", marks=pytest.mark.xla)]
 )
+@pytest.mark.mostly_slow
 def test_trajectory(kind):
     shape, layout, _ = small_model.MESHES[MESH]
     feeds = models.mlp_batches(STEPS)

@@ -81,7 +81,7 @@ def test_another_program_of_xla_rounds_differently():
         pytest.param("xla", "2x2", "adafactor", {}, marks=pytest.mark.xla),
     ],
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_trains_as_one_processor_does(kind, mesh, optimizer, kwargs, small_slots_in_parts):
     make, feeds = MAKE[optimizer], batches(STEPS)
     parts = run(kind, mesh, lambda: sharded(make(), mesh), feeds, **kwargs).variables
@@ -143,6 +143,7 @@ def test_sums_are_scattered_and_new_values_gathered_in_a_group():
     assert sorted(over_model.values()) == [4 * 20, 4 * 128]
 
 
+@pytest.mark.slow
 def test_partitioned_statistics_are_gathered_in_a_group(small_slots_in_parts):
     made = program("4x2", lambda: sharded(OPTIMIZERS["adafactor"](), "4x2"))
     # The first are the statistics of w1's and w2's columns.

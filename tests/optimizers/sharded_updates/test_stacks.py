@@ -55,7 +55,7 @@ WRAPPED = {
         pytest.param("xla", "accumulation", "inside", "sgd", marks=pytest.mark.xla),
     ],
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_among_other_wrappers(kind, outer, clipped, optimizer):
     """The unsharded reference runs on one processor, or on the mesh if it counts replicas."""
     other = MESH if outer == "sync_replicas" else "one"
@@ -78,7 +78,7 @@ def trained(result):
 
 
 @pytest.mark.parametrize("outer", ["none", "accumulation", "loss_scale"])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_clipping_around_parts_is_clipping_inside(outer):
     """The norm is computed from parts; no gradient is all-reduced for it."""
     axes, made = gs.ReplicaAxes(*small_model.MESHES[MESH]), {}

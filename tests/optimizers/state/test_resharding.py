@@ -167,7 +167,7 @@ def files(path):
 
 
 @pytest.mark.parametrize("mesh", ["2", "rows", "2x2", "one"])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_the_update_is_the_same_on_another_mesh(programs, written, mesh):
     path, expected = written
     before = files(path)

@@ -98,6 +98,7 @@ def test_the_hint_about_microbatch_steps_goes_away(caplog):
     assert not wrap(learning_rate=rate(step, 100), decay_rate=adafactor_decay_rate_per_update(K))
 
 
+@pytest.mark.mostly_slow
 def test_update_step_drives_the_rate_where_microbatch_steps_change(mesh_kind):
     """K goes from 1 to 3, and the rate is halved with each update."""
     shape, layout, batch_dims = harness.MESHES["2"]
@@ -193,6 +194,7 @@ def rates_follow_updates(make, asked_later=False):
 
 
 @pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.mostly_slow(every=5)
 def test_the_update_step_counts_updates_under_every_wrapper(name, mesh_kind):
     wrap, gradients = COUNTED[name]
     feeds = [{"x": np.full([2], x, "f")} for x in gradients]

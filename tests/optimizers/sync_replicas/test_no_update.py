@@ -72,6 +72,7 @@ def opened(kind):
             yield Built(session, step, program.fetched, watch, hook)
 
 
+@pytest.mark.mostly_slow
 def test_the_watch_names_the_replicas_that_did_not_contribute_last(mesh_kind):
     with opened(mesh_kind) as built:
         for mask in MASKS[:2]:

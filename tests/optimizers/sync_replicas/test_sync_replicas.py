@@ -102,7 +102,7 @@ ON_PLACEMENT = ["all contribute", "backup replicas", "not finite", "stale"]
     ("kind", "name"),
     harness.on_both([(name,) for name in sorted(SCHEDULES)], [(name,) for name in ON_PLACEMENT]),
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_equals_the_model(kind, name):
     schedule = SCHEDULES[name]
     states = list(schedules.replay(schedule, reference.OPTIMIZERS["momentum"](), 0.9))
@@ -110,6 +110,7 @@ def test_equals_the_model(kind, name):
     check(made.run(feeds(schedule, states)), states)
 
 
+@pytest.mark.slow
 def test_too_many_steps_without_update_name_the_replicas():
     schedule = schedules.Schedule((4,), 8, 3, sits_out=((0, 2), (1, 2), (2, 2), (2, 1)))
     states = list(schedules.replay(schedule, reference.OPTIMIZERS["sgd"]()))

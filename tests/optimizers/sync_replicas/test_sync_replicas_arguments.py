@@ -153,7 +153,7 @@ ON_PLACEMENT = [
 @pytest.mark.parametrize(
     ("kind", "contributes", "form", "form_of_steps"), harness.on_both(GIVEN, ON_PLACEMENT)
 )
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow
 def test_what_replicas_are_given_comes_in_many_forms(kind, contributes, form, form_of_steps):
     mesh_shape, layout, batch_dims = "a:2;b:2", "outer:a;batch:b", ("outer", "batch")
     axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
@@ -182,6 +182,7 @@ def test_what_replicas_are_given_comes_in_many_forms(kind, contributes, form, fo
 # Stale gradients.
 
 
+@pytest.mark.mostly_slow
 def test_local_steps_that_are_not_given_are_the_variables(mesh_kind):
     """A replica that was behind when a checkpoint was written is behind until the next update."""
     feed = {**models.mlp_batches(1)[0], "contributes": np.array([True, True, False, True])}
@@ -200,6 +201,7 @@ def test_local_steps_that_are_not_given_are_the_variables(mesh_kind):
     assert steps == [[5, 4, 5, 5], [6] * 4, [6] * 4]
 
 
+@pytest.mark.mostly_slow
 def test_a_stale_gradient_is_dropped_though_its_replica_has_a_new_token(mesh_kind):
     """An input pipeline that hands replica 1 what it had prepared for the update before."""
     (feed,) = models.mlp_batches(1)
@@ -303,7 +305,7 @@ def test_averages_of_another_graph_are_refused():
 
 
 @pytest.mark.parametrize(("autostack", "optimizer"), [(True, "adafactor"), (False, "momentum")])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_averages_follow_all_bits_of_what_activations_round(mesh_kind, autostack, optimizer):
     """Slices are float32 and activations bfloat16, of two variables that autostack joins."""
     steps, decay = 3, 0.999

@@ -35,6 +35,7 @@ def bare_report():
 
 
 @pytest.mark.parametrize("replicas_to_aggregate", [3, SHARDS, 2 * SHARDS])
+@pytest.mark.mostly_slow
 def test_gradients_are_reduced_together_and_with_an_update_only(replicas_to_aggregate):
     report = simd_report(lambda: make(replicas_to_aggregate), MESH)
     bare = bare_report()

@@ -129,6 +129,7 @@ def mesh_step(mesh):
 @pytest.mark.parametrize(
     ("mesh_kind", "make_step"), [("placement", None), ("simd", mesh_step)], indirect=["mesh_kind"]
 )
+@pytest.mark.mostly_slow
 def test_global_step_advances_only_with_an_update(mesh_kind, make_step):
     masks = [[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
     feeds = batches(5, np.array(masks, bool))
@@ -141,6 +142,7 @@ def test_global_step_advances_only_with_an_update(mesh_kind, make_step):
     assert result.variables["sync_replicas/waiting"] == 3
 
 
+@pytest.mark.mostly_slow
 def test_an_outer_wrapper_counts_its_updates(mesh_kind):
     def optimizer(inputs):
         inner = masked(inputs, replicas_to_aggregate=8, accept_summed=True)
@@ -150,6 +152,7 @@ def test_an_outer_wrapper_counts_its_updates(mesh_kind):
     assert result.variables["global_step"] == 2
 
 
+@pytest.mark.mostly_slow
 def test_all_contributing_is_cross_shard(mesh_kind):
     # The loss is of the whole batch: its gradient reaches the optimizer as if nobody had looked.
     kwargs = {"mesh_shape": MESH, "layout": LAYOUT, "batch_dims": BATCH_DIMS}
@@ -177,7 +180,7 @@ def shard_losses(mesh, inputs):
 
 
 @pytest.mark.parametrize("how", ["one loss", "a loss for each shard", "a gradient for each shard"])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_all_contributing_is_the_step_of_the_whole_batch(mesh_kind, how):
     """However the loss is given, SGD moves by the gradient of the mean."""
 
@@ -200,6 +203,7 @@ def test_all_contributing_is_the_step_of_the_whole_batch(mesh_kind, how):
     np.testing.assert_allclose(result.variables["w"], expected, rtol=1e-6)
 
 
+@pytest.mark.mostly_slow
 def test_a_penalty_on_weights_is_whole_whoever_contributes(mesh_kind):
     """What knows nothing of the batch is shared equally, and averaged like all the rest."""
 
@@ -266,6 +270,7 @@ def test_an_average_is_not_there_where_applying_gradients_failed():
         assert list(mesh.graph.all_variables) == [w.operation]
 
 
+@pytest.mark.slow
 def test_a_graph_that_only_evaluates_restores_the_average(tmp_path):
     def session(lowering, restore=None):
         session = tf.Session(config=harness.placement_config(4))
@@ -323,6 +328,7 @@ def test_the_hook_wants_initialized_variables(applied):
 # What can be read.
 
 
+@pytest.mark.mostly_slow
 def test_counts_of_each_replica_go_to_summaries(mesh_kind):
     masks = np.array([[1, 1, 0, 1], [0, 1, 0, 1]], bool)
     with tf.Graph().as_default():

@@ -122,6 +122,7 @@ def test_optimizer_without_wrapper_is_listed_once(report):
     assert "has no wrapper" in text
 
 
+@pytest.mark.slow
 def test_microbatches_count_every_turn_of_the_loop(report):
     _, content = report(
         "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 16",

@@ -25,6 +25,7 @@ def read(path):
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
+@pytest.mark.slow
 def test_of_gin_files(tmp_path, capsys):
     trace, table, part = (tmp_path / name for name in ("a.json.gz", "table.json", "a.part"))
     files = [f"--trace={trace}", f"--json={table}", f"--part={part}"]
@@ -158,6 +159,7 @@ def test_a_file_that_cannot_be_written(flag, capsys, monkeypatch, tmp_path):
     assert f"--{flag}={file} cannot be written: No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_too_short_for_its_timeline(train, capsys):
     _, directory, _said = train(
         NO_EVAL, "train.run.timeline_steps = 3", "train.run.train_steps = 7"

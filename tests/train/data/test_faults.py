@@ -139,7 +139,7 @@ def test_what_is_known_before_training_is_a_bad_config(make, said):
 
 
 @pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh", "xla"])
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow
 def test_a_run_ends_in_one_line_and_keeps_its_steps(runtime, tmp_path, capsys):
     name = f"faulty_{runtime}"
 

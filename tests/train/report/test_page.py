@@ -126,6 +126,7 @@ def page_of(directory, rows, ended=None, facts=FACTS, **kwargs):
 
 
 @pytest.mark.parametrize("shards", [4, 40])
+@pytest.mark.mostly_slow
 def test_all_of_a_run(tmp_path, shards):
     result = {
         "held_out": {"perplexity": 3.5, "nats_per_token": 1.25, "bits_per_byte": 1.8},
@@ -205,6 +206,7 @@ def test_an_update_that_is_not_looked_into_is_no_number(tmp_path):
     assert "130" not in page.texts["dd"]
 
 
+@pytest.mark.slow
 def test_no_section_about_replicas_where_none_contributes(tmp_path):
     rows = [{"step": 1, "loss": 5.0}]
     assert "Replicas" not in page_of(tmp_path, rows, facts=WITHOUT_PLOTS).texts["h2"]

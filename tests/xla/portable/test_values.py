@@ -38,6 +38,7 @@ def test_a_checkpoint_s_values_go_on(exported, tmp_path):
     models.assert_same_bits(found, rest(exported))
 
 
+@pytest.mark.slow
 def test_values_of_cpu_replicas_go_on(tmp_path):
     with models.model() as model:
         with model.program.session(model.lowering) as session:

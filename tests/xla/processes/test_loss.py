@@ -48,7 +48,7 @@ def test_a_killed_process_is_named_and_the_job_goes_on_later(jobs, of_two):
 
 
 @pytest.mark.parametrize(("lost", "count"), [(0, 2), (2, 4)])
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 def test_a_stopped_process_is_named_and_ends_when_it_goes_on(jobs, lost, count):
     job = lose(jobs, lost, signal.SIGSTOP, count)
     stopped = job.members[lost]
@@ -63,6 +63,7 @@ def test_a_stopped_process_is_named_and_ends_when_it_goes_on(jobs, lost, count):
 @pytest.mark.parametrize(("odd", "code", "said"), [
     ("raise", 1, "KeyError: 'as asked'"), ("exit", 3, "SystemExit: 3")
 ])  # fmt: skip
+@pytest.mark.mostly_slow
 def test_an_exception_of_one_ends_the_others_with_its_words(jobs, odd, code, said):
     job = jobs.start(2, odd=odd)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE, code], job.outputs()
@@ -71,6 +72,7 @@ def test_an_exception_of_one_ends_the_others_with_its_words(jobs, odd, code, sai
     assert "lost process 1 (host " in last
 
 
+@pytest.mark.slow
 def test_an_error_that_all_hear_of_is_reported_by_the_process_that_raised_it(jobs):
     job = jobs.start(2, odd="fail in turn")
     assert job.codes() == [1, xla.LOST_PROCESS_EXIT_CODE], job.outputs()
@@ -81,7 +83,7 @@ def test_an_error_that_all_hear_of_is_reported_by_the_process_that_raised_it(job
 
 
 @pytest.mark.parametrize(("odd", "name"), [("abort", "SIGABRT"), ("fault", "SIGSEGV")])
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs, odd, name):
     import jaxlib
 
@@ -105,6 +107,7 @@ def test_a_crash_that_cannot_report_itself_is_reported_with_its_step(jobs):
     assert "the last that it had said to have begun is step 1" in last
 
 
+@pytest.mark.slow
 def test_values_of_unlike_lengths_end_all_with_what_is_known(jobs):
     """gloo ends a process by an exception of C++ in a thread of its own."""
     job = jobs.start(2, script=unlike_program.__file__)
@@ -120,6 +123,7 @@ def test_a_proxy_sends_the_beats_of_a_blocked_process(jobs):
     jobs.run(2, odd="hold patiently in turn", steps=2, silence=SILENCE)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_silent_otherwise_is_lost(jobs):
     job = jobs.start(2, odd="hold", steps=1, silence=SILENCE)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE] * 2, job.outputs()
@@ -133,6 +137,7 @@ def test_a_process_that_is_silent_otherwise_is_lost(jobs):
         (1, signal.SIGKILL, "ended without a word"),
     ],
 )
+@pytest.mark.mostly_slow
 def test_a_process_that_is_lost_while_it_cannot_speak_is_named(jobs, lost, number, how):
     job = jobs.start(2, odd=f"hold patiently {lost}", steps=1, silence=SILENCE)
     job.wait_for("holds the lock", [job.members[lost]])

@@ -198,6 +198,7 @@ def test_an_update_that_the_compiler_splits_sends_what_one_all_reduce_does():
     assert sizes["all-reduce"] < 0.05 * numbers
 
 
+@pytest.mark.slow
 def test_collectives_stay_in_their_branch_and_loop(tmp_path):
     conditional = Conditional()
     compiled = xla.compile_for_tpu(
@@ -304,6 +305,7 @@ def test_groups_that_xla_reads_from_text_are_the_same(spelled, groups):
     assert found.groups == groups
 
 
+@pytest.mark.slow
 def test_a_program_that_needs_too_much_memory_is_refused_with_the_numbers():
     x = tf.placeholder(tf.float32, [])
     with simd.tpu_program("all:8", "batch:all") as program:
@@ -386,6 +388,7 @@ def test_a_topology_that_is_none_is_refused_before_anything_else(topology):
     ("topology", "message"),
     [("v3:4x4", "has 32 cores and the program's mesh 8"), ("v3:3x5", "does not know")],
 )
+@pytest.mark.mostly_slow
 def test_a_topology_that_does_not_match_is_refused(topology, message):
     with simd.tpu_program("all:8", "batch:all") as program:
         y = tf.ones([])
