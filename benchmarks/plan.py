@@ -15,9 +15,9 @@ import tempfile
 from typing import Any, Callable, Iterator, Mapping
 
 from benchmarks import models, report, timing
+from benchmarks.this_machine import Calibration, CpuMachine
 from mtf_gradsync import simd, xla
 from mtf_gradsync.planning.search import Built, Candidate, search
-from mtf_gradsync.planning.this_machine import Calibration, CpuMachine
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
 SHAPES += [(8, 1), (4, 2), (2, 4), (16, 1), (8, 2), (4, 4)]

@@ -13,14 +13,11 @@ from tqdm import tqdm
 from mtf_gradsync._common import is_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.planning.machines import Machine, TpuMachine, factorizations
+from mtf_gradsync.planning.machines import TpuMachine, factorizations
 from mtf_gradsync.planning.result import Plan, Refused
 from mtf_gradsync.planning.search import Built, Candidate, search
-from mtf_gradsync.planning.this_machine import CpuMachine, cores_of
 from mtf_gradsync.simd.program import Program, compiled_only
 from mtf_gradsync.xla.topology.chips import slice_of
-
-_THIS_MACHINE = "cpu"
 
 
 def plan(
@@ -44,8 +41,7 @@ def plan(
         program, or a `Built` with the fetches and the number of tokens of a step. It is called
         with a mesh shape ("batch:4;model:2") and a layout, in a graph of its own. A ValueError
         means that the mesh is not possible; its message becomes the reason in the plan.
-      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8". "cpu:8"
-        stands for eight CPU devices of this machine, whose rates are measured first.
+      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8".
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
         `axes`.
@@ -75,7 +71,7 @@ def plan(
         )
     axes = list(axes) if axes is not None else _axes_of(layouts[0])
     with _environment_kept(), Interruption() as stop:
-        machines = _machines(names)
+        machines = [TpuMachine(name) for name in names]
         candidates, refused = [], []
         for layout in layouts:
             for machine in machines:
@@ -152,8 +148,7 @@ def _split(topologies: str | Sequence[str]) -> list[str]:
     parts = topologies.split(",") if isinstance(topologies, str) else topologies
     found: dict[Any, str] = {}
     for name in filter(None, (part.strip() for part in parts)):
-        is_tpu = name.partition(":")[0] != _THIS_MACHINE
-        found.setdefault(slice_of(name) if is_tpu else name, name)
+        found.setdefault(slice_of(name), name)
     return list(found.values())
 
 
@@ -164,12 +159,3 @@ def _axes_of(layout: str) -> list[str]:
 def _rules(layout: str) -> list[tuple[str, ...]]:
     # What Mesh-TF takes for the end of a rule.
     return [tuple(rule.split(":")) for rule in re.split("[ ,.;]", layout) if rule]
-
-
-def _machines(names: Sequence[str]) -> list[Machine]:
-    """The machines of some names, CPU devices first: no compiler runs while they are measured."""
-    counts = {name: cores_of(name) for name in names if name.partition(":")[0] == _THIS_MACHINE}
-    # jax makes CPU devices once, so for the largest of these machines.
-    most = max(counts.values(), default=0)
-    tpus = [TpuMachine(name) for name in names if name not in counts]
-    return [*(CpuMachine(name, cores, most) for name, cores in counts.items()), *tpus]

@@ -12,9 +12,9 @@ from mtf_gradsync._tables import text_table
 _UNKNOWN = (
     "A prediction is no timing: it adds up the compiled operations one after the other, each at "
     "its roofline (the longer of its products at the chip's published peak and its bytes at the "
-    "memory's bandwidth; on CPU devices by rates measured here), then collectives at the links' "
-    "published rates. It does not know what overlaps (with all of it hidden, a step takes "
-    '"at best"), how long the host and the input take, nor other traffic on the links.'
+    "memory's bandwidth), then collectives at the links' published rates. It does not know "
+    'what overlaps (with all of it hidden, a step takes "at best"), how long the host and the '
+    "input take, nor other traffic on the links."
 )
 
 
@@ -42,7 +42,7 @@ class PlanRow:
     Attributes:
       mesh_shape: as in "batch:4;model:2".
       layout: as in "batch:batch;heads:model".
-      machine: a topology as in "v5e:4x4", or "cpu:8" for CPU devices of this machine.
+      machine: a topology as in "v5e:4x4".
       cores: the number of the machine's cores.
       fits: whether the program's memory fits into a core's.
       bytes_per_core: memory that the program takes on one core.
@@ -71,7 +71,7 @@ class PlanRow:
       parameters: the number of trainable parameters; None if unknown.
       steps_per_update: the number of steps of which one makes the update; see `Built`.
       skipped_step_seconds: the predicted time of a step on which all conditions are false, links
-        included; None without conditionals, and on CPU devices.
+        included; None without conditionals.
       mean_step_seconds: the mean over `steps_per_update` steps: `step_seconds` where that is 1, or
         no other step is known.
       estimate_source: "roofline" for the rooflines of all operations at the chip's published rates,

@@ -1,18 +1,25 @@
-"""Rates that are fitted to steps, against numbers that were made up."""
+"""CPU devices of `benchmarks.plan`: rates that are fitted to steps, and a plan by them."""
 
 import numpy as np
 import pytest
 
-from mtf_gradsync.planning import this_machine
-from mtf_gradsync.planning.this_machine import (
+from benchmarks import this_machine
+from benchmarks.this_machine import (
     Calibration,
+    CpuMachine,
     FittedRates,
     MeasuredWork,
+    Samples,
+    Size,
     corrections,
     fit,
     meetings,
+    work_of,
 )
+from mtf_gradsync import xla
+from tests.planning.machines import LAYOUT, build
 
+no_xla = xla.why_no_xla()
 ONE = this_machine.Size(1, 8, 2, 2)
 
 
@@ -130,3 +137,66 @@ def test_a_step_is_sampled_by_steps_of_like_length():
     # What is not a product comes on top.
     assert this_machine.samples_like(0.9 * least) is short
     assert this_machine.samples_like(1.05 * least) is long
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(bool(no_xla), reason=no_xla)
+@pytest.mark.slow
+def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
+    # What is measured is not the point: once each, and few.
+    steps = [((2, 1), Size(1, 8, 2, 2)), ((1, 2), Size(1, 8, 2, 2))]
+    flops = []
+
+    def samples_like(count):
+        flops.append(count)
+        return Samples((), rounds=1)
+
+    monkeypatch.setattr(this_machine, "samples_like", samples_like)
+    monkeypatch.setattr(this_machine, "choose_samples", lambda count, sizes: steps)
+    machine = CpuMachine("cpu:2", 2)
+    built = build("batch:2;model:1", LAYOUT)
+    lowered = machine.lower(built.program, built.fetches)
+    rates, corrections, _ = machine.calibration
+    assert len(rates) == 8
+    assert min(rates) >= 0 < max(rates)
+    # Along the batch two cores sum gradients at the end; along the model they meet all the time.
+    assert set(corrections) == {(2, 1), (2, 2)}
+    # Once in a process.
+    other = CpuMachine("cpu:2", 2)
+    other.lower(built.program, built.fetches)
+    assert other.calibration is machine.calibration
+    made_up = FittedRates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 1e-4, 0.0, 0.0)
+    machine.calibration = Calibration(made_up, {(2, 2): 2.0})
+    # Two groups of two among four cores would be a half; here all two meet. Each puts in 1 MB.
+    assert machine.seconds("all-reduce", [[0, 1]], 1e6) == pytest.approx(1e-3 + 2 * 1e6 * 1e-4)
+    assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
+    made = machine.compile(lowered, lambda process: None)
+    assert flops == [pytest.approx(2 * made.flops, rel=0.1)] * 2
+    # Forward: 6 x 8 by 8 x 8; backward the same again, by w alone.
+    assert made.flops >= 2 * 2 * 6 * 8 * 8
+    # With few operations its meetings are many. The correction is of the whole step: of at least
+    # the operations and bytes of both, and of the collectives, which are added elsewhere.
+    known = 2 * made.flops * 1e-9 + 2 * made.bytes_accessed * 1e-8 + made.bytes_accessed * 1e-7
+    met = sum(machine.seconds(c.operation, c.groups, c.bytes_per_core) for c in made.collectives)
+    # By far the largest part of this step is what they hand on: the gradient and the loss.
+    assert met > 2 * (4 * 8 * 8 + 4) * 1e-4
+    step = made.estimate_seconds + met
+    assert 2 * (known + met) < step < 2 * (known + met + 2 * 1e-6 * 1000)
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(bool(no_xla), reason=no_xla)
+def test_only_large_temporary_memory_is_given_anew():
+    import jax
+
+    def work(size):
+        x = jax.ShapeDtypeStruct((size, size), "float32")
+        # A sort keeps newer versions of XLA from making one operation of it all.
+        made = jax.jit(lambda x: jax.numpy.sort(x @ x).sum()).lower(x).compile()
+        return work_of(made.runtime_executable(), cores=1)
+
+    # 300 x 300 floats stay below 32 MiB, 3000 x 3000 do not.
+    assert work(300).new_bytes == 0
+    # The product; what kernels need beside it is a fraction of it.
+    assert 4 * 3000**2 <= work(3000).new_bytes < 2 * 4 * 3000**2
+    assert work(3000).flops >= 2 * 3000**3

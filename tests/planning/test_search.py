@@ -112,21 +112,6 @@ def test_machines_of_one_kind_have_one_lowering():
     assert len(first.compiled) == len(second.compiled) == 1
 
 
-def test_cpu_devices_are_planned_first(monkeypatch):
-    """They are measured with their first program, which compilers would disturb."""
-    built = []
-
-    def recorded(shape, layout):
-        built.append(shape)
-        return build(shape, layout)
-
-    module = sys.modules[planning.plan.__module__]
-    monkeypatch.setattr(module, "CpuMachine", lambda name, cores, most: Counting(name, cores))
-    monkeypatch.setattr(module, "TpuMachine", lambda name: Counting(name, 4))
-    planning.plan(recorded, "v5e:2x2,cpu:2", LAYOUT, axes=["batch"])
-    assert built == ["batch:2", "batch:4"]
-
-
 def test_what_does_not_divide_is_skipped_with_the_reason():
     machine = Counting(cores=8)
     plan = search(build, candidates(machine, "batch:8;model:1", "batch:4;model:2"))
@@ -278,11 +263,6 @@ class TestPlan:
     def test_a_topology_must_be_given(self):
         with pytest.raises(ValueError, match="at least one layout and one topology"):
             planning.plan(build, "", LAYOUT)
-
-    @pytest.mark.parametrize("name", ["cpu:", "cpu:none", "cpu:0"])
-    def test_cpu_devices_are_named_by_number(self, name):
-        with pytest.raises(ValueError, match='as in "cpu:8"'):
-            planning.plan(build, name, LAYOUT)
 
     def test_what_cannot_be_read_is_an_error_that_says_how_to_write_it(self):
         with pytest.raises(ValueError, match=r"mesh shape 'batch' .* like \"batch:4;model:2\""):

@@ -201,8 +201,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--topologies",
         default="v5e:2x4",
         metavar="NAME[,NAME...]",
-        help="TPU generations and chips, or slices as in v4-8 (default: v5e:2x4); cpu:8 is "
-        "eight CPU devices of this machine, at rates that are measured first",
+        help="TPU generations and chips, or slices as in v4-8 (default: v5e:2x4)",
     )
     parser.add_argument(
         "--mesh_shape",

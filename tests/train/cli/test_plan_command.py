@@ -38,7 +38,7 @@ def test_help_names_every_flag(capsys):
     [
         ("--jobs=0", "--jobs must be 1 or more; got 0"),
         ("--topologies=v9:2x2", "topology must name a TPU generation"),
-        ("--topologies=cpu:some", 'as in "cpu:8"'),
+        ("--topologies=cpu:8", "topology must name a TPU generation"),
         # On each mesh, however many cores it has.
         ("--gin_param=train.run.batch_size = 0", "train.run.batch_size"),
         ("--json=/no/such/directory/plan.json", "cannot be written"),

@@ -1,4 +1,7 @@
-"""CPU devices of this machine as what is planned for: their rates are fitted to sample steps."""
+"""CPU devices of this machine as what is planned for: their rates are fitted to sample steps.
+
+`benchmarks.plan` holds the order that is predicted against steps that run.
+"""
 
 from __future__ import annotations
 
