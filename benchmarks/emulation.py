@@ -107,7 +107,7 @@ def measure(options: report.Options) -> report.Table:
 def _job(split: int, quick: bool) -> TrainingJob:
     bindings = [f"train.run.mesh_shape = 'batch:{split};model:2'", "train.run.mesh_devices = None"]
     gin_files.load([CONFIG], [*bindings, *(_TINY if quick else ())])
-    return resolve_job(gin_files.run_config())
+    return resolve_job(gin_files.bound_run_config())
 
 
 def _length(job: TrainingJob) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
-from mtf_gradsync.processes.meeting import Place, meet
+from mtf_gradsync.processes.meeting import MeetingAddress, meet
 from mtf_gradsync.processes.members import Member, ProcessesError
 from mtf_gradsync.processes.watchdog import Membership, Watchdog
 from mtf_gradsync.session import session_config
@@ -303,7 +303,7 @@ def join_cluster(
         "num_cpu_devices": num_cpu_devices,
         "tensorflow": tf.__version__,
     }
-    place = Place(task.chief_address[0], port, "watch_port")
+    place = MeetingAddress(task.chief_address[0], port, "watch_port")
     peers = meet(place, me, names, facts, end - time.monotonic())
     return Cluster(task, server, config, Watchdog(me, peers, silence))
 

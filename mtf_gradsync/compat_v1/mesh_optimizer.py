@@ -23,7 +23,7 @@ from mtf_gradsync.session import root_scope
 from mtf_gradsync.step import StepPlan, gated_update
 
 
-class _State(NamedTuple):
+class _MeshState(NamedTuple):
     """The variables that the optimizer has made in one mtf graph: slots, and scalars by name.
 
     The keys of slots are a variable and the slot's own key.
@@ -76,7 +76,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                 "them, or an optimizer of Mesh-TensorFlow (mtf.optimize)."
             )
         self.opt: tf.train.Optimizer = opt
-        self._last: _State | None = None
+        self._last: _MeshState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what copies have: the optimizer, and nothing of the steps that were built."""
@@ -155,7 +155,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         mesh = pairs[0][1].mesh
         # By the object: two optimizers of one name may train one graph.
         name = f"{type(self).__name__} {id(self)}"
-        state = self._last = StepPlan.of(mesh.graph).state(self, name, lambda: _State({}, {}))
+        state = self._last = StepPlan.of(mesh.graph).state(self, name, lambda: _MeshState({}, {}))
         _forget_undone(state, mesh.graph)
         for name, value in rule.powers:
             if name not in state.powers:
@@ -177,7 +177,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
             operations += _update(rule, grad, variable, slots, on[variable.mesh])
         return operations
 
-    def _slot(self, state: _State, slot: Slot, variable: mtf.Variable) -> mtf.Variable:
+    def _slot(self, state: _MeshState, slot: Slot, variable: mtf.Variable) -> mtf.Variable:
         key = variable, slot.key
         if key not in state.slots:
             scope = tf.get_variable_scope().name
@@ -200,7 +200,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         return state.slots[key]
 
 
-def _forget_undone(state: _State, graph: mtf.Graph) -> None:
+def _forget_undone(state: _MeshState, graph: mtf.Graph) -> None:
     """Drops variables that an error has taken out of their graph again."""
     kept: list[dict[Any, mtf.Variable]] = [state.slots, state.powers]
     for made in kept:

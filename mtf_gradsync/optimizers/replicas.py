@@ -145,7 +145,7 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
         raise ValueError(f"{wanted}; got the shape {shape} of {value!r}.")
 
 
-def check_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
+def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
     """Raises ValueError for an mtf tensor of another mesh."""
     if isinstance(value, mtf.Tensor) and value.mesh is not mesh:
         raise ValueError(

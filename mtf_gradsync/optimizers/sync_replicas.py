@@ -274,8 +274,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             names = [f"variable {v.name!r}" for v in variables]
             check_recoverable(own, self.axes, names, remakes=True)
         mesh = variables[0].mesh
-        replicas.check_mesh("contributes", self._contributes, mesh)
-        replicas.check_mesh("local_steps", self._local_steps, mesh)
+        replicas.check_tensor_mesh("contributes", self._contributes, mesh)
+        replicas.check_tensor_mesh("local_steps", self._local_steps, mesh)
         elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
         if elsewhere:
             raise ValueError(

@@ -20,9 +20,9 @@ from mtf_gradsync.processes.members import (
     SECRET_VARIABLE,
     Connection,
     ConnectionBroken,
+    MeetingAddress,
     Member,
     MissingProcessesError,
-    Place,
     ProcessesError,
     has_secret,
     is_secret_proof,
@@ -72,7 +72,7 @@ class Introduction(NamedTuple):
 class Host:
     """Waits on process 0 for the other processes."""
 
-    def __init__(self, me: Member, facts: Mapping[str, Any], place: Place):
+    def __init__(self, me: Member, facts: Mapping[str, Any], place: MeetingAddress):
         self._me, self._facts, self._place = me, facts, place
         self._arrived: dict[int, tuple[Member, Connection]] = {}
         self._challenged: dict[int, str] = {}  # what the processes that are there have asked
@@ -206,7 +206,7 @@ class Host:
             connection.send(**message)
 
 
-def _listening(me: Member, place: Place) -> socket.socket:
+def _listening(me: Member, place: MeetingAddress) -> socket.socket:
     host, port = place.loopback or "", place.port
     if not host and not has_secret():
         _logger.warning(
@@ -235,11 +235,11 @@ def _listening(me: Member, place: Place) -> socket.socket:
 
 _GRACE_S = 5.0
 
-__all__ = ["Place", "meet"]
+__all__ = ["MeetingAddress", "meet"]
 
 
 def meet(
-    place: Place,
+    place: MeetingAddress,
     me: Member,
     names: Sequence[str],
     facts: Mapping[str, Any],
@@ -261,7 +261,7 @@ def meet(
 
 
 def _join(
-    place: Place, me: Member, first: str, facts: Mapping[str, Any], end: float
+    place: MeetingAddress, me: Member, first: str, facts: Mapping[str, Any], end: float
 ) -> dict[Member, Connection]:
     why = "it has not answered"
     while time.monotonic() < end:
@@ -296,7 +296,7 @@ def _join(
     )
 
 
-def _connected(place: Place) -> Connection:
+def _connected(place: MeetingAddress) -> Connection:
     sock = socket.create_connection((place.loopback or place.host, place.port), timeout=5)
     if sock.getsockname() == sock.getpeername():
         # On one machine, TCP connects a socket to itself where it is given the very port that it
@@ -327,7 +327,9 @@ def _challenge(connection: Connection, end: float) -> str:
     raise ConnectionBroken("it asks nothing")
 
 
-def _welcome(connection: Connection, place: Place, first: str, mine: str, end: float) -> Member:
+def _welcome(
+    connection: Connection, place: MeetingAddress, first: str, mine: str, end: float
+) -> Member:
     """Waits until process 0 says that all are there, and returns the member that process 0 is."""
     for message in _messages_of_host(connection, end):
         if "denied" in message:

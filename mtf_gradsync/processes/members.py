@@ -30,7 +30,7 @@ class Member(NamedTuple):
         return cls(index, socket.gethostname(), os.getpid(), name)
 
 
-class Place(NamedTuple):
+class MeetingAddress(NamedTuple):
     """The address at which the processes of a job meet."""
 
     host: str  # the machine of process 0, as the others see it

@@ -345,7 +345,7 @@ def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
     return number
 
 
-def groups_of(mesh_impl: Any, cuts: Cuts) -> ProcessorGroups:
+def slice_groups(mesh_impl: Any, cuts: Cuts) -> ProcessorGroups:
     """Returns the groups that hold the parts of one slice, in the order of `part_number`."""
     return ProcessorGroups.along(mesh_impl, mesh_axes_of(cuts))
 

@@ -172,7 +172,7 @@ def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
     return in_groups(mesh_impl, value, groups, exchange)
 
 
-def all_gather(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
+def gather_groups(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
     """Gives each processor all slices of its group, in group order: ``[size of a group, ...]``.
 
     On a SIMD mesh it is one AllToAll, which XLA devices run as an all-gather.
@@ -341,7 +341,7 @@ class QuantizedAllReduce(GradientStrategy):
         *of_cores, left = mesh_impl.slicewise(pack_and_encode, *values)
         received = [all_to_all(mesh_impl, x, groups) for x in of_cores]
         *of_part, of_sum = mesh_impl.slicewise(add_and_encode, *received)
-        gathered = [all_gather(mesh_impl, x, groups) for x in of_part]
+        gathered = [gather_groups(mesh_impl, x, groups) for x in of_part]
         totals = mesh_impl.slicewise(decode_and_unpack, *gathered)
         if not self.error_feedback:
             return totals, [None] * len(values)

@@ -20,7 +20,6 @@ from mtf_gradsync.reduce.packs import (
     all_parts,
     buckets,
     from_rows,
-    groups_of,
     joined,
     mesh_axes_of,
     one_memory,
@@ -28,6 +27,7 @@ from mtf_gradsync.reduce.packs import (
     part_number,
     part_of_row,
     part_shape,
+    slice_groups,
     to_rows,
     unpack,
 )
@@ -111,7 +111,7 @@ def _sharing(
 
 def _scattered(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
     """Returns each core's part of the sums of values of one shape, in one tensor."""
-    along = groups_of(mesh_impl, cuts)
+    along = slice_groups(mesh_impl, cuts)
     dtype = values[0].tensor_list[0].dtype
     wire = simd_wire_dtype(mesh_impl, dtype, along)
     by_rows = len(cuts) > 1
@@ -143,7 +143,7 @@ def _parts_of(
 
 
 def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]:
-    physical = physical_groups(mesh_impl, groups_of(mesh_impl, cuts))
+    physical = physical_groups(mesh_impl, slice_groups(mesh_impl, cuts))
     by_rows = len(cuts) > 1
     shape = list(parts[0].slice_shape)
     for cut in cuts:
@@ -260,7 +260,7 @@ def _gather_on_devices(
     results: list[list[Any]] = [[None] * mesh_impl.size for _ in parts]
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     made: dict[tuple[Any, ...], list[Any]] = {}
-    for number, group in enumerate(groups_of(mesh_impl, cuts[0]).groups):
+    for number, group in enumerate(slice_groups(mesh_impl, cuts[0]).groups):
         homes: dict[int, list[int]] = {}
         for processor in group:
             homes.setdefault(memory[processor], []).append(processor)

@@ -11,10 +11,10 @@ from mtf_gradsync.mesh.groups import ProcessorGroups, check_groups, check_mesh
 from mtf_gradsync.reduce.packs import Cuts, take_parts
 from mtf_gradsync.reduce.scatter_gather import reduce_scatter
 from mtf_gradsync.reduce.sums import (
+    as_pairs,
     check_aggregation,
     check_destinations,
     check_divisible,
-    check_pairs,
     check_value,
     check_values,
     copies,
@@ -296,7 +296,7 @@ class Strategy(abc.ABC):
           ValueError: as for `reduce`, or value_destination_pairs is not such a list.
         """
         check_mesh(mesh_impl)
-        pairs = check_pairs(value_destination_pairs)
+        pairs = as_pairs(value_destination_pairs)
         is_mean = check_aggregation(aggregation)
         values = [check_value(mesh_impl, value) for value, _ in pairs]
         places = [check_destinations(mesh_impl, destinations) for _, destinations in pairs]

@@ -143,7 +143,7 @@ def check_value(mesh_impl: Any, value: Any) -> Any:
     return value
 
 
-def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """Returns pairs as a list; raises ValueError if they are not a list or tuple of pairs."""
     if not isinstance(pairs, (list, tuple)):
         raise ValueError(
@@ -217,10 +217,10 @@ _ELSEWHERE = {
 
 def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """Does what `tf.add_n` does, always in the order of the inputs, at no extra cost."""
-    return in_order(tf.add_n(list(inputs)))
+    return add_in_order(tf.add_n(list(inputs)))
 
 
-def in_order(total: tf.Tensor) -> tf.Tensor:
+def add_in_order(total: tf.Tensor) -> tf.Tensor:
     """Makes an AddN add its inputs in their order (see `docs/races.md`); keeps other tensors."""
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:
@@ -236,7 +236,7 @@ def sum_on_one_device(
     narrow = dtype in NARROW_FLOATS
     with tf.device(device):
         wide = [tf.cast(x, tf.float32) if narrow else x for x in slices]
-        total = in_order(accumulation_fn(wide))
+        total = add_in_order(accumulation_fn(wide))
         return tf.cast(total, dtype) if narrow else total
 
 

@@ -165,7 +165,7 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
         )
 
 
-def describe(found: Differences) -> str:
+def differences_text(found: Differences) -> str:
     """Returns the accepted differences as text for the log; empty where there are none."""
     return "\n".join(_lines(found))
 

@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import kernel_devices
 from mtf_gradsync.simd.effects import (
     COLLECTIVE_TYPES,
-    Collective,
+    CollectiveOperation,
     Effects,
     connected,
     find_collectives,
@@ -145,7 +145,7 @@ class Meeting(NamedTuple):
 
 
 def find_meetings(
-    facts: GraphFacts, collectives: dict[str, Collective], effects: Effects
+    facts: GraphFacts, collectives: dict[str, CollectiveOperation], effects: Effects
 ) -> list[Meeting]:
     """Finds the operations that several cores of a graph's programs have to reach together."""
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]

@@ -9,7 +9,7 @@ from typing import Any, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.simd.checks import check_functions_are_silent
-from mtf_gradsync.simd.effects import Collective, find_collectives, variables_written
+from mtf_gradsync.simd.effects import CollectiveOperation, find_collectives, written_variables
 from mtf_gradsync.simd.facts import (
     CalledBranch,
     GraphFacts,
@@ -74,7 +74,7 @@ def list_collectives(
 def _row(
     graph: tf.Graph,
     facts: GraphFacts,
-    collective: Collective,
+    collective: CollectiveOperation,
     group_names: dict[frozenset, str],
     variables: tuple[str, ...],
 ) -> CommunicationRow:
@@ -139,10 +139,10 @@ def _spell(
 
 
 def _variables_reached(
-    facts: GraphFacts, collectives: dict[str, Collective]
+    facts: GraphFacts, collectives: dict[str, CollectiveOperation]
 ) -> dict[str, list[str]]:
     """Returns by collective the variables that its result reaches without another collective."""
-    written = variables_written(facts)
+    written = written_variables(facts)
     names = sorted({v for variables in written.values() for v in variables})
     bit = {name: 1 << i for i, name in enumerate(names)}
     reach = {name: sum(bit[v] for v in set(vs)) for name, vs in written.items()}

@@ -20,7 +20,7 @@ from mtf_gradsync.simd.facts import (
 COLLECTIVE_TYPES = ("CrossReplicaSum", "AllToAll", "CollectivePermute", "XlaReduceScatter")
 
 
-class Collective(NamedTuple):
+class CollectiveOperation(NamedTuple):
     """One collective operation of a program.
 
     Attributes:
@@ -43,7 +43,7 @@ class Collective(NamedTuple):
         return next(group for group in self.groups if core in group)
 
 
-def find_collectives(facts: GraphFacts) -> dict[str, Collective]:
+def find_collectives(facts: GraphFacts) -> dict[str, CollectiveOperation]:
     """Returns every collective of every TPU program in a graph by name, in program order.
 
     Raises:
@@ -54,7 +54,7 @@ def find_collectives(facts: GraphFacts) -> dict[str, Collective]:
     }
 
 
-def _read(facts: GraphFacts, name: str) -> Collective:
+def _read(facts: GraphFacts, name: str) -> CollectiveOperation:
     node = facts.node[name]
     if name not in facts.cluster:
         raise UnsupportedProgramError.of(
@@ -90,7 +90,7 @@ def _read(facts: GraphFacts, name: str) -> Collective:
                 "make every group as large as split_count",
             )
     together = node.attr[TOGETHER_ATTR].s.decode() if TOGETHER_ATTR in node.attr else ""
-    return Collective(name, node.op, groups, pairs, facts.context[name], together)
+    return CollectiveOperation(name, node.op, groups, pairs, facts.context[name], together)
 
 
 def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -> None:
@@ -142,7 +142,7 @@ def find_effects(facts: GraphFacts) -> Effects:
     return _Finder(facts).effects
 
 
-def variables_written(facts: GraphFacts) -> dict[str, list[str]]:
+def written_variables(facts: GraphFacts) -> dict[str, list[str]]:
     """Returns operation -> the variables that it writes, by the names that Mesh-TF gave them."""
     written = {}
     for name in facts.order:

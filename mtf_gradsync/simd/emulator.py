@@ -23,7 +23,7 @@ from mtf_gradsync.simd.checks import (
     frame_leaders,
     values_name,
 )
-from mtf_gradsync.simd.effects import Collective, find_collectives, find_effects
+from mtf_gradsync.simd.effects import CollectiveOperation, find_collectives, find_effects
 from mtf_gradsync.simd.facts import (
     CONTROL,
     GraphFacts,
@@ -328,7 +328,7 @@ class _Rewriter:
         del copy.input[:]
         copy.input.extend(data_first(without_pass(copy, data) + control))
 
-    def _exchange(self, node: tf.NodeDef, collective: Collective) -> None:
+    def _exchange(self, node: tf.NodeDef, collective: CollectiveOperation) -> None:
         kind = node.attr["T"].type
         sent = {c: self._core_inputs(node.name, c, False)[0] for c in self._cores(node.name)}
         control = {c: self._core_inputs(node.name, c, True) for c in self._cores(node.name)}
@@ -355,7 +355,7 @@ class _Rewriter:
     def _reduce_scatter(
         self,
         node: tf.NodeDef,
-        collective: Collective,
+        collective: CollectiveOperation,
         sent: dict[int, str],
         control: dict[int, list[str]],
     ) -> None:
@@ -375,7 +375,7 @@ class _Rewriter:
     def _all_to_all(
         self,
         node: tf.NodeDef,
-        collective: Collective,
+        collective: CollectiveOperation,
         sent: dict[int, str],
         control: dict[int, list[str]],
     ) -> None:

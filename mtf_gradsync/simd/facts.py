@@ -84,7 +84,7 @@ class CycleError(ValueError):
         super().__init__(f"These need each other: {cycle}.")
 
 
-def in_order(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
+def sorted_by_needs(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
     """Returns items sorted so that each comes after those it needs, otherwise in the given order.
 
     What an item needs is in the mapping, too. Raises `CycleError` if items need each other.
@@ -223,7 +223,7 @@ class GraphFacts:
             for name, inputs in self._inputs.items()
         }
         try:
-            self.order = in_order(needs)
+            self.order = sorted_by_needs(needs)
         except CycleError as error:
             cycle = ", ".join(map(repr, error.cycle[:5]))
             raise ValueError(f"The graph has a cycle outside while loops, near {cycle}.") from None

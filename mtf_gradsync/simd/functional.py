@@ -18,7 +18,7 @@ from mtf_gradsync.simd.facts import (
     CycleError,
     GraphFacts,
     Loop,
-    in_order,
+    sorted_by_needs,
     split_input,
 )
 
@@ -173,7 +173,7 @@ class _Level:
             found = {item_of.get(source, item) for source, _ in builder.facts.inputs(name)}
             needs[item] |= found - {item}
         try:
-            return [(item, members[item]) for item in in_order(needs)]
+            return [(item, members[item]) for item in sorted_by_needs(needs)]
         except CycleError as error:
             stuck = [members[item][0] for item in error.cycle[:5]]
             raise ValueError(

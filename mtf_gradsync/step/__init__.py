@@ -21,7 +21,7 @@ from mtf_gradsync.step.writes import (
     WriteOrder,
     after_lowering,
     before_lowering,
-    in_order,
+    write_in_order,
     write_slices,
 )
 
@@ -51,8 +51,8 @@ __all__ = [
     "build_later",
     "built",
     "gated_update",
-    "in_order",
     "is_advanced",
     "values_after",
+    "write_in_order",
     "write_slices",
 ]

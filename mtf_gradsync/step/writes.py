@@ -192,7 +192,7 @@ def is_before(first: tf.Operation, then: tf.Operation) -> bool:
     return first in found
 
 
-def in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
+def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     """Makes assignments that run together write each variable one after the other.
 
     Their order is that of the graph. An assignment that has a variable several times becomes
@@ -294,7 +294,7 @@ def before_lowering(graph: mtf.Graph) -> None:
     for operation in list(graph.operations):
         variables = operation.variables if isinstance(operation, mtf.Assign) else ()
         if len(set(variables)) < len(variables):
-            in_order([operation])
+            write_in_order([operation])
             StepPlan.of(graph).adopt()
 
 

@@ -197,7 +197,7 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
 Interval = Tuple[int, int]
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
+def covered(intervals: Iterable[Interval]) -> list[Interval]:
     """The time that intervals in any order cover, as intervals in order that do not touch."""
     found: list[Interval] = []
     for begin, end in sorted(i for i in intervals if i[0] < i[1]):

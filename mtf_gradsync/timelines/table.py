@@ -16,8 +16,8 @@ from mtf_gradsync.timelines.events import (
     Recording,
     Step,
     TimelineError,
+    covered,
     length,
-    merged,
     minus,
     shared,
 )
@@ -177,10 +177,12 @@ class _Spent:
         found: dict[tuple[int, Kind], list[Interval]] = collections.defaultdict(list)
         for event in recording.events:
             found[event.core, event.kind].append((event.begin, event.end))
-        self.compute = {c: merged(found[c, "compute"]) for c in recording.cores}
-        self._collectives = {c: merged(found[c, "collective"]) for c in recording.cores}
-        self._busy = {c: merged([*self.compute[c], *self._collectives[c]]) for c in recording.cores}
-        self._any = merged(i for busy in self._busy.values() for i in busy)
+        self.compute = {c: covered(found[c, "compute"]) for c in recording.cores}
+        self._collectives = {c: covered(found[c, "collective"]) for c in recording.cores}
+        self._busy = {
+            c: covered([*self.compute[c], *self._collectives[c]]) for c in recording.cores
+        }
+        self._any = covered(i for busy in self._busy.values() for i in busy)
 
     def times(self, steps: Sequence[Step]) -> list[CoreTimes]:
         """The mean over some steps, for each core."""
@@ -189,7 +191,7 @@ class _Spent:
     def _times_of(self, steps: Sequence[Step], core: int) -> CoreTimes:
         exposed = minus(self._collectives[core], self.compute[core])
         # Steps do not overlap.
-        times = merged((s.begin, s.end) for s in steps)
+        times = covered((s.begin, s.end) for s in steps)
 
         def mean(intervals: Sequence[Interval]) -> float:
             return shared(intervals, times) * _MS / len(steps)
@@ -263,7 +265,7 @@ def _largest(spent: Sequence[_Spent]) -> tuple[CollectiveTimes, ...]:
     rows = []
     for name in names[:_SHOWN]:
         exposed = sum(
-            length(minus(merged(mine), spent[place].compute[core]))
+            length(minus(covered(mine), spent[place].compute[core]))
             for (place, core), mine in found[name].items()
         )
         known = facts.get(name)

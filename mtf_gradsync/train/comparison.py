@@ -16,7 +16,13 @@ from mtf_gradsync.simd import CommunicationReport, CommunicationRow, Total
 from mtf_gradsync.simd.traffic import table_of
 from mtf_gradsync.train.figures import new_figure, write_figure
 from mtf_gradsync.train.model import TrainingJob, placeholders
-from mtf_gradsync.train.train_graph import GRADIENTS, PARTS, build_simd, build_train_graph, parts_of
+from mtf_gradsync.train.train_graph import (
+    GRADIENTS,
+    PARTS,
+    build_simd,
+    build_train_graph,
+    part_of_each,
+)
 
 
 class ComparedStep(NamedTuple):
@@ -40,7 +46,7 @@ class ComparedStep(NamedTuple):
         return simd.CommunicationReport(rows, self.collectives.mesh)
 
 
-class Comparison(NamedTuple):
+class WrapperComparison(NamedTuple):
     """A training step with the innermost optimizer alone and with the config's, on the same mesh.
 
     Both are one object if the config's optimizer is no wrapper.
@@ -69,9 +75,9 @@ class Comparison(NamedTuple):
         return json.dumps(content, indent=2)
 
 
-def compare(
+def compare_with_bare(
     job: TrainingJob, with_transfers: bool = True, done: Callable[[], Any] = lambda: None
-) -> Comparison:
+) -> WrapperComparison:
     """Builds a training step with and without wrappers, and lists what it exchanges.
 
     Nothing is trained and no data is read. with_transfers builds it on a placement mesh too, whose
@@ -84,7 +90,7 @@ def compare(
     if is_wrapped:
         bare, _ = _list(job._replace(optimizer=innermost_of(job.optimizer)), with_transfers)
     done()
-    return Comparison(wrapped.collectives.mesh, bare, wrapped)
+    return WrapperComparison(wrapped.collectives.mesh, bare, wrapped)
 
 
 def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +111,7 @@ def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
     step = ComparedStep(
         optimizers=tuple(type(opt).__name__ for opt in graph.optimizers),
         collectives=collectives,
-        part=parts_of(graph, collectives),
+        part=part_of_each(graph, collectives),
         transfers=_list_transfers(job) if with_transfers else None,
     )
     return step, isinstance(graph.optimizers[0], Wrapper)
@@ -128,7 +134,7 @@ _BRANCHES, _UPDATE_STEP = "in branches", "update step"
 _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True)
 
 
-def as_text(comparison: Comparison, rows: bool = False) -> str:
+def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     """Returns totals and the gradients' collectives, in tables that fit into the terminal.
 
     With `rows` all other collectives and transfers are listed, too.
@@ -164,7 +170,7 @@ def _table(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = N
     return "\n".join(table_of(rows, parts))
 
 
-def _head(comparison: Comparison) -> str:
+def _head(comparison: WrapperComparison) -> str:
     lines = [f"mesh {comparison.mesh}"]
     for title, step in zip(_TITLES, (comparison.bare, comparison.wrapped)):
         lines.append(f"{title:8} {' > '.join(step.optimizers)}")
@@ -232,7 +238,7 @@ class _Side(NamedTuple):
     rows: dict[str, Sequence[CommunicationRow]]
 
 
-def plot_comparison(comparison: Comparison, path: Path) -> None:
+def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
     """Draws bytes per core and groups of both steps, by mesh axes and by part, into a PNG file."""
     steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
     parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))

@@ -44,7 +44,7 @@ def _import(name: str) -> ModuleType:
         ) from error
 
 
-def check_count(name: str, value: Any, optional: bool = False) -> None:
+def check_positive(name: str, value: Any, optional: bool = False) -> None:
     """Raises ConfigError unless a binding of ``train.run`` is a positive integer."""
     if (optional and value is None) or is_whole_number(value):
         return

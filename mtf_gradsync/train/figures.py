@@ -41,7 +41,7 @@ def writing_to(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def check_installed(library: str, work: str) -> None:
+def check_library(library: str, work: str) -> None:
     """Raises a ConfigError if a library of the train extra is missing, without importing it."""
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f'{work} needs {library}: pip install "mtf-gradsync[train]"')

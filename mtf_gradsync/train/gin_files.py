@@ -76,7 +76,7 @@ def load(
     return ignored
 
 
-def run_config() -> RunConfig:
+def bound_run_config() -> RunConfig:
     """Returns what gin's configuration binds on ``train.run``."""
     required = [f.name for f in dataclasses.fields(RunConfig) if f.default is gin.REQUIRED]
     missing = [f"train.run.{name}" for name in required if not _is_bound(f"{_RUN}.{name}")]
@@ -86,7 +86,7 @@ def run_config() -> RunConfig:
 
 
 @contextlib.contextmanager
-def on_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
+def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
     """Gives optimizers this mesh inside, where the configuration gives them one."""
     given = {"mesh_shape": mesh_shape, "layout": layout}
     before = {

@@ -13,7 +13,7 @@ from mtf_gradsync.train.config import (
     RunConfig,
     VariableFilter,
     check_callable,
-    check_count,
+    check_positive,
     check_vocabulary,
     resolve_batch_size,
     resolve_learning_rate,
@@ -228,9 +228,9 @@ class TrainingJob(NamedTuple):
 
 def resolve_job(config: RunConfig) -> TrainingJob:
     """Checks the settings of a config that define the training step, and returns them as a job."""
-    check_count("train_steps", config.train_steps)
-    check_count("outer_batch_size", config.outer_batch_size, optional=True)
-    check_count("total_run_steps", config.total_run_steps, optional=True)
+    check_positive("train_steps", config.train_steps)
+    check_positive("outer_batch_size", config.outer_batch_size, optional=True)
+    check_positive("total_run_steps", config.total_run_steps, optional=True)
     check_callable("optimizer", config.optimizer, "@CrossShardOptimizer")
     check_callable("train_dataset_fn", config.train_dataset_fn, "@python_topics")
     check_vocabulary(config.vocabulary)

@@ -15,7 +15,7 @@ from mtf_gradsync.cluster import Task, join_cluster
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.train.config import RunConfig, check_count, resolve_mesh
+from mtf_gradsync.train.config import RunConfig, check_positive, resolve_mesh
 from mtf_gradsync.train.run import NOTHING, Accepted, RunPart, check_schedule, run
 from mtf_gradsync.train.runner import choose_runtime
 
@@ -111,7 +111,7 @@ def _end(number: int) -> None:
 
 def _schedule(config: RunConfig) -> dict[str, int]:
     check_schedule(config)
-    check_count("train_steps", config.train_steps)
+    check_positive("train_steps", config.train_steps)
     return {f"train.run.{name}": int(getattr(config, name)) for name in _SCHEDULE}
 
 

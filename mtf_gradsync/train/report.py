@@ -15,7 +15,7 @@ from mtf_gradsync.islands.journal import Status
 from mtf_gradsync.runtimes.starting import write_json, write_text
 from mtf_gradsync.timelines import Table, TimelineError
 from mtf_gradsync.train import plots
-from mtf_gradsync.train.figures import check_installed
+from mtf_gradsync.train.figures import check_library
 from mtf_gradsync.train.plots import series_of
 from mtf_gradsync.train.train_graph import Traffic, TrafficRow
 
@@ -134,8 +134,8 @@ class Ended(NamedTuple):
 
 def check_pages_installed() -> None:
     """Raises a ConfigError if a library is missing that pages need; called before a run begins."""
-    check_installed("jinja2", f"writing {REPORT_FILE}")
-    check_installed("matplotlib", "drawing pictures")
+    check_library("jinja2", f"writing {REPORT_FILE}")
+    check_library("matplotlib", "drawing pictures")
 
 
 def write_page(

@@ -21,7 +21,7 @@ from mtf_gradsync.islands import ElasticIslands, Folder, Island, read_status
 from mtf_gradsync.islands.journal import Status
 from mtf_gradsync.mesh.axes import mesh_text
 from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
-from mtf_gradsync.runtimes.saving import check_configuration, describe, initialize_from
+from mtf_gradsync.runtimes.saving import check_configuration, differences_text, initialize_from
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import (
     Start,
@@ -33,7 +33,7 @@ from mtf_gradsync.runtimes.starting import (
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline, TimelineError
-from mtf_gradsync.train.config import RunConfig, check_callable, check_count
+from mtf_gradsync.train.config import RunConfig, check_callable, check_positive
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.evaluation import Score
 from mtf_gradsync.train.figures import check_drawing, writing_to
@@ -269,10 +269,10 @@ def _read_islands() -> Status | None:
 
 def check_schedule(config: RunConfig) -> None:
     """Raises a ConfigError if a setting that `resolve_job` does not check cannot work."""
-    check_count("save_checkpoints_steps", config.save_checkpoints_steps)
-    check_count("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
-    check_count("perplexity_eval_steps", config.perplexity_eval_steps)
-    check_count("log_steps", config.log_steps)
+    check_positive("save_checkpoints_steps", config.save_checkpoints_steps)
+    check_positive("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
+    check_positive("perplexity_eval_steps", config.perplexity_eval_steps)
+    check_positive("log_steps", config.log_steps)
     steps = config.timeline_steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ConfigError(f"train.run.timeline_steps must be a whole number from 0; got {steps!r}")
@@ -298,7 +298,7 @@ def _adapted(start: Start, accept: bool, say: Callable[[str], None], words: str)
     changed = _changed_settings(Path(start.path).parent)
     found = check_configuration(start.path, variables, accept, changed)
     if any(found):
-        say(f"{words} of another configuration:\n{describe(found)}")
+        say(f"{words} of another configuration:\n{differences_text(found)}")
     new = [name for name in found.new if name not in found.adapted]
     return start._replace(new=tuple(new if counts else [*new, EXAMPLES]))
 

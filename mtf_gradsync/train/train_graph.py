@@ -284,7 +284,7 @@ _PASSES_HANDLES = frozenset({"Enter", "Identity", "Switch"})
 _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
 
 
-def parts_of(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
+def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
     """Returns one of `PARTS` for each row of the list of a training step's collectives, by name."""
     partial, reduced = [], []
     for grad in graph.gradients:
@@ -392,7 +392,7 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
     try:
         if program is not None:
             report = simd.list_collectives(program, lowering=graph.lowering)
-            parts = parts_of(graph, report)
+            parts = part_of_each(graph, report)
             return _totals(report, {row: _PART_LABELS[part] for row, part in parts.items()})
         (mesh_impl,) = graph.lowering.mesh_to_impl.values()
         report = simd.list_transfers([graph.loss, graph.step], mesh_impl)

@@ -20,7 +20,7 @@ from mtf_gradsync.verification import Verification, verify
 _STEP = 1000
 
 
-class _Spec(NamedTuple):
+class _StepSpec(NamedTuple):
     """What a model_fn returns, as far as it is read."""
 
     loss: tf.Tensor
@@ -39,13 +39,13 @@ def verify_config(
     Arguments are those of `mtf_gradsync.verify`. It raises ConfigError for what the configuration
     or an argument has wrong.
     """
-    config = gin_files.run_config()
+    config = gin_files.bound_run_config()
     job = resolve_job(config)
 
-    def model_fn(features: dict[str, tf.Tensor], mode: str, params: dict[str, Any]) -> _Spec:
+    def model_fn(features: dict[str, tf.Tensor], mode: str, params: dict[str, Any]) -> _StepSpec:
         (size, *_) = {int(x.shape[0]) for x in features.values()}
         shape, layout = params["mesh_shape"], params["layout"]
-        with gin_files.on_mesh(shape, layout):
+        with gin_files.bound_to_mesh(shape, layout):
             divided = job_on(config, shape, layout, size)
             model = MeshModel(divided.model, params.get("mesh_impl"))
             step = tf.constant(_STEP, tf.int64)
@@ -53,7 +53,7 @@ def verify_config(
             updates = opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs])
             lowering = model.lower()
         done = tf.group(*(lowering.lowered_operation(op) for op in updates))
-        return _Spec(tf.cast(lowering.export_to_tf_tensor(loss), tf.float32), done)
+        return _StepSpec(tf.cast(lowering.export_to_tf_tensor(loss), tf.float32), done)
 
     mesh = job.model.mesh
     params = {

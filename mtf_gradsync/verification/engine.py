@@ -21,10 +21,10 @@ from mtf_gradsync.verification.programs import (
     Batch,
     BuiltDivision,
     Division,
-    Program,
     Running,
-    joined,
-    parts_of,
+    UserProgram,
+    batch_parts,
+    joined_batch,
     rows_of,
 )
 from mtf_gradsync.verification.recording import GRADIENT, UPDATES, Recorded
@@ -72,7 +72,7 @@ class Engine:
       steps: how many updates.
     """
 
-    def __init__(self, program: Program, batches: Iterable[Batch], steps: int):
+    def __init__(self, program: UserProgram, batches: Iterable[Batch], steps: int):
         self._program, self._batches, self._steps = program, iter(batches), steps
         self.groups: list[list[Batch]] = []
         self.initial: dict[str, np.ndarray] = {}
@@ -146,12 +146,12 @@ class Engine:
             return group
         changes = division.changes
         if division.is_reference and changes.mask is not None:
-            return [_contributed(joined(group), changes.mask)]
+            return [_contributed(joined_batch(group), changes.mask)]
         taken_out = changes.unwrapped or any(x in changes.without for x in self.schedulers)
         if len(group) > 1 and taken_out:
-            return [joined(group)]
+            return [joined_batch(group)]
         if changes.micro_steps > 1:
-            return parts_of(joined(group), changes.micro_steps)
+            return batch_parts(joined_batch(group), changes.micro_steps)
         return group
 
     # Of the program as it is: the wrappers that join steps, and whether it has an optimizer.

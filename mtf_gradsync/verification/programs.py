@@ -60,7 +60,7 @@ class Division:
         return shape, self.layout, self.runtime, self.changes, params, self.doubled
 
 
-class Program:
+class UserProgram:
     """A user's program: a model_fn, or a function that builds a step on a mesh.
 
     Args:
@@ -261,12 +261,12 @@ class Running:
         return list(dict.fromkeys(found))
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
+def joined_batch(batches: Sequence[Batch]) -> Batch:
     """Returns one batch of the examples of several."""
     return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
 
 
-def parts_of(batch: Batch, count: int) -> list[Batch]:
+def batch_parts(batch: Batch, count: int) -> list[Batch]:
     """Returns a batch in parts of equally many examples; ValueError if it cannot be divided."""
     size = len(tf.nest.flatten(batch)[0])
     if size % count:
@@ -384,7 +384,7 @@ def default_divisions(
         for axis in [d.name for d in dims if d.name not in batch_axes]:
             varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
     if "order" in kinds and len(dims) > 1:
-        varied("axes in the reverse order", mesh_shape=mesh_text(dims[::-1]))
+        varied("axes in the reverse order", mesh_shape=shape_text(dims[::-1]))
     if (
         "microbatches" in kinds
         and recorded.sees_gradients
@@ -434,6 +434,6 @@ def axes_of_batch(layout: str, recorded: Recorded) -> list[str]:
     return [axis for name in names for dim, axis in pairs if dim == name]
 
 
-def mesh_text(dims: Sequence[mtf.Dimension]) -> str:
+def shape_text(dims: Sequence[mtf.Dimension]) -> str:
     """Writes a mesh shape as Mesh-TF reads it."""
     return ";".join(f"{d.name}:{d.size}" for d in dims)

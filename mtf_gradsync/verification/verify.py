@@ -34,7 +34,7 @@ from mtf_gradsync.verification.engine import (
     compare_with,
     make_reference,
 )
-from mtf_gradsync.verification.programs import RUNTIMES, Batch, Division, Program
+from mtf_gradsync.verification.programs import RUNTIMES, Batch, Division, UserProgram
 from mtf_gradsync.verification.recording import DROPS
 
 
@@ -89,7 +89,7 @@ def verify(
     base = kinds.own(
         str(settings[0]["mesh_shape"]), str(settings[0]["layout"]), tuple(without), runtime
     )
-    engine = Engine(Program(program, settings[0]), _batches(input_fn, settings[0]), steps)
+    engine = Engine(UserProgram(program, settings[0]), _batches(input_fn, settings[0]), steps)
     outcome = engine.begin(base)
     if outcome.recorded.islands:
         base = dataclasses.replace(
@@ -236,7 +236,7 @@ class _Verifier:
                 dims = [d if d != dim else mtf.Dimension(d.name, 1) for d in shape.dims]
                 yield (
                     f"mesh axis {dim.name}",
-                    dataclasses.replace(division, mesh_shape=kinds.mesh_text(dims)),
+                    dataclasses.replace(division, mesh_shape=kinds.shape_text(dims)),
                 )
         if division.params:
             names = ", ".join(name for name, _ in division.params)

@@ -19,7 +19,7 @@ import numpy as np
 
 from mtf_gradsync._private.jax import backends_are_initialized
 from mtf_gradsync.processes.members import ProcessesError
-from mtf_gradsync.xla.runner.devices import check_count, find_devices, make_cpu_devices
+from mtf_gradsync.xla.runner.devices import find_devices, first_devices, make_cpu_devices
 from mtf_gradsync.xla.runner.program import wait_for_turn
 
 _OLDEST_JAX = "0.4.30"
@@ -184,7 +184,7 @@ def devices_for(
     """
     check_installed("jax", "jaxlib")
     if devices is not None:
-        return check_count(devices, num_cores)
+        return first_devices(devices, num_cores)
     ask_for_cpu_devices(num_cores)
     leave_absent_tpus_alone()
     return find_devices(num_cores, platform)

@@ -23,9 +23,9 @@ from mtf_gradsync.xla.runner.packs import (
     TOGETHER,
     create,
     fill_with_sum,
+    nested_operations,
     packed_for_cpus,
     text_of,
-    walk,
 )
 from mtf_gradsync.xla.runner.program import (
     LoadedProgram,
@@ -82,7 +82,7 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
 
     with mlir.make_ir_context(), ir.Location.unknown():
         module = hlo_to_module(hlo.proto)
-        for op in list(walk(module.operation)):
+        for op in list(nested_operations(module.operation)):
             if op.name == "mhlo.copy":
                 # HLO's copy of results, which StableHLO lacks and nothing needs.
                 op.results[0].replace_all_uses_with(op.operands[0])

@@ -20,17 +20,17 @@ from mtf_gradsync.xla.bridge import initial_state
 from mtf_gradsync.xla.devices import check_installed
 from mtf_gradsync.xla.executable import Cache, default_cache_dir, lowered
 from mtf_gradsync.xla.manifest import to_artifact
-from mtf_gradsync.xla.prepared import parts_of
+from mtf_gradsync.xla.prepared import split_program
 from mtf_gradsync.xla.replica_program import ReplicaInput, replica_program
 from mtf_gradsync.xla.runner.files import (
     FORMAT,
     PROGRAM,
     VALUES,
+    array_name,
     assemble,
     check_free,
     distinct_rows,
     dtype_of,
-    key_of,
     read_manifest,
     with_dtype,
     write_folder,
@@ -38,7 +38,7 @@ from mtf_gradsync.xla.runner.files import (
 from mtf_gradsync.xla.session import XlaSession, host_config
 
 
-class Host:
+class HostGraph:
     """The part of a user's graph outside its program, `graph`, with variables in TensorFlow.
 
     `facts` are those of the user's whole graph; `counter` names the variable that counts steps, or
@@ -47,7 +47,7 @@ class Host:
 
     def __init__(self, program: Program, lowering: Any):
         self.lowerings = lowerings_in(lowering)
-        self._ops, self.facts, self.outside = parts_of(program, self.lowerings)
+        self._ops, self.facts, self.outside = split_program(program, self.lowerings)
         self.graph = self.outside.graph
         self._access = VariableAccess(self.graph)
         counter = tf.train.get_global_step(program.graph)
@@ -156,7 +156,7 @@ def export(
             f"session={session!r} and checkpoint={checkpoint!r}."
         )
     check_free(Path(folder), replace)
-    host = Host(program, lowering)
+    host = HostGraph(program, lowering)
     names = _fetch_names(program, host.facts.cluster, fetches)
     tensors = sorted(set(names.values()))
     replica = replica_program(program, tensors)
@@ -235,7 +235,7 @@ class _Contents:
         self,
         name: str,
         given: ReplicaInput,
-        host: Host,
+        host: HostGraph,
         session: tf.Session,
         fed: Mapping[str, Any],
     ) -> None:
@@ -253,7 +253,7 @@ class _Contents:
                         f"The value to keep for {source!r} has shape {list(value.shape)}; the "
                         f"program reads {list(given.shape)}."
                     )
-            self.arrays[key_of(self.parameters[-1])] = np.stack(values)
+            self.arrays[array_name(self.parameters[-1])] = np.stack(values)
         else:
             counts = all(host.is_counter(source) for source in given.sources)
             self.parameters.append(entries.describe_input(name, given, "step" if counts else None))
@@ -264,7 +264,7 @@ class _Contents:
         """Adds a parameter by its value on each core; `describe` takes each core's row."""
         value, rows = distinct_rows(per_core)
         self.parameters.append(describe(rows))
-        self.arrays[key_of(self.parameters[-1])] = value
+        self.arrays[array_name(self.parameters[-1])] = value
 
 
 def _fetch_names(
@@ -347,7 +347,7 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
             found[name] = with_dtype(file[f"others/{name}"], dtype)
         for p in manifest["parameters"]:
             if p["kind"] == "variable":
-                stored = with_dtype(file[key_of(p)], p["dtype"])
+                stored = with_dtype(file[array_name(p)], p["dtype"])
                 dtype = dtype_of(p["whole"]["dtype"] if p["whole"] else p["dtype"])
                 for name, value in assemble(p, [stored[row] for row in p["rows"]]).items():
                     found[name] = value.astype(dtype)

@@ -170,7 +170,7 @@ def _bits_of(shape: Any) -> int:
     return _BITS[name]
 
 
-def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
+def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of cores that exchange data in a collective; empty for one group of all.
 
     A permutation has pairs of source and target. Raises a ValueError when groups are given by the

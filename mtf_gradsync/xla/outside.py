@@ -23,7 +23,7 @@ from mtf_gradsync.simd.facts import (
 )
 from mtf_gradsync.xla.devices import Cores
 from mtf_gradsync.xla.replica_program import ReplicaInput
-from mtf_gradsync.xla.runner.devices import OnDevices, put
+from mtf_gradsync.xla.runner.devices import DeviceValues, put
 
 # Operations through which values enter and leave a program.
 BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")
@@ -224,7 +224,7 @@ class DeviceInputs:
         self._cores = cores
         # For inputs that are made of constants: the operations that they are made of.
         self._constant: dict[tuple[str, ...], set[str] | None] = {}
-        self._kept: dict[tuple[str, ...], OnDevices] = {}
+        self._kept: dict[tuple[str, ...], DeviceValues] = {}
 
     def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
         """Returns the names of the tensors to fetch outside before a step that feeds `fed`."""
@@ -240,7 +240,7 @@ class DeviceInputs:
 
     def put(
         self, inputs: Sequence[ReplicaInput], values: dict[str, Any], fed: Collection[str]
-    ) -> list[OnDevices]:
+    ) -> list[DeviceValues]:
         """Puts a step's inputs on the devices: the values of `sources`, and those that are fed."""
         copies: dict[str, np.ndarray] = {}
 
@@ -275,7 +275,7 @@ class DeviceInputs:
         return made_of is not None and not any(split_input(name)[0] in made_of for name in fed)
 
 
-class Place(NamedTuple):
+class FetchSource(NamedTuple):
     """The source of a fetch, outside the program or inside."""
 
     # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
@@ -302,7 +302,7 @@ class Place(NamedTuple):
 class OutsideStep(NamedTuple):
     """What a step does for a set of fetches: `first` outside, the program, and `last` outside."""
 
-    places: tuple[Place, ...]
+    places: tuple[FetchSource, ...]
     runs_program: bool
     inside: tuple[str, ...]  # tensors of the program to fetch, sorted
     first: frozenset[str]
@@ -310,7 +310,7 @@ class OutsideStep(NamedTuple):
     needs: Needs  # of `last`
 
     @classmethod
-    def of(cls, places: Sequence[Place], outside: Outside) -> OutsideStep:
+    def of(cls, places: Sequence[FetchSource], outside: Outside) -> OutsideStep:
         """Plans a step."""
         names = {name for place in places for name in place.names if name}
         last = {name for name in names if outside.is_after(name)}
@@ -325,23 +325,27 @@ class OutsideStep(NamedTuple):
         )  # fmt: skip
 
 
-def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores) -> Place:
+def source_of(
+    facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores
+) -> FetchSource:
     """Returns the source of a fetch; raises a ValueError for one in a loop or branch."""
     node_name, number = split_input(name)
     node = facts.node[node_name]
     position = {core: p for p, core in enumerate(cores.local)}
     if node.op == "TPUReplicatedOutput":
         inner, inner_number = facts.inputs(node_name)[number]
-        return Place((), f"{inner}:{inner_number}", (position.get(number),), False, True)
+        return FetchSource((), f"{inner}:{inner_number}", (position.get(number),), False, True)
     if node.op == "TPUReplicatedInput":
         sources = [f"{n}:{k}" for n, k in facts.inputs(node_name) if k != CONTROL]
         if not per_replica:
-            return Place((sources[cores.local[0]],))
-        return Place(tuple(s if c in position else "" for c, s in enumerate(sources)), is_list=True)
+            return FetchSource((sources[cores.local[0]],))
+        return FetchSource(
+            tuple(s if c in position else "" for c, s in enumerate(sources)), is_list=True
+        )
     if node_name not in facts.cluster:
-        return Place((name,))
+        return FetchSource((name,))
     check_alive_outside(facts, node_name, number)
     if ":" not in name:
-        return Place(runs_program=True)
+        return FetchSource(runs_program=True)
     wanted = range(facts.num_replicas[program]) if per_replica else cores.local[:1]
-    return Place((), name, tuple(position.get(c) for c in wanted), per_replica, True)
+    return FetchSource((), name, tuple(position.get(c) for c in wanted), per_replica, True)

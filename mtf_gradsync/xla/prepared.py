@@ -19,7 +19,7 @@ from mtf_gradsync.xla.devices import Cores
 from mtf_gradsync.xla.executable import Cache, CoreModule, loaded, lowered
 from mtf_gradsync.xla.outside import Outside
 from mtf_gradsync.xla.replica_program import ReplicaInput, ReplicaProgram, replica_program
-from mtf_gradsync.xla.runner.devices import OnDevices, put
+from mtf_gradsync.xla.runner.devices import DeviceValues, put
 from mtf_gradsync.xla.runner.program import LoadedProgram
 from mtf_gradsync.xla.topology.compiled import find_hlo_collectives
 
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     outside: Outside
 
 
-def parts_of(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
+def split_program(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
     """Splits a program's graph, after adding the operations that its variables need.
 
     A graph that cannot run is unchanged, and raises an UnsupportedProgramError.
@@ -62,7 +62,7 @@ class PreparedProgram:
     def __init__(
         self, program: Program, lowerings: Sequence[mtf.Lowering], cores: Cores, cache: Cache
     ):
-        self.parts = parts_of(program, lowerings)
+        self.parts = split_program(program, lowerings)
         self.version = program.graph.version
         self._program = program
         self._cores = cores
@@ -114,7 +114,7 @@ class DeviceVariables:
         self._session = session
         self._cores = cores
         self._access = VariableAccess(session.graph)
-        self._on_devices: dict[tuple[str, ...], OnDevices] = {}
+        self._on_devices: dict[tuple[str, ...], DeviceValues] = {}
         # The keys of values on the devices that are newer than TensorFlow's.
         self._newer: set[tuple[str, ...]] = set()
         # For each variable's name the keys that have it: a key is `ReplicaInput.sources`.
@@ -140,7 +140,7 @@ class DeviceVariables:
         found = self._cores.from_first([np.asarray(values[n]) for n in wanted])
         self._access.set(self._session, zip(wanted, found))
 
-    def take(self, variables: Sequence[ReplicaInput]) -> list[OnDevices]:
+    def take(self, variables: Sequence[ReplicaInput]) -> list[DeviceValues]:
         """Returns the values of variables on the devices, after copying those not there yet."""
         missing = [v for v in variables if v.sources not in self._on_devices]
         local = self._cores.local
@@ -154,7 +154,7 @@ class DeviceVariables:
                 self._keys.setdefault(source, set()).add(variable.sources)
         return [self._on_devices[v.sources] for v in variables]
 
-    def put(self, variable: ReplicaInput, value: OnDevices) -> None:
+    def put(self, variable: ReplicaInput, value: DeviceValues) -> None:
         """Takes over a variable's new value, which a step has left on the devices."""
         self._on_devices[variable.sources] = value
         self._newer.add(variable.sources)

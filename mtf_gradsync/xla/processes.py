@@ -18,7 +18,7 @@ from mtf_gradsync._private.jax import (
     use_cpu_collectives,
 )
 from mtf_gradsync._signals import handler_kept
-from mtf_gradsync.processes.meeting import Place, meet
+from mtf_gradsync.processes.meeting import MeetingAddress, meet
 from mtf_gradsync.processes.members import Member, ProcessesError
 from mtf_gradsync.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.xla import devices
@@ -251,7 +251,7 @@ def start_processes(
         "cpu_devices": cpu_devices,
         **(settings or {}),
     }
-    place = Place(*_host_and_port(cluster.coordinator), "coordinator")
+    place = MeetingAddress(*_host_and_port(cluster.coordinator), "coordinator")
     peers = meet(place, me, names, facts, end - time.monotonic())
     alarm, undo = alarm_before_abort()
     watchdog = Watchdog(me, peers, silence, alarm)

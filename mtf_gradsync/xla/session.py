@@ -19,9 +19,9 @@ from mtf_gradsync.simd.session import ReplicaSession, lowerings_in
 from mtf_gradsync.xla.bridge import initial_state
 from mtf_gradsync.xla.devices import Cores, devices_for
 from mtf_gradsync.xla.executable import Cache, default_cache_dir
-from mtf_gradsync.xla.outside import BOUNDARY, DeviceInputs, OutsideStep, Place, place_of
+from mtf_gradsync.xla.outside import BOUNDARY, DeviceInputs, FetchSource, OutsideStep, source_of
 from mtf_gradsync.xla.prepared import CompiledCore, DeviceVariables, PreparedProgram
-from mtf_gradsync.xla.runner.devices import DevicesError, OnDevices, devices_errors, put
+from mtf_gradsync.xla.runner.devices import DevicesError, DeviceValues, devices_errors, put
 
 _logger = logging.getLogger("mtf_gradsync")
 
@@ -36,7 +36,7 @@ class Dispatched:
     def __init__(
         self,
         structure: Any,
-        places: Sequence[Place],
+        places: Sequence[FetchSource],
         values: dict[str, Any],
         look: Callable[[], None] = lambda: None,
     ):
@@ -105,10 +105,10 @@ class XlaSession(ReplicaSession):
         ]
         self._cores = cores
         self._plans: dict[tuple[tuple[str, ...], bool], OutsideStep] = {}
-        self._random_state: OnDevices | None = None
+        self._random_state: DeviceValues | None = None
         self._dispatched = 0  # `steps` belongs to the user
         # What steps told that nobody has looked at, with their numbers.
-        self._untold: collections.deque[tuple[int, dict[str, OnDevices]]] = collections.deque()
+        self._untold: collections.deque[tuple[int, dict[str, DeviceValues]]] = collections.deque()
         self._entropy = int.from_bytes(os.urandom(7), "little")
         host = tf.Session(graph=self._outside.graph, config=config or host_config())
         super().__init__(host, parts.ops)
@@ -232,7 +232,7 @@ class XlaSession(ReplicaSession):
 
     def _step(
         self, compiled: CompiledCore, values: dict[str, Any], fed: Collection[str]
-    ) -> dict[str, OnDevices]:
+    ) -> dict[str, DeviceValues]:
         """Runs the program, and returns its fetches by name."""
         self.steps += 1
         note(f"step {self.steps}")
@@ -250,7 +250,7 @@ class XlaSession(ReplicaSession):
                 self._variables.put(compiled.replica.inputs[parameter], value)
         return dict(zip(compiled.replica.fetches, results))
 
-    def _initial_random_state(self) -> OnDevices:
+    def _initial_random_state(self) -> DeviceValues:
         step = 0
         counter = tf.train.get_global_step(self._program.graph)
         if counter is not None:
@@ -316,9 +316,9 @@ class XlaSession(ReplicaSession):
         self._variables.forget()
         self._random_state = None
 
-    def _place(self, name: str, per_replica: bool) -> Place:
+    def _place(self, name: str, per_replica: bool) -> FetchSource:
         self._outside.check_runs(name)
-        return place_of(self._facts, self._program.name, name, per_replica, self._cores)
+        return source_of(self._facts, self._program.name, name, per_replica, self._cores)
 
     def _is_inside(self, name: str) -> bool:
         node = self._facts.node[split_input(name)[0]]

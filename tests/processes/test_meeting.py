@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.cluster import free_ports
 from mtf_gradsync.processes import meeting, members
-from mtf_gradsync.processes.meeting import Place, meet
+from mtf_gradsync.processes.meeting import MeetingAddress, meet
 from mtf_gradsync.processes.members import LONGEST, Member, MissingProcessesError, ProcessesError
 
 FACTS = {"jax": "1.2.3", "cpu_devices": 4}
@@ -24,7 +24,9 @@ def member(index):
 
 def a_meeting(port, index, count=2, facts=FACTS, timeout=60.0):
     names = [f"process {i}" for i in range(count)]
-    return meet(Place("127.0.0.1", port, "coordinator"), member(index), names, facts, timeout)
+    return meet(
+        MeetingAddress("127.0.0.1", port, "coordinator"), member(index), names, facts, timeout
+    )
 
 
 def met(count, indices, timeout=60.0, facts=None):
@@ -170,10 +172,12 @@ def test_where_all_are_on_one_machine_nobody_else_can_call(caplog):
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         (port,) = free_ports(1)
         for name, address in (("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1")):
-            with meeting._listening(member(0), Place(name, port, "coordinator")) as server:
+            with meeting._listening(member(0), MeetingAddress(name, port, "coordinator")) as server:
                 assert server.getsockname()[:2] == (address, port)
         assert not caplog.records
-        with meeting._listening(member(0), Place("first.example", port, "coordinator")) as server:
+        with meeting._listening(
+            member(0), MeetingAddress("first.example", port, "coordinator")
+        ) as server:
             assert server.getsockname()[0] in ("::", "0.0.0.0")
     (warning,) = caplog.records
     assert members.SECRET_VARIABLE in warning.getMessage()
@@ -182,14 +186,14 @@ def test_where_all_are_on_one_machine_nobody_else_can_call(caplog):
 def test_with_a_secret_it_may_be_called_from_everywhere(monkeypatch, caplog):
     monkeypatch.setenv(members.SECRET_VARIABLE, "tell nobody")
     (port,) = free_ports(1)
-    with meeting._listening(member(0), Place("first.example", port, "coordinator")):
+    with meeting._listening(member(0), MeetingAddress("first.example", port, "coordinator")):
         assert not caplog.records
 
 
 def test_a_machines_own_name_is_not_taken_for_this_machine_alone():
     """Many resolve it to 127.0.1.1, and others do not."""
-    assert Place(socket.gethostname(), 1, "coordinator").loopback is None
-    assert Place("::1", 1, "coordinator").loopback == "::1"
+    assert MeetingAddress(socket.gethostname(), 1, "coordinator").loopback is None
+    assert MeetingAddress("::1", 1, "coordinator").loopback == "::1"
 
 
 def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):

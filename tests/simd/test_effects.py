@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.facts import CycleError, in_order
+from mtf_gradsync.simd.facts import CycleError, sorted_by_needs
 
 
 @pytest.fixture
@@ -112,16 +112,16 @@ def test_failed_assertion_stops_the_program():
 
 
 def test_items_that_need_nothing_stay_in_order():
-    assert in_order({"c": (), "a": (), "b": ()}) == ["c", "a", "b"]
-    assert in_order({}) == []
+    assert sorted_by_needs({"c": (), "a": (), "b": ()}) == ["c", "a", "b"]
+    assert sorted_by_needs({}) == []
 
 
 def test_an_item_waits_for_what_it_needs_and_no_longer():
     needs = {"a": ["d"], "b": [], "c": ["a"], "d": ["b"], "e": []}
-    assert in_order(needs) == ["b", "d", "a", "c", "e"]
+    assert sorted_by_needs(needs) == ["b", "d", "a", "c", "e"]
 
 
 def test_items_that_need_each_other_are_named():
     with pytest.raises(CycleError) as caught:
-        in_order({"a": [], "b": ["a", "d"], "c": ["b"], "d": ["c"], "e": ["d"]})
+        sorted_by_needs({"a": [], "b": ["a", "d"], "c": ["b"], "d": ["c"], "e": ["d"]})
     assert sorted(caught.value.cycle) == ["b", "c", "d"]

@@ -54,7 +54,7 @@ def _built(binding: str, devices: tuple[str, ...], config: str) -> Callable[[], 
     enable_mesh_defaults()
     gin_files.load([str(settings.TINY)], list(settings.bindings(binding, config)))
     try:
-        asked = gin_files.run_config()
+        asked = gin_files.bound_run_config()
         if devices:
             asked = dataclasses.replace(asked, mesh_devices=list(devices))
         graph = tf.Graph()

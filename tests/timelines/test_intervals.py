@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.timelines.events import length, merged, minus, shared
+from mtf_gradsync.timelines.events import covered, length, minus, shared
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from mtf_gradsync.timelines.events import length, merged, minus, shared
     ],
 )
 def test_each_moment_counts_once(given, expected):
-    assert merged(given) == expected
+    assert covered(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,6 @@ def test_as_counting_moments_one_by_one():
             for _ in range(2)
         )
         moments = [{t for begin, end in one for t in range(begin, end)} for one in (a, b)]
-        assert length(merged(a)) == len(moments[0])
-        assert length(minus(merged(a), merged(b))) == len(moments[0] - moments[1])
-        assert shared(merged(a), merged(b)) == len(moments[0] & moments[1])
+        assert length(covered(a)) == len(moments[0])
+        assert length(minus(covered(a), covered(b))) == len(moments[0] - moments[1])
+        assert shared(covered(a), covered(b)) == len(moments[0] & moments[1])

@@ -43,7 +43,7 @@ def run_quietly(directory, with_plots=False):
         if not with_plots:
             stack.enter_context(mock.patch.object(plots, "draw_plots", return_value=[]))
             stack.enter_context(mock.patch.object(held_out, "plot_losses"))
-        return run(gin_files.run_config(), str(directory), say=said.append), said
+        return run(gin_files.bound_run_config(), str(directory), say=said.append), said
 
 
 def train_tiny(directory, *bindings, with_plots=False, gin_file=TINY):

@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train import held_out, loop
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.train.figures import check_installed
+from mtf_gradsync.train.figures import check_library
 from mtf_gradsync.train.report import REPORT_FILE
 from mtf_gradsync.train.runner import Runner
 
@@ -83,9 +83,9 @@ def test_held_out_data_that_the_model_cannot_read_are_named_after_the_first_step
 
 
 def test_a_missing_library_is_reported_before_the_run():
-    check_installed("json", "reading")
+    check_library("json", "reading")
     with pytest.raises(ConfigError, match=r"drawing needs no_such_library: pip install"):
-        check_installed("no_such_library", "drawing")
+        check_library("no_such_library", "drawing")
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_training_compares_its_schedule(settings, tmp_path):
 def test_a_bad_schedule_is_an_error_before_the_others_are_met(settings, tmp_path, binding):
     gin_files.load([TINY], [f"train.run.{binding}"])
     with pytest.raises(ConfigError, match=binding.partition(" ")[0]):
-        run_on_processes(gin_files.run_config(), str(tmp_path), "localhost:1", 2, 1)
+        run_on_processes(gin_files.bound_run_config(), str(tmp_path), "localhost:1", 2, 1)
     assert not settings
 
 
@@ -78,7 +78,7 @@ def test_what_the_others_say_of_process_0(joined, more, said):
     gin_files.load([TINY], [])
     lines, work = [], mock.Mock()
     where = "here", "localhost:1", 2, 1
-    run_on_processes(gin_files.run_config(), *where, say=lines.append, work=work, **more)
+    run_on_processes(gin_files.bound_run_config(), *where, say=lines.append, work=work, **more)
     assert lines == [f"process 0 {said}"]
     work.assert_called_once()
 
@@ -88,7 +88,7 @@ def test_all_go_on_from_the_same_step(joined):
         def work(config, model_dir, say, accepted, part):
             return part.chosen(lambda: Start(step=step))
 
-        run_on_processes(gin_files.run_config(), "here", "localhost:1", 2, 1, work=work)
+        run_on_processes(gin_files.bound_run_config(), "here", "localhost:1", 2, 1, work=work)
 
     gin_files.load([TINY], [])
     run_from(12)
@@ -112,6 +112,6 @@ def test_signals_end_a_process(joined, ignored, number, error):
     where = "here", "localhost:1", 2, 0
     with pytest.raises(error) as raised:
         run_on_processes(
-            gin_files.run_config(), *where, work=lambda *_: signal.raise_signal(number)
+            gin_files.bound_run_config(), *where, work=lambda *_: signal.raise_signal(number)
         )
     assert number == signal.SIGINT or raised.value.code == 143

@@ -9,7 +9,7 @@ from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.xla import prepared, runner
 from mtf_gradsync.xla.hlo import read_module
-from mtf_gradsync.xla.runner.devices import OnDevices
+from mtf_gradsync.xla.runner.devices import DeviceValues
 from mtf_gradsync.xla.topology.compiled import COLLECTIVES, find_hlo_collectives
 from tests.simd.programs import MESHES, Regression
 from tests.xla.programs import Conditional
@@ -77,12 +77,14 @@ def test_programs_that_take_nothing_of_each_other_wait(monkeypatch):
     """One that takes a result of the last one begins at once: it waits on the devices."""
     waited = []
     monkeypatch.setattr(runner.program, "wait_for_turn", lambda: waited.append(True))
-    results = runner.program.run_in_turn(lambda given: [OnDevices([np.zeros(1)]) for _ in "ab"], [])
+    results = runner.program.run_in_turn(
+        lambda given: [DeviceValues([np.zeros(1)]) for _ in "ab"], []
+    )
     assert len(waited) == 1
-    kept = OnDevices([np.zeros(1)])
-    runner.program.run_in_turn(lambda given: [OnDevices([np.zeros(1)])], [kept, results[1]])
+    kept = DeviceValues([np.zeros(1)])
+    runner.program.run_in_turn(lambda given: [DeviceValues([np.zeros(1)])], [kept, results[1]])
     assert len(waited) == 1
-    runner.program.run_in_turn(lambda given: [OnDevices([np.zeros(1)])], [kept])
+    runner.program.run_in_turn(lambda given: [DeviceValues([np.zeros(1)])], [kept])
     assert len(waited) == 2
 
 

@@ -38,8 +38,8 @@ from mtf_gradsync.step import (
     WriteOrder,
     built,
     gated_update,
-    in_order,
     values_after,
+    write_in_order,
 )
 
 
@@ -433,7 +433,7 @@ class StepBuilder(StepConditions):
                 "Return an empty list for no operations."
             )
         inside = getattr(self._opt, "variables", None)
-        updates = in_order(built(updates))
+        updates = write_in_order(built(updates))
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
         written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]

@@ -76,7 +76,7 @@ def make_output_folder(flag: str, name: str | None) -> None:
 
 
 @contextlib.contextmanager
-def writing(flag: str, path: Path) -> Iterator[None]:
+def named_write_errors(flag: str, path: Path) -> Iterator[None]:
     """Turns an OSError of the block, of a full disk say, into a TrainingError with the flag."""
     try:
         yield

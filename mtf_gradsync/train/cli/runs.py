@@ -20,12 +20,12 @@ from mtf_gradsync.train.cli.arguments import (
     gin_file_names,
     is_alone,
     loaded_config,
+    named_write_errors,
     number,
     output_paths,
     process_of_flags,
     task_of_flags,
     whole_number,
-    writing,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _train(args: argparse.Namespace) -> int:
         )
         process = process_of_flags(args)
         task = None if process else task_of_flags(args)
-        config = gin_files.run_config()
+        config = gin_files.bound_run_config()
         watch = {"timeout": args.timeout, "silence": args.silence}
         result: RunResult | None
         try:
@@ -176,7 +176,7 @@ def _sample(args: argparse.Namespace) -> int:
         path = latest_checkpoint(args.model_dir)
         if path is None:
             raise ConfigError(f"--model_dir={args.model_dir} has no checkpoint yet")
-        config = gin_files.run_config()
+        config = gin_files.bound_run_config()
         model = resolve_job(config).model
         print(f"from {path}", file=sys.stderr)
         settings = Sampling(
@@ -268,15 +268,15 @@ def _timeline(args: argparse.Namespace) -> int:
         table = timeline.table()
         print(table)
         if trace:
-            with writing("--trace", trace):
+            with named_write_errors("--trace", trace):
                 written = timeline.save(trace)
             print(f"\n{written}")
         if json_file:
-            with writing("--json", json_file):
+            with named_write_errors("--json", json_file):
                 write_text(json_file, table.to_json() + "\n")
     if part_file:
         mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
-        with writing("--part", part_file):
+        with named_write_errors("--part", part_file):
             write_text(part_file, mine.to_json())
     return 0
 
@@ -314,7 +314,7 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
 
         process = process_of_flags(args)
         task = None if process else task_of_flags(args)
-        config, work = gin_files.run_config(), TimedRun(args.steps, args.warm_up)
+        config, work = gin_files.bound_run_config(), TimedRun(args.steps, args.warm_up)
         watch = {"timeout": args.timeout, "silence": args.silence}
         accepted = Accepted(differences=args.accept_checkpoint_differences)
         if process is None and task is None:

@@ -13,10 +13,10 @@ from mtf_gradsync.train.cli.arguments import (
     add_gin_arguments,
     loaded_config,
     make_output_folder,
+    named_write_errors,
     output_path,
     output_paths,
     whole_number,
-    writing,
 )
 
 _REPORT_DESCRIPTION = """\
@@ -57,16 +57,16 @@ def _report(args: argparse.Namespace) -> int:
         from tqdm import tqdm
 
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.comparison import as_text, compare, plot_comparison
+        from mtf_gradsync.train.comparison import as_text, compare_with_bare, plot_comparison
         from mtf_gradsync.train.figures import check_drawing
         from mtf_gradsync.train.model import resolve_job
 
         if png_file:
             check_drawing()
-        job = resolve_job(gin_files.run_config())
+        job = resolve_job(gin_files.bound_run_config())
         # None: on terminals only.
         with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:
-            comparison = compare(job, not args.no_placement, bar.update)
+            comparison = compare_with_bare(job, not args.no_placement, bar.update)
     print(as_text(comparison, args.rows))
     if json_file:
         json_file.write_text(comparison.to_json() + "\n", encoding="utf-8")
@@ -130,7 +130,7 @@ def _compile(args: argparse.Namespace) -> int:
         )
     print(compiled)
     if json_file:
-        with writing("--json", json_file):
+        with named_write_errors("--json", json_file):
             json_file.write_text(compiled.to_json() + "\n", encoding="utf-8")
     return 0 if compiled.accepted else 1
 
@@ -160,7 +160,7 @@ def compile_config(
     missing = xla.why_no_tpu_compiler()
     if missing:
         raise TrainingError(missing)
-    job = resolve_job(gin_files.run_config())
+    job = resolve_job(gin_files.bound_run_config())
     bare, bare_fetches = None, []
     if compare_with_bare:
         with tf.Graph().as_default(), compiled_only():
@@ -238,10 +238,10 @@ def _plan(args: argparse.Namespace) -> int:
         )
     print(plan)
     if json_file:
-        with writing("--json", json_file):
+        with named_write_errors("--json", json_file):
             json_file.write_text(plan.to_json() + "\n", encoding="utf-8")
     if png_file:
-        with writing("--png", png_file):
+        with named_write_errors("--png", png_file):
             plan.plot(str(png_file))
     if plan.stopped_by is not None:
         return 128 + plan.stopped_by  # as a shell says it
@@ -267,7 +267,7 @@ def plan_config(
     from mtf_gradsync.train.model import TrainingJob, resolve_job
     from mtf_gradsync.train.train_graph import build_simd, steps_per_update
 
-    config = gin_files.run_config()
+    config = gin_files.bound_run_config()
 
     def job_on(mesh_shape: str, layout: str) -> TrainingJob:
         return resolve_job(
@@ -282,7 +282,7 @@ def plan_config(
 
     def build(mesh_shape: str, layout: str) -> planning.Built:
         job = job_on(mesh_shape, layout)
-        with gin_files.on_mesh(mesh_shape, layout):
+        with gin_files.bound_to_mesh(mesh_shape, layout):
             graph, program = build_simd(job)
         return planning.Built(
             program,
@@ -392,10 +392,10 @@ def _verify(args: argparse.Namespace) -> int:
         )
     print(found)
     if json_file:
-        with writing("--json", json_file):
+        with named_write_errors("--json", json_file):
             json_file.write_text(found.to_json() + "\n", encoding="utf-8")
     if png_file:
-        with writing("--png", png_file):
+        with named_write_errors("--png", png_file):
             found.plot(png_file)
     return 0 if found.is_equal else 1
 

@@ -54,7 +54,7 @@ def short(error: Exception) -> str:
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
-class OnDevices:
+class DeviceValues:
     """The values of a program on the cores of this process.
 
     They are given as single-device jax arrays in the order of its devices, as programs take them,
@@ -126,10 +126,10 @@ def find_devices(count: int, platform: str | None) -> list[Any]:
             "another platform, or let the environment variable JAX_PLATFORMS name one that is "
             "there, such as cpu."
         ) from error
-    return check_count(found, count)
+    return first_devices(found, count)
 
 
-def check_count(devices: Sequence[Any], count: int) -> list[Any]:
+def first_devices(devices: Sequence[Any], count: int) -> list[Any]:
     """Returns the first `count` devices; raises a DevicesError when there are fewer."""
     if len(devices) >= count:
         return list(devices[:count])
@@ -143,7 +143,7 @@ def check_count(devices: Sequence[Any], count: int) -> list[Any]:
     )
 
 
-def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
+def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> DeviceValues:
     """Copies one value to each of this process's devices; 64-bit numbers keep their types.
 
     A CPU device may use an array's memory as its own: nobody else may write there, and two arrays
@@ -154,7 +154,7 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
     values = [_with_types_of_jax(np.asarray(value)) for value in per_core]
     client = devices[0].client
     if hasattr(client, "buffer_from_pyval"):  # jaxlib 0.4
-        return OnDevices([client.buffer_from_pyval(v, d) for v, d in zip(values, devices)])
+        return DeviceValues([client.buffer_from_pyval(v, d) for v, d in zip(values, devices)])
     # jax would otherwise convert 64-bit numbers to 32 bits.
     enable_x64: Any = getattr(jax, "enable_x64", None)
     if enable_x64 is None:
@@ -162,7 +162,7 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
 
         enable_x64 = experimental.enable_x64
     with enable_x64(True):
-        return OnDevices([jax.device_put(v, d) for v, d in zip(values, devices)])
+        return DeviceValues([jax.device_put(v, d) for v, d in zip(values, devices)])
 
 
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
@@ -174,7 +174,7 @@ def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
+def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray]:
     """Returns the values of the cores of all processes, which all have to call this."""
     with devices_errors():
         mine = [np.array(array) for array in value.arrays]

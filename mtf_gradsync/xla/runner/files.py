@@ -103,7 +103,7 @@ def check_free(folder: Path, replace: bool) -> None:
         raise StepError(f"{folder} is no exported step, and is not replaced. Name another folder.")
 
 
-def key_of(parameter: Mapping[str, Any]) -> str:
+def array_name(parameter: Mapping[str, Any]) -> str:
     """Returns the name of a parameter's array in `VALUES`."""
     return f"{parameter['kind']}s/{parameter['name']}"
 

@@ -9,13 +9,13 @@ from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 
-def walk(operation: Any) -> Iterator[Any]:
+def nested_operations(operation: Any) -> Iterator[Any]:
     """Yields all operations inside one, with old and new versions of jaxlib."""
     for region in operation.regions:
         for block in region:
             for inner in block:
                 yield inner.operation
-                yield from walk(inner.operation)
+                yield from nested_operations(inner.operation)
 
 
 def text_of(module: Any, with_names: bool) -> str:
@@ -116,7 +116,7 @@ class _Member(NamedTuple):
 
 
 def _collectives(module: Any) -> Iterator[Any]:
-    return (op for op in walk(module.operation) if op.name in (_ALL_REDUCE, *_AXIS))
+    return (op for op in nested_operations(module.operation) if op.name in (_ALL_REDUCE, *_AXIS))
 
 
 def _group(op: Any) -> str | None:
@@ -197,7 +197,7 @@ def _pack_group(block: Any, key: tuple[str, ...]) -> bool:
 def _operands(operation: Any) -> Iterator[Any]:
     """Yields all values that an operation takes, also inside its regions."""
     yield from operation.operands
-    for inner in walk(operation):
+    for inner in nested_operations(operation):
         yield from inner.operands
 
 
@@ -342,7 +342,7 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 def write_by_piece(module: Any) -> bool:
     """Makes a module write large packs piece by piece; returns whether there are any."""
-    operations = list(walk(module.operation))
+    operations = list(nested_operations(module.operation))
     packs = [op for op in operations if _is_large_pack(op)]
     if packs:
         for op in [op for op in operations if op.name == "stablehlo.reduce_scatter"]:

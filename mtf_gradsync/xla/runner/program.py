@@ -9,16 +9,16 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from .devices import OnDevices, StepError, describe, devices_errors, short
+from .devices import DeviceValues, StepError, describe, devices_errors, short
 
 # For the program that was called last: a result to wait for, and all its results.
-_last: OnDevices | None = None
-_results: weakref.WeakSet[OnDevices] = weakref.WeakSet()
+_last: DeviceValues | None = None
+_results: weakref.WeakSet[DeviceValues] = weakref.WeakSet()
 
 
 def run_in_turn(
-    run: Callable[[Sequence[OnDevices]], list[OnDevices]], arguments: Sequence[OnDevices]
-) -> list[OnDevices]:
+    run: Callable[[Sequence[DeviceValues]], list[DeviceValues]], arguments: Sequence[DeviceValues]
+) -> list[DeviceValues]:
     """Runs a program after those that were called before; may return before its results are ready.
 
     A program that takes results of the last one waits for them by itself, on the devices. Where
@@ -137,22 +137,22 @@ class LoadedProgram:
         # the time that jax's public way takes.
         self._handlers: list[Any] = []
 
-    def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
+    def run(self, arguments: Sequence[DeviceValues]) -> list[DeviceValues]:
         """Runs the program once, and may return before the results are there.
 
         Arguments that results are written over cannot be used again.
         """
         return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
 
-    def _run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
+    def _run(self, arguments: Sequence[DeviceValues]) -> list[DeviceValues]:
         given = [a.joined(self._sharding) if self._joins else a.arrays_or_joined for a in arguments]
         results = self.executable.execute_sharded(given)
         if self._handlers:
-            return [OnDevices(joined=r) for r in results.consume_with_handlers(self._handlers)]
+            return [DeviceValues(joined=r) for r in results.consume_with_handlers(self._handlers)]
         found = results.disassemble_into_single_device_arrays()
         with contextlib.suppress(AttributeError, ImportError, TypeError):  # a jaxlib without them
             self._handlers = [self._handler(arrays[0].aval) for arrays in found]
-        return [OnDevices(arrays) for arrays in found]
+        return [DeviceValues(arrays) for arrays in found]
 
     def _handler(self, aval: Any) -> Any:
         from jaxlib import xla_client

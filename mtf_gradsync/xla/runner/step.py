@@ -9,16 +9,16 @@ from typing import Any, Iterator, NamedTuple, Sequence
 import numpy as np
 
 from . import devices as device_tools
-from .devices import OnDevices, StepError, devices_errors
+from .devices import DeviceValues, StepError, devices_errors
 from .files import (
     MANIFEST,
     PROGRAM,
     VALUES,
+    array_name,
     assemble,
     check_free,
     distinct_rows,
     dtype_of,
-    key_of,
     read_manifest,
     read_sums,
     with_dtype,
@@ -55,7 +55,7 @@ class Fetched(Mapping):
     A value is that of this process's first core; `per_core` has all of this process's.
     """
 
-    def __init__(self, values: Mapping[str, OnDevices]):
+    def __init__(self, values: Mapping[str, DeviceValues]):
         self._values = values
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -114,7 +114,7 @@ class Step:
             device_tools.make_cpu_devices(count)
             self.devices = device_tools.find_devices(count, platform)
         else:
-            self.devices = device_tools.check_count(devices, count)
+            self.devices = device_tools.first_devices(devices, count)
         self.steps: int = self.manifest["steps"]
         me = self.devices[0].client.process_index()
         self.cores = [core for core, d in enumerate(self.devices) if d.process_index == me]
@@ -140,11 +140,11 @@ class Step:
                 "version or a later one."
             ) from error
         self._program = LoadedProgram(executable, self.devices)
-        self._on_devices: dict[str, OnDevices] = {}
+        self._on_devices: dict[str, DeviceValues] = {}
         with np.load(folder / VALUES, allow_pickle=False) as values:
             for p in parameters:
                 if p["kind"] != "input" or p["default"] == "kept":
-                    stored = with_dtype(values[key_of(p)], p["dtype"])
+                    stored = with_dtype(values[array_name(p)], p["dtype"])
                     per_core = [np.array(stored[p["rows"][core]]) for core in self.cores]
                     self._on_devices[p["name"]] = self._put(per_core)
 
@@ -165,7 +165,7 @@ class Step:
         fresh = {name: self._put(value) for name, value in self._checked(given).items()}
         with devices_errors():
             results = self._program.run([fresh.get(n) or self._on_devices[n] for n in self._names])
-        fetched: dict[str, OnDevices] = {}
+        fetched: dict[str, DeviceValues] = {}
         for what, value in zip(self.manifest["results"], results):
             fetched.update((name, value) for name in what["fetches"])
             if what["updates"] is not None:
@@ -222,7 +222,7 @@ class Step:
         for p in self.manifest["parameters"]:
             if p["kind"] != "input":
                 value = self._on_devices[p["name"]]
-                arrays[key_of(p)], rows = distinct_rows(
+                arrays[array_name(p)], rows = distinct_rows(
                     device_tools.on_all_cores(value, self.devices)
                 )
                 p = {**p, "rows": rows}
@@ -237,7 +237,7 @@ class Step:
         with devices_errors():
             wait_for_turn()
 
-    def _put(self, per_core: Sequence[np.ndarray]) -> OnDevices:
+    def _put(self, per_core: Sequence[np.ndarray]) -> DeviceValues:
         with devices_errors():
             return device_tools.put(per_core, self._local_devices)
 

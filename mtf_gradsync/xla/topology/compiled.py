@@ -9,7 +9,7 @@ from typing import Any, Iterator, Sequence
 
 from mtf_gradsync._tables import text_table
 from mtf_gradsync.xla.hlo import (
-    groups_of,
+    core_groups,
     instructions_of,
     is_predicate,
     read_module,
@@ -103,7 +103,7 @@ def _walk(
                 operation=operation,
                 name=instruction.name,
                 bytes_per_core=size,
-                groups=groups_of(instruction),
+                groups=core_groups(instruction),
                 computation=computation.name,
                 inside=inside,
             )

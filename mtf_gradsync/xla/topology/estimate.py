@@ -7,7 +7,7 @@ import math
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.xla.hlo import read_module, stored_bytes
-from mtf_gradsync.xla.runner.packs import walk
+from mtf_gradsync.xla.runner.packs import nested_operations
 from mtf_gradsync.xla.topology.chips import Rates, work_of
 
 _SUMS = (
@@ -118,7 +118,7 @@ def with_conditions(module: str, value: bool) -> str | None:
 
     with mlir.make_ir_context(), ir.Location.unknown():
         parsed = ir.Module.parse(module)
-        conditionals = [op for op in walk(parsed.operation) if op.name == _IF]
+        conditionals = [op for op in nested_operations(parsed.operation) if op.name == _IF]
         conditions = [op.operands[0] for op in conditionals]
         for conditional, condition in zip(conditionals, conditions):
             # The owner may be a view of the operation, or the block that has the value as argument.
@@ -129,7 +129,9 @@ def with_conditions(module: str, value: bool) -> str | None:
                 conditional.attributes[_OPPOSITE] = ir.UnitAttr.get()
         found = 0
         while True:
-            conditional = next((op for op in walk(parsed.operation) if op.name == _IF), None)
+            conditional = next(
+                (op for op in nested_operations(parsed.operation) if op.name == _IF), None
+            )
             if conditional is None:
                 return str(parsed) if found else None
             is_true = value is not (_OPPOSITE in conditional.attributes)

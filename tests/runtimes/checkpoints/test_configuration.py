@@ -37,7 +37,7 @@ def go_on(directory, *bindings, accepted):
     """Runs tiny.gin with more bindings in a directory; returns what was said."""
     gin_files.load([TINY], [*QUICK, NO_EVAL, MORE, *bindings])
     said = []
-    run(gin_files.run_config(), str(directory), said.append, Accepted(differences=accepted))
+    run(gin_files.bound_run_config(), str(directory), said.append, Accepted(differences=accepted))
     return "\n".join(said)
 
 

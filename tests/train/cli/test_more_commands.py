@@ -72,7 +72,7 @@ def test_init_makes_a_config_for_own_text(capsys, tmp_path, monkeypatch):
         assert not (tmp_path / "lm_cpu_mesh.gin").exists()
     assert cli.main(["init", "--text", "it's.txt", "b.txt"]) == 0
     gin_files.load(["lm_cpu_mesh.gin"], [])
-    config = gin_files.run_config()
+    config = gin_files.bound_run_config()
     monkeypatch.chdir("/")
     for dataset_fn in (config.train_dataset_fn, config.eval_dataset_fn):
         with tf.Graph().as_default():
@@ -82,7 +82,7 @@ def test_init_makes_a_config_for_own_text(capsys, tmp_path, monkeypatch):
 def greedy(directory, prompt, count):
     """What the most likely tokens are, by a graph of the run's own batch."""
     gin_files.load([f"{directory}/operative_config.gin"], [])
-    model = resolve_job(gin_files.run_config()).model
+    model = resolve_job(gin_files.bound_run_config()).model
     targets = np.zeros([model.batch_size, 16], np.int32)
     ids = model.vocabulary.encode(prompt)
     with Evaluator(model, [{"targets": targets}], session_config(num_cpu_devices=4)) as evaluator:

@@ -149,7 +149,7 @@ def test_optimizers_that_are_given_the_mesh_get_the_one_that_is_planned():
     ]
     gin_files.load([], given)
     before = bindings()
-    with gin_files.on_mesh("batch:8", "batch:batch;heads:model"):
+    with gin_files.bound_to_mesh("batch:8", "batch:batch;heads:model"):
         assert gin.query_parameter(wrapper) == "batch:8"
         assert gin.query_parameter(layout) == "batch:batch;heads:model"
         # The run's own is replaced elsewhere.

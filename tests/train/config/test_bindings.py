@@ -44,7 +44,7 @@ def test_the_docstring_lists_every_binding():
 
 def test_gin_fills_it():
     gin_files.load([TINY], ["train.run.seed = 7"])
-    config = gin_files.run_config()
+    config = gin_files.bound_run_config()
     assert (config.seed, config.train_steps, config.log_steps) == (7, 12, 1)
     assert config.mesh_shape == "batch:2;model:2"
     assert config.keep_checkpoint_max is None
@@ -55,7 +55,7 @@ def test_gin_fills_it():
 def test_what_is_required_is_asked_for():
     gin_files.load([], ["train.run.train_steps = 1"])
     with pytest.raises(ConfigError) as raised:
-        gin_files.run_config()
+        gin_files.bound_run_config()
     required = [field.name for field in FIELDS if field.default is gin.REQUIRED]
     missing = [f"train.run.{name}" for name in required if name != "train_steps"]
     assert str(raised.value) == f"Missing in the config: {', '.join(missing)}"
@@ -71,7 +71,7 @@ def test_parameters_of_t5_mean_the_same(tmp_path):
     # Of files, train.run counts, which configs of this package bind; a flag overrides both.
     flags = ["utils.run.keep_checkpoint_max = 3", "utils.run.mesh_shape = 'batch:4'"]
     ignored = gin_files.load([TINY, str(more)], flags)
-    config = gin_files.run_config()
+    config = gin_files.bound_run_config()
     assert (config.keep_checkpoint_max, config.train_steps) == (3, 12)
     assert config.total_run_steps == 5
     assert config.mesh_shape == "batch:4"
@@ -81,7 +81,7 @@ def test_parameters_of_t5_mean_the_same(tmp_path):
     ]
     steps = "run.total_run_steps ="
     gin_files.load([TINY], [f"utils.{steps} 1", f"train.{steps} 2", f"utils.{steps} 1"])
-    assert gin_files.run_config().total_run_steps == 1
+    assert gin_files.bound_run_config().total_run_steps == 1
 
 
 def test_a_macro_that_nothing_uses_is_named(tmp_path):

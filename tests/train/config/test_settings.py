@@ -148,8 +148,8 @@ def test_vocabulary_errors(vocabulary):
 
 
 def test_counts_and_references():
-    config.check_count("keep_checkpoint_max", None, optional=True)
+    config.check_positive("keep_checkpoint_max", None, optional=True)
     with pytest.raises(ConfigError, match=r"train.run.train_steps must be a positive integer; got"):
-        config.check_count("train_steps", 1.5)
+        config.check_positive("train_steps", 1.5)
     with pytest.raises(ConfigError, match="without parentheses like @CrossShardOptimizer"):
         config.check_callable("optimizer", object(), "@CrossShardOptimizer")

@@ -34,7 +34,7 @@ def saved(directory):
 
 def held_out_nats(directory):
     """The loss as a TensorFlow program has it that restores averages, and variables, itself."""
-    config = gin_files.run_config()
+    config = gin_files.bound_run_config()
     model = resolve_job(config).model
     arguments = {"sequence_length": model.sequence_length, "vocabulary": model.vocabulary}
     batches = datasets.read_batches(
@@ -89,7 +89,9 @@ def test_without_averages_it_is_an_error(train, capsys):
     _, directory, _ = train(*plain)
     gin_files.load([TINY], [*QUICK, *plain])
     config = dataclasses.replace(
-        gin_files.run_config(), evaluate_with_averages=True, eval_dataset_fn=datasets.python_topics
+        gin_files.bound_run_config(),
+        evaluate_with_averages=True,
+        eval_dataset_fn=datasets.python_topics,
     )
     # All its steps are made: nothing is trained, and the checkpoint is read.
     with pytest.raises(ConfigError, match=r"model\.ckpt-1 has no moving averages"):
@@ -111,7 +113,7 @@ def test_samples_are_of_the_averages(train, tmp_path):
         ]
         session.run(tf.global_variables_initializer())
         tf.train.Saver(made).save(session, copy)
-    model = resolve_job(gin_files.run_config()).model
+    model = resolve_job(gin_files.bound_run_config()).model
     given = "import", Sampling(temperature=1.0, max_tokens=8)
     averaged = sample_after(model, path, *given, with_averages=True)
     assert averaged == sample_after(model, copy, *given)

@@ -9,7 +9,7 @@ import pytest
 
 from mtf_gradsync.xla.runner import Step
 from mtf_gradsync.xla.runner.command import main
-from mtf_gradsync.xla.runner.packs import packed_for_cpus, walk
+from mtf_gradsync.xla.runner.packs import nested_operations, packed_for_cpus
 from mtf_gradsync.xla.runner.program import LoadedProgram, compiled
 from tests.xla.portable import models
 
@@ -62,7 +62,7 @@ def test_sums_are_packed_where_a_step_runs_and_not_in_its_folder(exported):
     with mlir.make_ir_context() as context:
         modules = stablehlo.deserialize_portable_artifact(context, program), ir.Module.parse(packed)
         separate, sums = (
-            [op for op in walk(module.operation) if op.name == "stablehlo.all_reduce"]
+            [op for op in nested_operations(module.operation) if op.name == "stablehlo.all_reduce"]
             for module in modules
         )
         # One sum stays in each function or branch that holds some of the group.

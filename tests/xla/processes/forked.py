@@ -32,7 +32,7 @@ from tests.xla.processes import job
 @functools.lru_cache(maxsize=None)
 def model_with_parts(islands):
     model = job.Model(islands=islands)
-    parts = prepared.parts_of(model.program, lowerings_in(model.lowering))
+    parts = prepared.split_program(model.program, lowerings_in(model.lowering))
     return model, parts
 
 
@@ -48,8 +48,8 @@ def run(folder, name, plan):
         runpy.run_path(plan["script"], run_name="__main__")
     else:
         model, parts = model_with_parts(plan.get("odd") == "islands")
-        split = prepared.parts_of
-        prepared.parts_of = lambda program, lowerings: (
+        split = prepared.split_program
+        prepared.split_program = lambda program, lowerings: (
             parts if program is model.program else split(program, lowerings)
         )
         job.main(plan, model)

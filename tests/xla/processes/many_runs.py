@@ -72,7 +72,7 @@ class Model:
     def __init__(self) -> None:
         enable_mesh_defaults()
         gin_files.load([str(_TINY)], list(BINDINGS))
-        self._config = config = gin_files.run_config()
+        self._config = config = gin_files.bound_run_config()
         self._graph = tf.Graph()
         with self._graph.as_default():
             tf.set_random_seed(1)
