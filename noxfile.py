@@ -30,7 +30,7 @@ def tests(session: nox.Session, tensorflow: str) -> None:
     constraints = f"constraints/tf-{tensorflow}.txt"
     session.install("-qq", "-c", constraints, "setuptools", "wheel")
     # No libtpu fits the jax that fits TensorFlow 2.12.
-    extras = "train,examples,test,xla" + ("" if tensorflow == "2.12" else ",tpu")
+    extras = "train,examples,test,xla,islands" + ("" if tensorflow == "2.12" else ",tpu")
     session.install("-qq", "--no-build-isolation", "-c", constraints, "-e", f".[{extras}]")
     session.run("python", "-m", "pytest", *(session.posargs or PYTEST))
 
@@ -42,7 +42,7 @@ def newest(session: nox.Session) -> None:
     On the newest Python that TensorFlow supports. Its short form is in .ci/run.
     """
     newest = ["--upgrade", "--upgrade-strategy", "eager"]
-    session.install("-qq", *newest, "-e", ".[train,examples,test,xla,tpu]")
+    session.install("-qq", *newest, "-e", ".[train,examples,test,xla,tpu,islands]")
     session.run("python", "-m", "pip", "list")
     session.run("python", "-m", "pytest", *(session.posargs or PYTEST))
 

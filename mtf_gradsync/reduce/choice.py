@@ -9,7 +9,8 @@ import gin
 
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.groups import KNOWN_KINDS, ProcessorGroups, Topology, topology_of
+from mtf_gradsync.mesh.devices import KNOWN_KINDS, Topology, topology_of
+from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.hierarchical import HierarchicalAllReduce
 from mtf_gradsync.reduce.one_level import (
     PLACEMENT_PACKED_BYTES,

@@ -11,7 +11,8 @@ import gin
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.groups import ProcessorGroups, axis_number, process_of
+from mtf_gradsync.mesh.devices import process_of
+from mtf_gradsync.mesh.groups import ProcessorGroups, axis_number
 from mtf_gradsync.reduce.one_level import warn_algorithm_on_simd
 from mtf_gradsync.reduce.packs import Packer, Packs, packed_all_reduce, split_pack
 from mtf_gradsync.reduce.strategy import Strategy

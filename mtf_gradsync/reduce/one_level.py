@@ -13,7 +13,8 @@ from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import collective_sum, control_flow_context
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.groups import ProcessorGroups, canonical_device, full_name, kind_of, place_of
+from mtf_gradsync.mesh.devices import canonical_device, full_name, kind_of, place_of
+from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.packs import (
     Cuts,
     Packer,

@@ -8,7 +8,8 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.groups import ProcessorGroups, memories, slicewise
+from mtf_gradsync.mesh.devices import memories
+from mtf_gradsync.mesh.groups import ProcessorGroups, slicewise
 from mtf_gradsync.reduce.sums import SumFn, check_count, check_values
 
 

@@ -9,13 +9,8 @@ import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
-from mtf_gradsync.mesh.groups import (
-    ProcessorGroups,
-    SharedVariable,
-    canonical_device,
-    memories,
-    slicewise,
-)
+from mtf_gradsync.mesh.devices import canonical_device, memories
+from mtf_gradsync.mesh.groups import ProcessorGroups, SharedVariable, slicewise
 from mtf_gradsync.reduce.one_level import FusedAllReduce
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 

@@ -14,7 +14,8 @@ from mtf_gradsync._private.tensorflow import (
     summed_together,
 )
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.groups import ProcessorGroups, memories
+from mtf_gradsync.mesh.devices import memories
+from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.packs import (
     Cuts,
     all_parts,

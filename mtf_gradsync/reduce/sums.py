@@ -10,7 +10,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
 from mtf_gradsync._private.tensorflow import control_flow_v1, summed_together, write_to_own_memory
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.groups import ProcessorGroups, canonical_device, first_alike, process_of
+from mtf_gradsync.mesh.devices import canonical_device, process_of
+from mtf_gradsync.mesh.groups import ProcessorGroups, first_alike
 
 
 def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:

@@ -13,7 +13,7 @@ from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._tables import terminal_width, text_table
 from mtf_gradsync.mesh.axes import mesh_text
-from mtf_gradsync.mesh.groups import process_of
+from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.simd.facts import CalledBranch, Context, GraphFacts, Loop, turns_in
 
 

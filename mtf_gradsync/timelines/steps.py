@@ -14,7 +14,7 @@ from mtf_gradsync._common import first_line
 from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import profile_space
-from mtf_gradsync.mesh.groups import place_of
+from mtf_gradsync.mesh.devices import place_of
 from mtf_gradsync.simd.collectives import list_collectives
 from mtf_gradsync.simd.facts import CalledBranch, GraphFacts
 from mtf_gradsync.simd.program import CpuReplicaSession

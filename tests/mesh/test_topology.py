@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.mesh import groups as topology
+from mtf_gradsync.mesh import devices as topology
 
 
 def placement(devices):

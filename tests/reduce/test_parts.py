@@ -5,7 +5,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh import groups
+from mtf_gradsync.mesh import devices
 from mtf_gradsync.reduce import (
     BestAllReduce,
     CompressedAllReduce,
@@ -53,7 +53,7 @@ def test_parts_of_sums_and_back(strategy, kind, mesh, axes, cuts, monkeypatch):
     # Whole numbers: their sums are exact in any order.
     arrays = [rng.randint(-9, 9, (shape.size, *s)).astype("f") for s in SHAPES]
     if kind == "own memories":
-        monkeypatch.setattr(groups, "_memory", lambda device: device)
+        monkeypatch.setattr(devices, "_memory", lambda device: device)
     # The first tensor takes the path of large ones.
     monkeypatch.setattr(scatter_gather, "_WRITTEN_IN_PLACE", 1000)
 
@@ -101,7 +101,7 @@ COLLECTIVES = ("CrossReplicaSum", "XlaReduceScatter", "XlaAllReduce", "AllToAll"
 
 @pytest.mark.parametrize(("strategy", "size"), [("fused", 4), ("best", 4), ("bfloat16", 2)])
 def test_devices_of_other_memories_send_parts_alone(strategy, size, monkeypatch):
-    monkeypatch.setattr(groups, "_memory", lambda device: device)
+    monkeypatch.setattr(devices, "_memory", lambda device: device)
     with on_mesh.graph_of("all:8", []) as (impl, values, graph):
         slices = []
         for device in impl.devices:

@@ -10,7 +10,7 @@ import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh import groups
+from mtf_gradsync.mesh import devices
 from tests import harness, models
 
 # Parts, halves or quarters, have 16 elements or a multiple. TensorFlow's CPU kernel of the
@@ -131,7 +131,7 @@ def memories_of(kind):
     if kind != "own memories":
         yield kind
         return
-    with mock.patch.object(groups, "_memory", lambda device: device):
+    with mock.patch.object(devices, "_memory", lambda device: device):
         yield "placement"
 
 
