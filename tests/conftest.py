@@ -4,6 +4,7 @@ import atexit
 import collections
 import functools
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -26,7 +27,7 @@ import pytest
 
 from mtf_gradsync._common import reset_warnings
 from mtf_gradsync._private.libraries import tf
-from tests import grappler
+from tests import documents, grappler
 
 tf.logging.set_verbosity(tf.logging.ERROR)
 tf.disable_v2_behavior()
@@ -34,6 +35,7 @@ tf.enable_resource_variables()
 # Mesh-TF's SIMD mesh reads absl flags that only a parsed command line has.
 absl.flags.FLAGS.mark_as_parsed()
 grappler.turn_off()
+logging.getLogger("tensorflow").addFilter(documents.is_not_of_garbage)
 # To write the graph beside a checkpoint takes longer than the training, and nobody reads it.
 tf.train.CheckpointSaverHook.__init__ = functools.partialmethod(
     tf.train.CheckpointSaverHook.__init__, save_graph_def=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import re
@@ -11,6 +12,7 @@ import pytest
 import mtf_gradsync
 from benchmarks import page as benchmarks_page
 from mtf_gradsync import compat_v1, estimator, reduce, simd, xla
+from mtf_gradsync._private.libraries import tf
 from tests import documents
 from tests.cluster.processes import Processes
 from tests.documents import DOCUMENTS, ROOT
@@ -51,6 +53,32 @@ def test_code_runs(name):
     if name in MISSING and MISSING[name]():
         pytest.skip(MISSING[name]())
     documents.run(name, unexplained=UNEXPLAINED.get(name, ()))
+
+
+def unused_operation():
+    operation = tf.Assert(tf.constant(True), ["text"])
+    cycle = [operation]
+    cycle.append(cycle)
+
+
+def test_what_earlier_tests_left_is_not_the_page_s(monkeypatch):
+    unused_operation()
+    blocks = documents.blocks
+
+    def blocks_after_collection(*args):
+        gc.collect()
+        return blocks(*args)
+
+    monkeypatch.setattr(documents, "blocks", blocks_after_collection)
+    documents.run("docs/cross_shard.md")
+
+
+def test_an_operation_that_a_page_does_not_use_is_told(monkeypatch):
+    code = f"import gc\nfrom {__name__} import unused_operation\nunused_operation()\ngc.collect()"
+    block = documents.Block("python", code, None, "a page")
+    monkeypatch.setattr(documents, "blocks", lambda path: [block])
+    with pytest.raises(AssertionError, match="Object was never used"):
+        documents.run("README.md")
 
 
 @pytest.mark.parametrize("name", PASTED)
