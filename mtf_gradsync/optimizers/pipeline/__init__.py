@@ -1,6 +1,14 @@
 """Builds one training step from a stack of wrappers."""
 
-from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.builder import Segment, Stage, StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import (
+    Form,
+    GradientSet,
+    Partition,
+    Reduced,
+    Reduction,
+    shard_names,
+)
 from mtf_gradsync.optimizers.pipeline.order import (
     ONE_FOR_EACH_MESH,
     Traits,
@@ -8,16 +16,6 @@ from mtf_gradsync.optimizers.pipeline.order import (
     check_order,
     traits_of,
     why_not,
-)
-from mtf_gradsync.optimizers.pipeline.stage import (
-    Form,
-    GradientSet,
-    Partition,
-    Reduced,
-    Reduction,
-    Segment,
-    Stage,
-    shard_names,
 )
 
 __all__ = [

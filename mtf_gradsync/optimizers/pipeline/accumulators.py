@@ -9,7 +9,7 @@ from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
 from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.stage import Form, GradientSet
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided
 from mtf_gradsync.optimizers.restoring import ACCUMULATOR
 from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners, named_state

@@ -1,10 +1,10 @@
-"""Builds a training step from the stages of a stack of wrappers."""
+"""The stages of a stack of wrappers, and the builder that makes a training step of them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterator, Literal, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._common import counted, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
@@ -15,14 +15,12 @@ from mtf_gradsync.gradients.stage import dims_to_sum
 from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards, sum_gradients
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OwnArguments
-from mtf_gradsync.optimizers.pipeline.stage import (
+from mtf_gradsync.optimizers.pipeline.forms import (
     Form,
     GradientSet,
     Partition,
     Reduced,
     Reduction,
-    Segment,
-    Stage,
     finished,
     in_dtypes_of,
 )
@@ -41,6 +39,88 @@ from mtf_gradsync.step import (
     values_after,
     write_in_order,
 )
+
+
+class Stage:
+    """One stage of a training step; the base class passes gradients on as they are.
+
+    The builder calls the stages of a stack from the outermost wrapper to the innermost, and
+    converts gradients to the form that a stage takes, and then to the form that it gives.
+
+    Attributes:
+      takes: the form of gradients for `apply`; `REDUCED` includes `PART` if the updates of the
+        stack are sharded. None for any form.
+      gives: the form of gradients after the stage; None for the one that `apply` returns.
+      wants_reduced: whether the stage needs reduced gradients and not parts, as it adds them up
+        in accumulators that are laid out like variables.
+      mixed: if the stage takes `PER_SHARD`, what to do about gradients in which shards are mixed:
+        each shard takes an equal share, or they are reduced (`already_reduced` of the set has
+        their positions), or it is an error.
+      adds_up: if the stage takes `PER_SHARD`, whether it treats all shards alike, so that a shard
+        may hold a part of the sum that is not its own gradient, such as an expert's of all
+        examples.
+      remakes: if the stage takes `PER_SHARD`, whether it makes gradients at `made_of_sums` again,
+        without the shards that it skips. They, and gradients that hold no shard's data but are
+        split over a replica axis, are then no error and are at `already_reduced`.
+      tells_finite: whether `apply` calls `StepBuilder.tell_finite`.
+      reads_shown: whether `after_update` reads values for evaluation, which stages inside or around
+        this one may replace (`StepBuilder.show`): it is called after theirs.
+      mixed_warning: a warning about those that are reduced, with fields for the wrapper's name, the
+        variables and the operations that mix shards; "" for none.
+    """
+
+    takes: Form | None = None
+    gives: Form | None = None
+    wants_reduced = False
+    mixed: Literal["share", "reduce", "refuse"] = "share"
+    mixed_warning = ""
+    adds_up = False
+    remakes = False
+    tells_finite = False
+    reads_shown = False
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """Returns the gradients for the next stage; may add operations and conditions to the step.
+
+        The gradients given are in the form that the stage takes.
+        """
+        del step
+        return gradients
+
+    def update(
+        self,
+        gradients: GradientSet,
+        step: StepBuilder,
+        apply_inner: Callable[[GradientSet], list[mtf.Operation]],
+    ) -> list[mtf.Operation]:
+        """Returns the operations of the update, which `apply_inner` makes from gradients."""
+        del step
+        return apply_inner(gradients)
+
+    def after_update(
+        self, updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """Returns more operations for steps with an update, to run after those of `updates`.
+
+        `step.value_after` gives the new value of a variable. The innermost wrapper's stages are
+        called first, and those with `reads_shown` last.
+        """
+        del updates, step
+        return []
+
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """Returns more operations for every step; `operations` are all others of the step."""
+        del operations, step
+        return []
+
+
+class Segment(NamedTuple):
+    """The stages of one wrapper, in the order in which gradients pass through them."""
+
+    stages: Sequence[Stage]
+    reduction: Reduction
 
 
 class StepConditions:
@@ -251,7 +331,7 @@ class StepBuilder(StepConditions):
             (self.without_data,) = values_after([counter], operations)
         for note in self._notes:
             note()
-        self._by_strategy.warn_of_unused(self._segments)
+        self._by_strategy.warn_of_unused([one.reduction for one in self._segments])
         made = [op for op in gradients.graph.operations if op not in before]
         self.plan.part(WriteOrder).one_step(made)
         return operations

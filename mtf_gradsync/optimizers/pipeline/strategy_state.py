@@ -15,7 +15,7 @@ from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
-from mtf_gradsync.optimizers.pipeline.stage import GradientSet, Reduction, Segment
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduction
 from mtf_gradsync.optimizers.slots import SlotBook, named_state, owner_of
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, StateMaker
@@ -298,19 +298,18 @@ class StrategyReductions:
             [sums.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
         )
 
-    def warn_of_unused(self, segments: Sequence[Segment]) -> None:
+    def warn_of_unused(self, reductions: Sequence[Reduction]) -> None:
         """Warns of strategies of wrappers that would reduce gradients, but had none to reduce."""
-        for segment in segments:
-            strategy = segment.reduction.strategy
-            if segment.reduction.reduces_gradients and strategy not in self._used:
+        for reduction in reductions:
+            if reduction.reduces_gradients and reduction.strategy not in self._used:
                 warn_once(
-                    f"unused {segment.reduction.name}",
+                    f"unused {reduction.name}",
                     "No gradients are reduced by %s, the reducer of %s: another wrapper of its "
                     "stack, %s, reduces them. Give it to the outermost wrapper that reduces, and "
                     "to ShardedUpdateOptimizer if updates are sharded.",
-                    type(strategy).__name__,
-                    segment.reduction.name,
-                    [one.reduction.name for one in segments],
+                    type(reduction.strategy).__name__,
+                    reduction.name,
+                    [one.name for one in reductions],
                 )
 
 
