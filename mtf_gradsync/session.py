@@ -110,16 +110,22 @@ CURE = (
 )
 
 
+class RefVariablesError(NotImplementedError):
+    """TensorFlow's error about ref variables, with what to do."""
+
+
 @contextlib.contextmanager
 def ref_variables_explained() -> Iterator[None]:
     """Within it, TensorFlow's error about ref variables in a TPU program says what to do."""
     try:
         yield
+    except RefVariablesError:
+        raise
     except NotImplementedError as error:
         variables = tf.global_variables()
         refs = [v.op.name for v in variables if v.dtype != v.dtype.base_dtype]
-        if not refs or CURE in str(error):
+        if not refs:
             raise
-        raise NotImplementedError(
+        raise RefVariablesError(
             f"{error}. The graph has ref variables, {counted(refs, 'variable')}. {CURE}"
         ) from error
