@@ -14,7 +14,14 @@ from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments, variables_behind
-from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
+from mtf_gradsync.optimizers.pipeline import (
+    Form,
+    GradientSet,
+    Stage,
+    StepBuilder,
+    Traits,
+    traits_of,
+)
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
     Skips,
@@ -313,7 +320,7 @@ class _SkipNotFinite(Stage):
         passed_on, axes = gradients, wrapper.axes_now(gradients.present)
         if not is_beside or not any(traits.needs_shards for traits in inside):
             # The sum can overflow even if no shard's gradient does.
-            passed_on = step.reduce(gradients, reduction)
+            passed_on = step.convert(gradients, Form.REDUCED, reduction)
         if passed_on.form.is_reduced:
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
             if gradients.weights is not None:  # without data, a mean may be 0 / 0

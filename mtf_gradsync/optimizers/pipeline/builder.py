@@ -304,18 +304,15 @@ class StepBuilder(StepConditions):
             for segment in self._segments:
                 self.received.append(gradients)
                 for stage in segment.stages:
-                    if stage.takes is Form.PER_SHARD:
-                        gradients = self._per_shard(gradients, segment.reduction, stage)
-                    elif stage.takes is Form.REDUCED:
-                        gradients = self.reduce(gradients, segment.reduction)
+                    gradients = self.convert(gradients, stage.takes, segment.reduction, stage)
                     gradients = stage.apply(gradients, self)
                     if stage in self._wants_reduced:
                         self._wants_reduced.remove(stage)
                     if stage.gives is Form.REDUCED:
-                        gradients = self.reduce(gradients, segment.reduction)
+                        gradients = self.convert(gradients, Form.REDUCED, segment.reduction)
                 self.passed_on.append(gradients)
             if not self._takes_pending:
-                gradients = self.reduce(gradients, self._segments[-1].reduction)
+                gradients = self.convert(gradients, Form.REDUCED, self._segments[-1].reduction)
             counter = self._only_with_data(gradients)
             self.write_state()
             gradients = in_dtypes_of(self._opt, gradients)
@@ -377,13 +374,28 @@ class StepBuilder(StepConditions):
         else:
             self.run_when(when(), gate, writes)
 
-    def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Reduces gradients over the mesh, divides them by their divisor and casts them.
+    def convert(
+        self,
+        gradients: GradientSet,
+        form: Form | None,
+        reduction: Reduction,
+        stage: Stage | None = None,
+    ) -> GradientSet:
+        """Returns gradients in the form that a stage takes. No other function converts them.
 
-        The result has form `PART` if updates are sharded, by the strategy of the partition, and
-        `REDUCED` if not, or if a stage that is not built yet `wants_reduced`. Gradients that have
-        this form already are returned as they are.
+        Args:
+          gradients: gradients in any form.
+          form: `PER_SHARD`, or `REDUCED`, which becomes `PART` if updates are sharded, unless a
+            stage that is not built yet `wants_reduced`. Other forms and None are no conversion.
+          reduction: how the wrapper reduces gradients.
+          stage: the stage that takes per-shard gradients, which says what to do about mixed ones.
         """
+        if form is Form.PER_SHARD:
+            return self._per_shard(gradients, reduction, stage or Stage())
+        return self._reduced(gradients, reduction) if form is Form.REDUCED else gradients
+
+    def _reduced(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+        """Reduces gradients over the mesh, divides them by their divisor and casts them."""
         partition = None if self._wants_reduced else self._partition
         if gradients.form is (Form.PART if partition else Form.REDUCED):
             return gradients
