@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items):
     """
     marked = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("mostly_slow"):
+        if item.get_closest_marker("mostly_slow") and not item.get_closest_marker("slow"):
             marked[item.nodeid.partition("[")[0]].append(item)
     for name, cases in marked.items():
         mark = cases[0].get_closest_marker("mostly_slow")
