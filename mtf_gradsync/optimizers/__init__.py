@@ -19,12 +19,13 @@ from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
 from mtf_gradsync.optimizers.skips import NoUpdateError, skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.slots import scalar_state
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
-from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 
 __all__ = [
     "AdamWOptimizer",
     "AverageOptimizer",
     "ClipByGlobalNormOptimizer",
+    "CommonArguments",
     "CrossShardOptimizer",
     "Form",
     "GradientAccumulationOptimizer",

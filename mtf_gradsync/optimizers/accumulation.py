@@ -39,7 +39,7 @@ from mtf_gradsync.optimizers.skips import (
     waiting_state,
 )
 from mtf_gradsync.optimizers.slots import named_state, scalar_state
-from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.step import values_after
@@ -251,8 +251,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
         limit = check_limit(max_steps_without_update, one_update, why)
         _check_flush(flush)
         needs_mesh_for = "the shards" if accumulate == LOCAL and self._accumulates else ""
-        common = (name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for, reduce_dtype)
-        self._wrap(opt, NOT_GIVEN, *common)
+        common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._wrap(opt, common, needs_mesh_for, reduce_dtype)
         self._given_place = accumulate or (None if self.axes is None else LOCAL)
         self.backward_passes_per_step = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)

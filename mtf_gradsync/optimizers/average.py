@@ -18,7 +18,7 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.restoring import note_state, write_changed
 from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners, unstacked
-from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.session import root_scope
 from mtf_gradsync.step import WriteInPlace
@@ -243,7 +243,8 @@ class AverageOptimizer(KeepsAverages):
         self._decay = decay_of("decay", decay)
         given = variables_to_average
         self._averaged = None if given is None else check_variables(given)
-        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
+        self._wrap(opt, common)
         self._check_order()
 
     def stages(self) -> list[Stage]:

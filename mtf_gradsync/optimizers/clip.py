@@ -10,7 +10,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
-from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 
@@ -70,7 +70,8 @@ class ClipByGlobalNormOptimizer(Wrapper):
           TypeError: an argument has the wrong type.
         """
         check_clip_norm(clip_norm)
-        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
+        self._wrap(opt, common)
         self._check_order()
         self._clip_norm = clip_norm
 

@@ -13,7 +13,7 @@ from mtf_gradsync.gradients.copies import SumCopies, check_group_assignment, che
 from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder
-from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 Reduction = tf.losses.Reduction
@@ -115,7 +115,7 @@ class CrossShardOptimizer(Wrapper):
             self._become(compat_v1.CrossShardOptimizer, *arguments)
             return
         self._groups, self.loss_reduction = groups, reduction
-        self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._wrap(opt, CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer))
         self._check_order()
         if self._groups and self.axes:
             # A processor may hold several shards, so there may be more shards than processors.

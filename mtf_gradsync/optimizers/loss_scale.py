@@ -33,6 +33,7 @@ from mtf_gradsync.optimizers.skips import (
     waiting_state,
 )
 from mtf_gradsync.optimizers.slots import scalar_state
+from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, StepPlan, values_after
 
@@ -203,7 +204,8 @@ class LossScaleOptimizer(ReportsSkips):
         """
         scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
         self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
-        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
+        self._wrap(opt, common)
         self._check_order()
         self._limit = check_limit(max_steps_without_update)
         skipping = [x for x in self.inner_stack() if traits_of(x).skips_not_finite]

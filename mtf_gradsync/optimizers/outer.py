@@ -50,6 +50,7 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words, check_limit
 from mtf_gradsync.optimizers.slots import named_state, owner_of, scalar_state
+from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Gate, Islands, StepPlan, values_after
@@ -603,9 +604,8 @@ class OuterOptimizer(ReportsSkips):
         needs_mesh_for = "the islands"
         if names == () and fragments == 1:
             needs_mesh_for = ""
-        self._wrap(
-            opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for
-        )
+        common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
+        self._wrap(opt, common, needs_mesh_for)
         self.islands, self.inside = _islands(self.axes, names)
         if not self.islands.shard_dims:
             self.traits = self.traits._replace(needs_shards=False, makes_islands=False)

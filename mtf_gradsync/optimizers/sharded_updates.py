@@ -41,7 +41,7 @@ from mtf_gradsync.optimizers.sharded_variables import (
     why_unsplit,
 )
 from mtf_gradsync.optimizers.slots import owner_of
-from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 _logger = logging.getLogger("mtf_gradsync")
@@ -216,9 +216,8 @@ class ShardedUpdateOptimizer(Wrapper):
         """
         if min_size is not None:
             check_whole_number("min_size", min_size, 0)
-        self._wrap(
-            opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
-        )
+        common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
+        self._wrap(opt, common, "the replicas")
         self._check_order()
         if self.axes.num_shards == 1:
             raise ValueError(

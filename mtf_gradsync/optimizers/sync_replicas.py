@@ -43,6 +43,7 @@ from mtf_gradsync.optimizers.replicas import (
 )
 from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
 from mtf_gradsync.optimizers.slots import named_state
+from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 
@@ -163,8 +164,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             )
             return
         decay, averaged = check_averages(variable_averages, variables_to_average)
-        common = (name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas", reduce_dtype)
-        self._wrap(opt, NOT_GIVEN, *common)
+        common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._wrap(opt, common, "the replicas", reduce_dtype)
         if total_num_replicas not in (None, self.axes.num_shards):
             raise ValueError(
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "

@@ -7,12 +7,12 @@ import copy
 import itertools
 import re
 from inspect import getattr_static
-from typing import Any, Iterable, Iterator, Sequence, Union
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
 
 from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import each_inside
-from mtf_gradsync.compat_v1 import given_optimizer, is_v1
+from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import stage
 from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.gradients.pending import find_axes
@@ -43,6 +43,28 @@ from mtf_gradsync.step import StepPlan
 
 _OF_TENSORFLOW = (tf.Tensor, tf.Variable, tf.Operation, tf.Graph)
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
+
+
+class CommonArguments(NamedTuple):
+    """The arguments that all wrappers have.
+
+    Attributes:
+      name: name of the wrapper, a prefix of names of its variables and operations.
+      axes: the replica axes, in place of mesh_shape, layout and batch_dims.
+      mesh_shape: shape of the mesh.
+      layout: its layout.
+      batch_dims: names of the dimensions that the batch is split along.
+      reducer: the reduction strategy; None for `FusedAllReduce()`.
+      learning_rate: the argument for a class or factory that is given in place of an optimizer.
+    """
+
+    name: str
+    axes: Any = None
+    mesh_shape: Any = None
+    layout: Any = None
+    batch_dims: str | Sequence[str] = ("batch",)
+    reducer: Strategy | None = None
+    learning_rate: Any = NOT_GIVEN
 
 
 class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer):
@@ -79,23 +101,17 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
     def _wrap(
         self,
         opt: Any,
-        learning_rate: Any,
-        name: str,
-        axes: Any,
-        mesh_shape: Any,
-        layout: Any,
-        batch_dims: str | Sequence[str],
-        reducer: Strategy | None,
+        common: CommonArguments,
         needs_mesh_for: str = "",
         reduce_dtype: WireDtype | None = None,
     ) -> None:
         """Checks and sets the arguments that all wrappers have.
 
-        `learning_rate` is `NOT_GIVEN` with an optimizer. A wrapper that has to know the mesh says
-        by `needs_mesh_for`, a part of an error, for what purpose: it then takes the mesh that the
-        program has made for this graph, if none is given. Gradients are sent in `reduce_dtype`;
-        None for their own.
+        A wrapper that has to know the mesh says by `needs_mesh_for`, a part of an error, for what
+        purpose: it then takes the mesh that the program has made for this graph, if none is given.
+        Gradients are sent in `reduce_dtype`; None for their own.
         """
+        name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate = common
         kind = type(self).__name__
         self.opt = given_optimizer(opt, learning_rate, kind)
         if is_v1(self.opt):

@@ -11,6 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN
 from mtf_gradsync.optimizers import (
     ClipByGlobalNormOptimizer,
+    CommonArguments,
     GradientAccumulationOptimizer,
     SyncReplicasOptimizer,
     Wrapper,
@@ -403,7 +404,7 @@ def _made_anyhow(init: Any) -> Any:
             names = kwargs.get("batch_dims", "batch")
             name = kwargs.get("name", type(self).__name__)
             rate = kwargs.get("learning_rate", NOT_GIVEN)
-            self._wrap(opt, rate, name, None, None, None, names, None)
+            self._wrap(opt, CommonArguments(name, batch_dims=names, learning_rate=rate))
 
     return made
 

@@ -37,7 +37,7 @@ class OwnSum(gs.optimizers.Wrapper):
     loss_reduction = SUM
 
     def __init__(self, opt):
-        self._wrap(opt, gs.compat_v1.NOT_GIVEN, "own", None, None, None, ("batch",), None)
+        self._wrap(opt, gs.optimizers.CommonArguments("own"))
 
 
 def cross_shard(opt, **where):
