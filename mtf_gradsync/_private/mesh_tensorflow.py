@@ -154,6 +154,14 @@ def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
     return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))
 
 
+def computed_from(tensor: mtf.Tensor) -> list[mtf.Tensor]:
+    """Returns the tensors that one is computed from; of a loop's result, what the body gives."""
+    operation = tensor.operation
+    if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
+        return [loop_body(operation).outputs[operation.outputs.index(tensor)]]
+    return operation.inputs
+
+
 # Mesh-TF multiplies masks by this number.
 _MASK = -1e9
 

@@ -7,7 +7,7 @@ from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple, Seq
 
 from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import Seed, gradients_calls, loop_body
+from mtf_gradsync._private.mesh_tensorflow import Seed, computed_from, gradients_calls, loop_body
 from mtf_gradsync.gradients.pending.linear import linear_positions
 from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.stages import on_present
@@ -224,12 +224,7 @@ def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iter
     """Gives tensors and those that they are computed from, back to ends, which are included."""
 
     def sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
-        operation = tensor.operation
-        if any(tensor in some for some in ends):
-            return ()
-        if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
-            return [loop_body(operation).outputs[operation.outputs.index(tensor)]]
-        return operation.inputs
+        return () if any(tensor in some for some in ends) else computed_from(tensor)
 
     return walk(tensors, sources)
 

@@ -32,6 +32,7 @@ class TrainOptimizerInterface:
     _check_arguments: Callable[[OwnArguments], None]
     _wrappers: Callable[[], list[Any]]
     _share_of_shard: Callable[[mtf.Tensor], float]
+    _is_of_shards: Callable[[mtf.Tensor], bool]
     _stack_shard_names: Callable[[], tuple[str, ...]]
     _check_no_groups: Callable[[], None]
 
@@ -82,10 +83,8 @@ class TrainOptimizerInterface:
             joined = joined if share == 1.0 else joined * share
             grads = mtf.gradients([joined], [v.value for v in variables])
             grads = self._without_scales(grads, variables)
-            if weights is not None:
-                noted = StepPlan.of(loss.graph).part(WeightsOfGradients)
-                own = {g: weights for g in grads if g is not None}
-                noted.given = {**noted.given, **own}
+            if weights is not None or self._is_of_shards(loss):
+                StepPlan.of(loss.graph).part(WeightsOfGradients).record(grads, weights)
             return list(zip(grads, variables))
 
     def apply_gradients(
@@ -184,6 +183,10 @@ class ShardShapes:
                 f"weights are for the mean over all shards, but {grouped.name} sums within groups, "
                 f"group_assignment={grouped._groups!r}: weigh the losses yourself."
             )
+
+    def _is_of_shards(self, loss: mtf.Tensor) -> bool:
+        """Returns whether a loss is one for each shard of the stack."""
+        return any(d.name in self._stack_shard_names() and d.size > 1 for d in loss.shape.dims)
 
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
         """Returns the share of each shard's loss in the loss of an update of the stack."""

@@ -79,6 +79,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         ("dropped", "sync_replicas/dropped"),
     )
     state = OfStep[Union[ReplicaState, None]](None)
+    _weight = OfStep[Union[mtf.Variable, None]](None)
     _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
 
     def __init__(
@@ -257,7 +258,10 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        return super().variables() + list(self.state or ())
+        return super().variables() + [
+            *(self.state or ()),
+            *([self._weight] if self._weight else []),
+        ]
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """See `Wrapper.check`."""
@@ -284,8 +288,14 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
                 "graph than the variables with gradients; make an optimizer for each graph."
             )
 
-    def _note(self, before: ReplicaState, now: ReplicaState, skips: Skips | None) -> None:
-        self.state, self._now = before, now
+    def _note(
+        self,
+        before: ReplicaState,
+        now: ReplicaState,
+        weight: mtf.Variable | None,
+        skips: Skips | None,
+    ) -> None:
+        self.state, self._now, self._weight = before, now, weight
         self._note_skips(skips)
 
 
@@ -369,7 +379,7 @@ class _AggregateReplicas(Stage):
         mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
         ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
         ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
-        step.when_built(lambda: wrapper._note(before, now, skips))
+        step.when_built(lambda: wrapper._note(before, now, weight, skips))
         if weight is not None:
             return accumulators.take_when(due, step, gate, counts_every_step=False, weight=divisor)
         sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)

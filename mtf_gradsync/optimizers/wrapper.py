@@ -32,6 +32,7 @@ from mtf_gradsync.optimizers.pipeline import (
 )
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
+    agreed_weights,
     check_weights,
     weights_of,
 )
@@ -278,7 +279,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         """
         own = OwnArguments(args, kwargs)
         grads, variables = self._checked(grads, variables, own)
-        weights = self._checked_weights(weights, grads)
+        weights = self._checked_weights(weights, grads, variables)
         if variables:
             self._build_pairs(variables[0].graph)
         wrappers = self._segment_wrappers()
@@ -320,11 +321,20 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
             wrapper._note_step(step)
         return operations
 
-    def _checked_weights(self, weights: Any, grads: Sequence[mtf.Tensor | None]) -> Any:
+    def _checked_weights(
+        self,
+        weights: Any,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+    ) -> Any:
         """Returns weights, checked, or those that gradients were computed with; None for none."""
-        present = [g for g in grads if g is not None]
-        if weights is None and present:
-            weights = StepPlan.of(present[0].graph).part(WeightsOfGradients).behind(present)
+        if weights is not None:
+            weights = check_weights(weights, self._stack_shard_names())
+        present = [(g, v) for g, v in zip(grads, variables) if g is not None]
+        if present:
+            own, owners = zip(*present)
+            found = StepPlan.of(own[0].graph).part(WeightsOfGradients).behind(own)
+            weights = agreed_weights(weights, found, owners)
         if weights is None:
             return None
         inside = [w for w in self._wrappers() if w not in self._segment_wrappers()]
@@ -334,7 +344,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
                 f"put {type(inside[0]).__name__} directly inside of {self.name}."
             )
         self._check_no_groups()
-        return check_weights(weights, self._stack_shard_names())
+        return check_weights(weights, self._stack_shard_names())  # the stack may be another one
 
     def _checked(
         self, grads: Any, variables: Any, own: OwnArguments

@@ -703,3 +703,107 @@ def test_what_weights_cannot_be(make, weights, error, match):
     with pytest.raises(error, match=match):
         opt.apply_grads(grads, variables, weights=given)
     assert (list(mesh.graph.operations), list(mesh.graph.all_variables)) == before
+
+
+class TwoLosses:
+    """Losses of shards of one variable each, and weights of their shards."""
+
+    def __init__(self):
+        self.mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        batch = mtf.Shape([mtf.Dimension(*x) for x in zip(BATCH_DIMS, (2, 2))])
+        self.variables = [mtf.get_variable(self.mesh, n, mtf.Shape([])).operation for n in "wv"]
+        self.values = [v.outputs[0] for v in self.variables]
+        self.weights = [mtf.ones(self.mesh, batch), mtf.ones(self.mesh, batch)]
+        self.losses = [mtf.broadcast(value, batch) for value in self.values]
+        self.opt = accumulation("local")()
+
+    def pairs(self, number, weights=None):
+        variable = self.variables[number]
+        return self.opt.compute_gradients(self.losses[number], [variable], weights)
+
+    def in_a_loop(self, weights):
+        def body(turn):
+            loss = mtf.broadcast(self.values[0] * 1.0, self.losses[0].shape)
+            ((grad, _),) = self.opt.compute_gradients(loss, [self.variables[0]], weights)
+            return [turn + 1, grad]
+
+        start = mtf.constant(self.mesh, 0, dtype=tf.int32)
+        is_left = lambda turn: mtf.less(turn, 2)  # noqa: E731
+        return mtf.while_loop(is_left, body, [start], has_accumulators=True)[1]
+
+
+def two_weights(two):
+    pairs = two.pairs(0, two.weights[0]) + two.pairs(1, two.weights[1])
+    return lambda: two.opt.apply_gradients(pairs)
+
+
+def two_weights_in_one_gradient(two):
+    (one, _), (other, _) = (two.pairs(0, weights)[0] for weights in two.weights)
+    grad = one + other
+    return lambda: two.opt.apply_grads([grad], two.variables[:1])
+
+
+def weights_of_one(two):
+    pairs = two.pairs(0, two.weights[0]) + two.pairs(1)
+    return lambda: two.opt.apply_gradients(pairs)
+
+
+def other_weights_later(two):
+    pairs = two.pairs(0, two.weights[0])
+    return lambda: two.opt.apply_gradients(pairs, weights=two.weights[1])
+
+
+def weights_of_shards_later(two):
+    pairs = two.pairs(0)
+    return lambda: two.opt.apply_gradients(pairs, weights=two.weights[0])
+
+
+def weights_in_a_loop(two):
+    grad = two.in_a_loop(two.weights[0])
+    return lambda: two.opt.apply_grads([grad], two.variables[:1])
+
+
+def weights_of_shards_after_a_loop(two):
+    grad = two.in_a_loop(None)
+    return lambda: two.opt.apply_grads([grad], two.variables[:1], weights=two.weights[0])
+
+
+@pytest.mark.parametrize(
+    ("program", "match"),
+    [
+        (two_weights, "that of 'v' was computed with weights=.* of 'w'. Give each loss an opt"),
+        (two_weights_in_one_gradient, "The gradients of a step have one weight"),
+        (weights_of_one, "'v' was computed without weights, that of 'w' with weights="),
+        (other_weights_later, "'w' was computed with weights="),
+        (weights_of_shards_later, "'w' with equal weights, so that .* come too late"),
+        (weights_in_a_loop, "'w' was computed with weights in the body of a loop"),
+        (weights_of_shards_after_a_loop, "'w' with equal weights, so that .* come too late"),
+    ],
+)
+def test_a_step_has_one_weight_for_all_its_gradients(program, match):
+    two = TwoLosses()
+    apply, graph = program(two), two.mesh.graph
+    before = list(graph.operations), list(graph.all_variables)
+    with pytest.raises(ValueError, match=match):
+        apply()
+    assert (list(graph.operations), list(graph.all_variables)) == before
+
+
+@pytest.mark.parametrize("weights", ["same", "scalar", "number"])
+def test_weights_may_be_given_again_or_for_the_step_alone(weights):
+    two = TwoLosses()
+    given = {"same": two.weights[0], "scalar": mtf.reduce_sum(two.weights[0]), "number": 3}[weights]
+    pairs = [p for i in range(2) for p in two.pairs(i, given if weights != "scalar" else None)]
+    assert two.opt.apply_gradients(pairs, weights=given)
+
+
+@pytest.mark.parametrize("name", ["SyncReplicasOptimizer", *ACCUMULATION, "OuterOptimizer"])
+def test_the_sum_of_weights_is_a_variable_of_the_stack(name):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    inputs = {k: tf.constant(v) for k, v in batches(UNEQUAL)[0].items()}
+    loss, weights = token_mean(mesh, inputs, "scalar")
+    opt = order_table.WRAPPERS[name](order_table.plain())
+    opt.apply_grads(*zip(*opt.compute_gradients(loss, weights=weights)))
+    made = [v for v in mesh.graph.all_variables if v.name.endswith("/weight")]
+    assert made
+    assert [v for v in opt.variables() if v.name.endswith("/weight")] == made

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._common import is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import gradients_calls
+from mtf_gradsync._private.mesh_tensorflow import computed_from, gradients_calls
 from mtf_gradsync.gradients.recoverable import Apart
 from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards
@@ -34,29 +34,119 @@ class Weights(NamedTuple):
         return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
 
 
+class Recorded(NamedTuple):
+    """What `compute_gradients` was given for a gradient.
+
+    Attributes:
+      weights: the weights; None for losses of shards, which it joined with equal weights.
+      in_loop: whether that was in the body of a loop.
+    """
+
+    weights: Any
+    in_loop: bool
+
+
 class WeightsOfGradients(PlanPart):
     """A plan's record of the weights that gradients were computed with."""
 
     def __init__(self) -> None:
-        self.given: dict[mtf.Tensor, Any] = {}
+        self._given: dict[mtf.Tensor, Any] = {}
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
         """See `PlanPart.begin`."""
         del lowering
         return PartLowering()
 
-    def behind(self, grads: Sequence[mtf.Tensor]) -> Any:
-        """Returns the weights that `compute_gradients` was given for gradients; None for none."""
-        given = self.given
-        if not given or not grads:
-            return None
+    def record(self, grads: MaybeGradients, weights: Any) -> None:
+        """Records weights of gradients; None for losses of shards with equal weights."""
+        own = {g: weights for g in grads if g is not None}
+        self._given = {**self._given, **own}  # a plan that is undone has the one before
+
+    def behind(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
+        """Returns for each gradient what is recorded of those that it was computed from."""
+        found: list[list[Recorded]] = [[] for _ in grads]
+        if not self._given or not grads:
+            return found
+        graph = grads[0].graph
         # What a gradient was computed from has weights of its own.
-        ends = {x for call in gradients_calls(grads[0].graph) for x in call.outputs}.union(given)
+        ends = {x for call in gradients_calls(graph) for x in call.outputs}.union(self._given)
 
         def sources(tensor: mtf.Tensor) -> list[mtf.Tensor]:
-            return [] if tensor in ends else tensor.operation.inputs
+            return [] if tensor in ends else computed_from(tensor)
 
-        return next((given[x] for x in walk(grads, sources) if x in given), None)
+        users: dict[mtf.Tensor, list[mtf.Tensor]] = {}
+        starts: dict[Any, tuple[Recorded, list[mtf.Tensor]]] = {}
+        outside = set(graph.operations)
+        for tensor in walk(grads, sources):
+            for source in sources(tensor):
+                users.setdefault(source, []).append(tensor)
+            if tensor in self._given:
+                one = Recorded(self._given[tensor], tensor.operation not in outside)
+                starts.setdefault((_key(one.weights), one.in_loop), (one, []))[1].append(tensor)
+        for one, tensors in starts.values():
+            reached = set(walk(tensors, lambda tensor: users.get(tensor, [])))
+            for grad, its in zip(grads, found):
+                if grad in reached:
+                    its.append(one)
+        return found
+
+
+def _key(weights: Any) -> Any:
+    return weights if isinstance(weights, float) else id(weights)
+
+
+def agreed_weights(
+    weights: Any, found: Sequence[Sequence[Recorded]], variables: Sequence[mtf.Variable]
+) -> Any:
+    """Returns the weights of all gradients of a step; None for none.
+
+    Args:
+      weights: those that the step was given, checked; None for none.
+      found: what `WeightsOfGradients.behind` returns for its gradients.
+      variables: their variables.
+
+    Raises:
+      ValueError: there is no one weight for all of them.
+    """
+    first: dict[Any, tuple[Any, str]] = {}  # by key: weights, and a variable that has them
+    equal, without = "", ""  # a variable with losses of shards of equal weights; with none
+    for variable, its in zip(variables, found):
+        if any(one.in_loop and one.weights is not None for one in its):
+            raise ValueError(
+                f"The gradient of {variable.name!r} was computed with weights in the body of a "
+                "loop, and the step knows nothing of these: there, divide the loss by the tokens "
+                "of the whole loop, and give the step's weights to apply_grads."
+            )
+        for one in its:
+            if one.weights is None:
+                equal = equal or variable.name
+            else:
+                first.setdefault(_key(one.weights), (one.weights, variable.name))
+        if not any(one.weights is not None for one in its):
+            without = without or variable.name
+    other = [x for key, x in first.items() if weights is None or key != _key(weights)]
+    if len(other) > (weights is None):
+        (one, name) = other[-1]
+        before = f"{weights!r}" if weights is not None else f"{other[0][0]!r}, of {other[0][1]!r}"
+        raise ValueError(
+            f"The gradients of a step have one weight, but that of {name!r} was computed with "
+            f"weights={one!r}, and there is {before}. Give each loss an optimizer of its own."
+        )
+    if weights is None:
+        weights = other[0][0] if other else None
+        if weights is not None and without:
+            raise ValueError(
+                f"The gradient of {without!r} was computed without weights, that of "
+                f"{other[0][1]!r} with weights={weights!r}: a step has one weight for all. Give it "
+                "to compute_gradients for each loss, or to apply_gradients."
+            )
+    if equal and isinstance(weights, mtf.Tensor) and weights.shape.dims:
+        raise ValueError(
+            f"compute_gradients has joined the losses of shards for the gradient of {equal!r} with "
+            f"equal weights, so that weights of shards, {weights!r}, come too late: give them to "
+            "compute_gradients or minimize."
+        )
+    return weights
 
 
 def check_weights(weights: Any, names: Sequence[str]) -> Any:
