@@ -29,7 +29,7 @@ def build_on(choices, shards):
     """A `harness.Build` of a program's tensors, whole and, where it can be had, shard by shard."""
 
     def build(mesh, inputs):
-        targets = programs.UserProgram(choices, mesh, inputs).grow(STEPS)
+        targets = programs.Program(choices, mesh, inputs).grow(STEPS)
         fetches = {f"whole{i}": t for i, t in enumerate(gs.sum_shards(targets))}
         mixed = mixed_gradients(targets, AXES) if shards else targets
         own = [None if i in mixed else t for i, t in enumerate(targets)] if shards else []
