@@ -186,7 +186,8 @@ class ShardShapes:
 
     def _is_of_shards(self, loss: mtf.Tensor) -> bool:
         """Returns whether a loss is one for each shard of the stack."""
-        return any(d.name in self._stack_shard_names() and d.size > 1 for d in loss.shape.dims)
+        names = self._stack_shard_names()
+        return any(d.name in names and d.size > 1 for d in loss.shape.dims)
 
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
         """Returns the share of each shard's loss in the loss of an update of the stack."""

@@ -381,7 +381,9 @@ class StepBuilder(StepConditions):
         reduction: Reduction,
         stage: Stage | None = None,
     ) -> GradientSet:
-        """Returns gradients in the form that a stage takes. No other function converts them.
+        """Returns gradients in the form that a stage takes; all of the step's are converted here.
+
+        `reduce_now` is for values that are not the gradients of the step.
 
         Args:
           gradients: gradients in any form.
