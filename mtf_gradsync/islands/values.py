@@ -6,10 +6,11 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import counted
+from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.islands.folder import Spec
 from mtf_gradsync.simd.session import ReplicaSession, VariableAccess, lowerings_in
+from mtf_gradsync.step import StepPlan
 
 
 class Values:
@@ -59,6 +60,7 @@ class Values:
         self._tensors = {name: there[name] for name in self.specs}
         self._access: VariableAccess | None = None
         if self._lowerings:
+            _warn_of_races(self._lowerings)
             self._to_masters = tf.group(*(x.copy_slices_to_masters() for x in self._lowerings))
             self._to_slices = tf.group(*(x.copy_masters_to_slices() for x in self._lowerings))
             self._reads = {name: v.read_value() for name, v in self._tensors.items()}
@@ -93,6 +95,23 @@ class Values:
                 "The island has no lowering: give the step's, Island(..., lowering=lowering), to "
                 f"train in a session of TensorFlow; got {session!r}."
             )
+
+
+def _warn_of_races(lowerings: Sequence[mtf.Lowering]) -> None:
+    for lowering in lowerings:
+        is_placement = any(
+            isinstance(impl, mtf.placement_mesh_impl.PlacementMeshImpl)
+            for impl in lowering.mesh_to_impl.values()
+        )
+        plan = StepPlan.of_graph(lowering.graph)
+        if is_placement and not (plan and plan.orders_updates):
+            warn_once(
+                "an island that races",
+                "Nothing orders the updates of this island's step after the reads of its variables,"
+                " so that a replay may end in other bits: on a placement mesh an optimizer of "
+                "Mesh-TensorFlow needs a wrapper, as gs.CrossShardOptimizer(optimizer).",
+            )
+            return
 
 
 def _is_float(spec: Spec) -> bool:

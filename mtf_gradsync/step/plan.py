@@ -128,6 +128,11 @@ class StepPlan:
         return operation not in self._waits and operation not in self._branch_of
 
     @property
+    def orders_updates(self) -> bool:
+        """Whether anything waits for a gate, as all updates of a wrapper do."""
+        return bool(self._waits or self._branch_of)
+
+    @property
     def is_held(self) -> bool:
         """Whether operations that are being built wait with a branch or a gate around them."""
         return self.is_in_branch or self._is_gating

@@ -20,6 +20,7 @@ from mtf_gradsync.optimizers import (
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.simd import CommunicationReport
 from mtf_gradsync.simd.traffic import has_calls
+from mtf_gradsync.step import gated_update
 from mtf_gradsync.train.config import VariableFilter, transformer_utils
 from mtf_gradsync.train.model import MeshModel, TrainingJob, placeholders
 
@@ -78,7 +79,7 @@ def build_train_graph(
     with mesh_block() as mesh_impl:
         model = MeshModel(job.model, mesh_impl)
         loss, pairs, opt, rate = model_and_optimizer(job, model, features, step_now)
-        update_ops = list(opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs]))
+        update_ops = _update(opt, pairs, is_placement=mesh_impl is None)
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
         fields, update_step = _facts(stack)
@@ -118,6 +119,19 @@ def build_train_graph(
         gradients=[g for g, _ in pairs if g is not None],
         optimizers=stack,
     )
+
+
+def _update(
+    opt: Any, pairs: Sequence[tuple[mtf.Tensor, mtf.Variable]], is_placement: bool
+) -> list[mtf.Operation]:
+    grads = [grad for grad, _ in pairs]
+
+    def apply() -> list[mtf.Operation]:
+        return list(opt.apply_grads(grads, [variable for _, variable in pairs]))
+
+    # On a placement mesh the updates of an optimizer without a wrapper race with reads.
+    is_bare = not isinstance(opt, Wrapper) and any(grad is not None for grad in grads)
+    return gated_update(apply, grads) if is_bare and is_placement else apply()
 
 
 def model_and_optimizer(

@@ -9,6 +9,7 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync.islands import Island, Merger, MergeSettings, Waiting
 from mtf_gradsync.islands.folder import Folder
 from tests import harness, models
@@ -40,9 +41,11 @@ class Program:
         inner_steps: int, **arguments: Any,
     ):  # fmt: skip
         shape, layout, dims = harness.MESHES[mesh]
-        self.built = harness.built(
-            kind, shape, layout, models.train(models.OPTIMIZERS[opt], dims), feed
-        )
+
+        def make() -> gs.CrossShardOptimizer:
+            return gs.CrossShardOptimizer(models.OPTIMIZERS[opt]())  # in order, as bare is not
+
+        self.built = harness.built(kind, shape, layout, models.train(make, dims), feed)
         with self.built.graph.as_default():
             arguments.setdefault("poll_seconds", 0.01)
             self.island = Island(

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.islands.values import Values
 from tests import harness, models, reference
 from tests.islands.conftest import Program, batches
 
@@ -81,3 +83,21 @@ def test_random_numbers_go_on_after_a_write():
                     session.write({"w1": session.read("w1")})
     assert seen[:3] == seen[3:]
     assert len(set(seen)) == 3
+
+
+@pytest.mark.parametrize("kind", ["placement", "shared", "simd"])
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_a_step_whose_updates_race_is_told(kind, is_bare, caplog):
+    (feed,) = batches(1)
+    shape, layout, dims = harness.MESHES["2"]
+    bare = models.OPTIMIZERS["sgd"]
+
+    def make():
+        return bare() if is_bare else gs.CrossShardOptimizer(bare())
+
+    built = harness.built(kind, shape, layout, models.train(make, dims), feed)
+    races = is_bare and kind != "simd"
+    assert bool(built.races()) == races
+    with built.graph.as_default():
+        Values(built.lowering)
+    assert ("gs.CrossShardOptimizer(optimizer)" in caplog.text) == races

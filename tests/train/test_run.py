@@ -12,15 +12,25 @@ import pytest
 
 from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes.sessions import OnDevices
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.train import held_out, train_graph
+from mtf_gradsync.train import gin_files, held_out, train_graph
 from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.metrics import read_metrics
+from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.report import REPORT_FILE
-from tests import grappler
-from tests.train.conftest import ATTENTION, FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
+from tests import grappler, ordering
+from tests.train.conftest import (
+    ATTENTION,
+    FASTEST,
+    NO_ATTENTION,
+    NO_EVAL,
+    REPORTS,
+    TINY,
+    train_tiny,
+)
 from tests.train.metrics.test_metrics import events_shown
 
 in_main_thread = pytest.mark.skipif(
@@ -456,3 +466,13 @@ def test_optimizers_inside_a_wrapper_add_fields_too(train, capsys):
     )
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("step 3/3")]
     assert line.endswith("micro step 1  update step 1")
+
+
+@pytest.mark.parametrize("optimizer", ["AdafactorOptimizer", "CrossShardOptimizer"])
+def test_a_step_on_a_placement_mesh_has_no_races(optimizer):
+    # An optimizer of Mesh-TensorFlow by itself leaves the order of updates open.
+    bound = [f"train.run.optimizer = @{optimizer}", NO_ATTENTION]
+    gin_files.load([TINY], bound)
+    with tf.Graph().as_default():
+        graph = train_graph.build_on(OnDevices(), resolve_job(gin_files.bound_run_config()))
+        assert not ordering.races([graph.step.op, graph.loss.op])
