@@ -156,7 +156,8 @@ def train(params, steps):
         lowering = mtf.Lowering(graph, {mesh: mesh_impl})
         loss = lowering.export_to_tf_tensor(outputs["loss"])
         update = [lowering.lowered_operation(op) for op in updates]
-        update.append(tf.assign_add(tf.train.get_or_create_global_step(), 1))
+        with tf.control_dependencies(update):  # they read the step for the learning rate
+            update.append(tf.assign_add(tf.train.get_or_create_global_step(), 1))
         losses = []
         copy_masters = lowering.copy_masters_to_slices()
         with tf.Session(config=gs.session_config(num_cpu_devices=mesh_shape.size)) as session:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mtf_gradsync import placement_mesh_impl, session_config, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import StepPlan
 from tests import grappler as grapplers
 from tests import ordering
 
@@ -190,10 +191,13 @@ def built(
     logical_to_physical: Sequence[int] | None = None,
     grappler: bool = False,
     more_meshes: Sequence[tuple[str, str]] = (),
+    may_race: bool = False,
 ) -> Built:
     """Builds a program in a graph of its own; arguments as for `run`.
 
-    `more_meshes` are shapes and layouts of others; `build` gets them after the first.
+    `more_meshes` are shapes and layouts of others; `build` gets them after the first. A program
+    whose updates wait for nothing is refused on a placement mesh unless it `may_race`: its values
+    would be others now and then.
     """
     with tf.Graph().as_default() as tf_graph:
         tf.set_random_seed(1)
@@ -220,6 +224,10 @@ def built(
             lowering = mtf.Lowering(graph, meshes, autostack=autostack)
             fetched = {name: lowering.export_to_tf_tensor(t) for name, t in fetches.items()}
             updates = [lowering.lowered_operation(op) for op in operations]
+            plan = StepPlan.of_graph(graph)
+            writes = any(isinstance(op, mtf.Assign) for op in graph.operations)
+            in_order = program is not None or (plan and plan.orders_updates)
+            assert in_order or may_race or not writes, "Give the optimizer a wrapper."
         init, restore, collect = [], None, None
         if program is None:
             restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()

@@ -19,6 +19,7 @@ from mtf_gradsync.optimizers import (
 )
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline.order import why_not
+from mtf_gradsync.step import gated_update
 
 # Endings of the names of variables that a program under test has besides its own.
 GRADIENT = "/verified_gradient"
@@ -130,13 +131,22 @@ class Recorded:
             return stack.apply_grads(grads, variables, *args, **kwargs)
         self._busy.append(opt)
         try:
-            operations = method(opt, grads, variables, *args, **kwargs)
+            make = functools.partial(method, opt, grads, variables, *args, **kwargs)
+            operations = make() if isinstance(opt, Wrapper) else self._in_order(make, grads)
         finally:
             self._busy.pop()
         if isinstance(opt, Wrapper):
             return operations
         self.innermost = opt
         return [*operations, *self._note(grads, variables)]
+
+    def _in_order(
+        self, make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[Any]
+    ) -> Sequence[mtf.Operation]:
+        """Makes an update that waits for all reads, also where no wrapper is around it."""
+        is_outermost = not any(isinstance(busy, Wrapper) for busy in self._busy)
+        has_gradients = any(grad is not None for grad in grads)
+        return gated_update(make_update, grads) if is_outermost and has_gradients else make_update()
 
     def undo(self) -> None:
         """Puts the stack together again."""
@@ -182,7 +192,8 @@ class Recorded:
         signature = inspect.signature(method, follow_wrapped=False)
 
         def apply_grads(grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-            operations = method(grads, variables, *args, **kwargs)
+            make = functools.partial(method, grads, variables, *args, **kwargs)
+            operations = self._in_order(make, grads)
             self.innermost = opt
             return [*operations, *self._note(grads, variables)]
 

@@ -9,6 +9,8 @@ import mtf_gradsync as gs
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.train.cli.main import main
+from mtf_gradsync.verification.recording import Changes, recording
+from tests import harness, models
 from tests.train.conftest import TINY
 from tests.verification.faults import MESH, batches, gradients, model, sgd
 
@@ -137,3 +139,11 @@ def test_a_model_fn_with_a_context_runs_on_each_runtime():
     assert set(verdicts(found).values()) == {"equal"}, str(found)
     assert {line.runtime for line in found.lines} >= {"placement_mesh", "cpu_replicas"}
     assert np.isfinite(found.lines[0].error)
+
+
+def test_an_update_without_a_wrapper_is_in_order():
+    (feed,) = models.mlp_batches(1)
+    build = models.train(models.OPTIMIZERS["adam"])
+    with recording(Changes()):
+        made = harness.built("placement", *harness.MESHES["2"][:2], build, feed)
+    assert not made.races()
