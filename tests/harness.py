@@ -195,9 +195,9 @@ def built(
 ) -> Built:
     """Builds a program in a graph of its own; arguments as for `run`.
 
-    `more_meshes` are shapes and layouts of others; `build` gets them after the first. A program
-    whose updates wait for nothing is refused on a placement mesh unless it `may_race`: its values
-    would be others now and then.
+    `more_meshes` are shapes and layouts of others; `build` gets them after the first. Updates
+    of an optimizer without a wrapper, which race on a placement mesh, are put in order unless the
+    program `may_race`: its values would be others now and then.
     """
     with tf.Graph().as_default() as tf_graph:
         tf.set_random_seed(1)
@@ -227,7 +227,8 @@ def built(
             plan = StepPlan.of_graph(graph)
             writes = any(isinstance(op, mtf.Assign) for op in graph.operations)
             in_order = program is not None or (plan and plan.orders_updates)
-            assert in_order or may_race or not writes, "Give the optimizer a wrapper."
+            if writes and not (in_order or may_race):
+                ordering.settle([*updates, *(t.op for t in fetched.values())])
         init, restore, collect = [], None, None
         if program is None:
             restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
