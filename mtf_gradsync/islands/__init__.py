@@ -16,10 +16,10 @@ if TYPE_CHECKING:
         FolderTakenError,
         Merger,
         MergerError,
-        MergeSettings,
         Waiting,
         replay,
     )
+    from mtf_gradsync.islands.versions import MergeSettings
 
 _MODULE_OF = {
     "DamagedObjectError": "folder",
@@ -29,7 +29,7 @@ _MODULE_OF = {
     "Island": "island",
     "IslandError": "island",
     "IslandHook": "island",
-    "MergeSettings": "merger",
+    "MergeSettings": "versions",
     "Merger": "merger",
     "MergerError": "merger",
     "Waiting": "merger",

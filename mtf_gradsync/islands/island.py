@@ -6,34 +6,31 @@ import contextlib
 import dataclasses
 import logging
 import re
-import threading
 import time
 import uuid
-from typing import Any, Callable, Literal, Mapping, NamedTuple, Sequence, get_args
+from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
 
 import gin
 import numpy as np
 
 from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.islands.encoding import FORMS, Form, encoded
 from mtf_gradsync.islands.folder import DamagedObjectError, Folder
 from mtf_gradsync.islands.journal import Journal, events_by_step
-from mtf_gradsync.islands.merger import (
-    ROUND,
-    FolderTakenError,
-    Merger,
+from mtf_gradsync.islands.merger import ROUND, Merger, MergerThread, Waiting, poll_seconds_of
+from mtf_gradsync.islands.values import Values
+from mtf_gradsync.islands.versions import (
+    FORMS,
+    Form,
     MergeSettings,
-    Waiting,
     contribution_object,
+    encoded,
     fragment_of,
     member_object,
     newest_version,
     offer_object,
-    poll_seconds_of,
     read_values,
 )
-from mtf_gradsync.islands.values import Values
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +130,7 @@ class Island:
         self._looked_at = -float("inf")
         self.traffic = FolderTraffic(0, 0)
         self._merger = (
-            _MergerThread(lambda: Merger(self.folder, merge_settings, waiting, keep_all))
+            MergerThread(lambda: Merger(self.folder, merge_settings, waiting, keep_all))
             if merge
             else None
         )
@@ -189,6 +186,11 @@ class Island:
             return self.folder.load(contribution_object(version, self.name)) is not None
         return False
 
+    def _check_merger(self) -> None:
+        error = self._merger.error if self._merger else None
+        if error is not None:
+            raise IslandError(f"The merger of this process ended: {error}") from error
+
     def _has_name(self) -> bool:
         member = self.folder.read_json(member_object(self.name))
         return not member or member.get("life") == self._life
@@ -205,8 +207,7 @@ class Island:
         """Returns the newest version that is whole, once there is one."""
         until, is_said, refused = time.monotonic() + self._begin_seconds, False, ""
         while True:
-            if self._merger:
-                self._merger.check()
+            self._check_merger()
             newest = newest_version(self.folder)
             if newest is not None:
                 settings = MergeSettings.of(self.folder)
@@ -311,8 +312,7 @@ class Island:
         if now - self._looked_at < self._poll:
             return self.version, False
         self._looked_at = now
-        if self._merger:
-            self._merger.check()
+        self._check_merger()
         with contextlib.suppress(DamagedObjectError):
             told = self.folder.read_json(ROUND) or {}
             newest = told.get("version")
@@ -440,43 +440,6 @@ def _bytes(values: Mapping[str, np.ndarray]) -> int:
 
 def _wide(value: np.ndarray) -> np.ndarray:
     return value.astype(np.promote_types(value.dtype, np.float32))
-
-
-class _MergerThread:
-    """Runs a merger in this process, or waits until it can: one folder has one."""
-
-    def __init__(self, make: Callable[[], Merger]):
-        self._make = make
-        self._merger = make()  # wrong settings are an error at once
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="merger", daemon=True)
-
-    def start(self) -> None:
-        if not self._thread.is_alive():
-            self._thread.start()
-
-    def check(self) -> None:
-        """Raises what the merger has ended with."""
-        if self._error is not None:
-            raise IslandError(f"The merger of this process ended: {self._error}") from self._error
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._merger.run(self._stop.is_set, sleep=self._stop.wait)
-                return
-            except FolderTakenError:
-                self._stop.wait(5.0)
-                self._merger = self._make()
-            except BaseException as error:
-                self._error = error
-                return
 
 
 @gin.configurable(module="mtf_gradsync")

@@ -1,13 +1,8 @@
 """The merger: makes each version of the outer values from what islands have contributed.
 
 A version is made in two writes: first the decision (whose contributions, with which weights and
-checksums), then the values. What a version is depends on its decision and the objects that this
-names alone, not on when anything arrived, so that a merger that was killed anywhere makes the same
-bits when it is started again, and `replay` does so at any time.
-
-The arithmetic is that of Decoupled DiLoCo (Douillard et al. 2026, arXiv 2604.21428) and of
-`OuterOptimizer`: SGD with (Nesterov) momentum whose gradient is the mean, weighted by tokens, of
-what each island's values have moved from the version that it began with.
+checksums), then the values (see `versions`). A merger that was killed anywhere makes the same bits
+when it is started again, and `replay` does so at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync._common import is_number
-from mtf_gradsync.islands.encoding import decoded
 from mtf_gradsync.islands.folder import (
     SUFFIX,
     DamagedObjectError,
@@ -33,10 +27,23 @@ from mtf_gradsync.islands.folder import (
     Stored,
     checksum,
 )
+from mtf_gradsync.islands.versions import (
+    SETTINGS,
+    MergeSettings,
+    decision_object,
+    decoded,
+    fragment_of,
+    make_version,
+    member_object,
+    momentum_object,
+    newest_version,
+    read_values,
+    version_object,
+    versions_that_make,
+)
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = "settings.json"
 ROUND = "round.json"
 _LEASE = "merger.json"
 _LOCK = ".merger.lock"
@@ -50,41 +57,6 @@ class MergerError(RuntimeError):
 
 class FolderTakenError(MergerError):
     """Another merger has the folder."""
-
-
-class MergeSettings(NamedTuple):
-    """How versions are made. The first merger writes these into the folder; they do not change.
-
-    Attributes:
-      outer_learning_rate: of SGD on the outer values.
-      outer_momentum: of SGD, 0 for none.
-      nesterov: whether the momentum is Nesterov's.
-      fragments: into how many sets the variables are cut, which take turns.
-    """
-
-    outer_learning_rate: float = 0.7
-    outer_momentum: float = 0.5
-    nesterov: bool = True
-    fragments: int = 1
-
-    def check(self) -> None:
-        """Raises ValueError for a setting that makes no sense."""
-        if not is_number(self.outer_learning_rate) or not 0.0 < self.outer_learning_rate < 10.0:
-            raise ValueError(
-                f"outer_learning_rate must be positive, got {self.outer_learning_rate!r}."
-            )
-        if not is_number(self.outer_momentum) or not 0.0 <= self.outer_momentum < 1.0:
-            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}.")
-        if not isinstance(self.fragments, int) or self.fragments < 1:
-            raise ValueError(
-                f"fragments must be a whole number of at least 1, got {self.fragments!r}."
-            )
-
-    @classmethod
-    def of(cls, folder: Folder) -> MergeSettings | None:
-        """Returns the settings of a folder; None before a merger has begun there."""
-        found = folder.read_json(SETTINGS)
-        return None if found is None else cls(**found)
 
 
 class Waiting(NamedTuple):
@@ -115,157 +87,6 @@ class Waiting(NamedTuple):
                 "The grace window must have 0 <= min_grace <= max_grace, got "
                 f"min_grace={self.min_grace!r}, max_grace={self.max_grace!r}."
             )
-
-
-def version_object(version: int) -> str:
-    """The name of the object with the values of a version."""
-    return f"versions/{version:08d}{SUFFIX}"
-
-
-def momentum_object(version: int) -> str:
-    """The name of the object with the momentum after a version."""
-    return f"momenta/{version:08d}{SUFFIX}"
-
-
-def decision_object(version: int) -> str:
-    """The name of the object that says what a version is made of."""
-    return f"decisions/{version:08d}.json"
-
-
-def contribution_object(version: int, island: str) -> str:
-    """The name of an island's contribution to what follows a version."""
-    return f"contributions/{version:08d}/{island}{SUFFIX}"
-
-
-def offer_object(island: str) -> str:
-    """The name of the initial values that an island offers."""
-    return f"offers/{island}{SUFFIX}"
-
-
-def member_object(island: str) -> str:
-    """The name of the object that says that an island is there."""
-    return f"members/{island}.json"
-
-
-def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
-    """The names of the variables that a version changes; all of them in version 0."""
-    ordered = sorted(names)
-    return ordered if version == 0 else ordered[(version - 1) % fragments :: fragments]
-
-
-def newest_version(folder: Folder) -> int | None:
-    """Returns the number of the newest version whose values are there, or None."""
-    names = [name for name in folder.names("versions") if name.endswith(SUFFIX)]
-    return int(names[-1][: -len(SUFFIX)]) if names else None
-
-
-def versions_that_make(version: int, fragments: int) -> list[int]:
-    """The versions whose objects hold the newest values of all variables, in ascending order."""
-    first = max(version - fragments + 1, 0)
-    return (
-        sorted({0, *range(first, version + 1)}) if first <= 1 else list(range(first, version + 1))
-    )
-
-
-def read_values(
-    folder: Folder,
-    version: int,
-    fragments: int,
-    specs: Mapping[str, Spec] | None = None,
-    since: int = 0,
-) -> dict[str, np.ndarray]:
-    """Returns the values as of a version of the variables that versions have changed `since` one.
-
-    Raises DamagedObjectError for an object that is damaged, foreign or gone.
-    """
-    values: dict[str, np.ndarray] = {}
-    for number in versions_that_make(version, fragments):
-        if number < since:
-            continue
-        wanted = specs
-        if specs is not None:
-            wanted = {name: specs[name] for name in fragment_of(number, list(specs), fragments)}
-        found = folder.load(version_object(number), wanted)
-        if found is None:
-            raise DamagedObjectError(f"{version_object(number)} in {folder.url} is gone.")
-        values.update(found.tensors)
-    return values
-
-
-def merged(
-    values: Mapping[str, np.ndarray],
-    momenta: Mapping[str, np.ndarray],
-    parts: Iterator[tuple[float, Mapping[str, np.ndarray]]],
-    settings: MergeSettings,
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Makes the outer step: new values and momenta of the variables in `values`.
-
-    `parts` are weights and changes (values at the begin less those now), in the order in which
-    they are added up, in float64.
-    """
-    total, weights = {name: np.zeros(x.shape) for name, x in values.items()}, 0.0
-    for weight, change in parts:
-        weights += weight
-        for name, sum_of in total.items():
-            sum_of += np.multiply(change[name], weight, dtype=np.float64)
-    new, velocities, momentum = {}, {}, settings.outer_momentum
-    for name, x in values.items():
-        # In place where it can be: these may be the largest arrays that the process has.
-        gradient = total.pop(name)
-        gradient /= weights
-        move = gradient
-        if momentum:
-            velocity = gradient.copy()
-            if name in momenta:
-                velocity += np.multiply(momenta[name], momentum, dtype=np.float64)
-            velocities[name] = velocity.astype(np.float32)
-            move = velocity
-            if settings.nesterov:
-                move *= momentum
-                move += gradient
-        move *= -settings.outer_learning_rate
-        move += x
-        new[name] = move.astype(x.dtype)
-    return new, velocities
-
-
-def make_version(
-    folder: Folder, decision: Mapping[str, Any], settings: MergeSettings
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Makes values and momenta of the version that a decision is about, from what it names.
-
-    Raises DamagedObjectError for an object that is gone or is not what the decision names.
-    """
-    version = decision["version"]
-
-    def load(name: str, expected: str) -> Stored:
-        found = folder.load(name, expected=expected)
-        if found is None:
-            raise DamagedObjectError(
-                f"{name} in {folder.url}, which {decision_object(version)} names, is gone."
-            )
-        return found
-
-    if version == 0:
-        (offer,) = decision["contributions"]
-        return load(offer["object"], offer["checksum"]).tensors, {}
-    before = read_values(folder, version - 1, settings.fragments)
-    names = fragment_of(version, list(before), settings.fragments)
-    momenta: dict[str, np.ndarray] = {}
-    if settings.outer_momentum and version > settings.fragments:
-        last = momentum_object(version - settings.fragments)
-        found = folder.load(last)
-        if found is None:
-            raise DamagedObjectError(f"{last} in {folder.url} is gone.")
-        momenta = found.tensors
-    specs = {name: Spec.of(before[name]) for name in names}
-
-    def parts() -> Iterator[tuple[float, Mapping[str, np.ndarray]]]:
-        for one in decision["contributions"]:
-            stored = load(one["object"], one["checksum"])
-            yield one["weight"], decoded(stored, specs)
-
-    return merged({name: before[name] for name in names}, momenta, parts(), settings)
 
 
 class Merger:
@@ -544,6 +365,44 @@ class Merger:
                 self._looked.pop(one["object"], None)
         kept = oldest - _VERSIONS_LOOKED_AT
         self._decisions = {v: d for v, d in self._decisions.items() if v >= kept}
+
+
+class MergerThread:
+    """Runs a merger in this process, or waits until it can: one folder has one.
+
+    Attributes:
+      error: what the merger has ended with; None while it has not.
+    """
+
+    def __init__(self, make: Callable[[], Merger]):
+        self._make = make
+        self._merger = make()  # wrong settings are an error at once
+        self._stop = threading.Event()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="merger", daemon=True)
+
+    def start(self) -> None:
+        """Begins to run, unless it runs."""
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the merger, and waits for its end."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._merger.run(self._stop.is_set, sleep=self._stop.wait)
+                return
+            except FolderTakenError:
+                self._stop.wait(5.0)
+                self._merger = self._make()
+            except BaseException as error:
+                self.error = error
+                return
 
 
 def poll_seconds_of(folder: Folder) -> float:

@@ -17,7 +17,7 @@ from mtf_gradsync.islands import (
 )
 from mtf_gradsync.islands.folder import Folder
 from mtf_gradsync.islands.journal import read_status
-from mtf_gradsync.islands.merger import newest_version, read_values
+from mtf_gradsync.islands.versions import newest_version, read_values
 from tests.islands.conftest import merging
 from tests.islands.toy import FragileFolder, Killed, Toy, new_session
 

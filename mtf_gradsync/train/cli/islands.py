@@ -14,11 +14,10 @@ from mtf_gradsync.islands.journal import plot_status, read_status
 from mtf_gradsync.islands.merger import (
     Merger,
     MergerError,
-    MergeSettings,
     Waiting,
-    newest_version,
     replay,
 )
+from mtf_gradsync.islands.versions import MergeSettings, newest_version
 
 HELP = "merge what islands contribute to a folder, show or replay it"
 DESCRIPTION = """\
