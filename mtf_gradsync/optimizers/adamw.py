@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any, Sequence
@@ -12,6 +13,7 @@ from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.optimizers.slots import named_state
+from mtf_gradsync.step import gated_update
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -80,18 +82,28 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
         self.epsilon = float(epsilon)
         self.exclude_from_weight_decay = _checked_patterns(exclude_from_weight_decay)
 
-    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the update of one variable.
+    def apply_grads(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        """Makes the updates of variables, which wait until all of them are read.
 
         Args:
-          grad: its gradient, or None for no update.
-          var: the mesh variable.
+          grads: their gradients, None for no update.
+          variables: the mesh variables.
 
         Returns:
           A list of mtf operations.
         """
+        apply = functools.partial(super().apply_grads, grads, variables)
+        return gated_update(apply, grads) if any(g is not None for g in grads) else []
+
+    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
+        """Makes the update of one variable, as `apply_grads` does."""
         if grad is None:
             return []
+        return gated_update(functools.partial(self._update, grad, var), [grad])
+
+    def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
         wide = var.slice_dtype if var.slice_dtype.size > 4 else tf.float32
         zeros = tf.zeros_initializer()
 

@@ -111,6 +111,19 @@ def test_six_updates(mesh_kind):
     }
 
 
+@pytest.mark.parametrize("kind", ["placement", "shared"])
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_without_a_wrapper_it_writes_behind_all_reads(kind, in_pairs):
+    (feed,) = models.mlp_batches(1)
+
+    class InPairs(gs.AdamWOptimizer):
+        def apply_grads(self, grads, variables):
+            return [op for pair in zip(grads, variables) for op in self.apply_grad(*pair)]
+
+    build = models.train(lambda: (InPairs if in_pairs else gs.AdamWOptimizer)(RATE))
+    assert not harness.built(kind, SHAPE, LAYOUT, build, feed, may_race=True).races()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="it compares with optax")
 def test_the_formula_is_optaxs():
     import jax
