@@ -105,6 +105,7 @@ class Built(NamedTuple):
       restore: then copies masters to slices.
       collect: copies slices back to masters.
       grappler: as for `run`.
+      is_settled: whether its writes were put in order here, as it has no wrapper that does so.
     """
 
     kind: str
@@ -118,6 +119,7 @@ class Built(NamedTuple):
     restore: tf.Operation | None
     collect: tf.Operation | None
     grappler: bool
+    is_settled: bool = False
 
     def run(self, feeds: Sequence[dict[str, np.ndarray]]) -> Result:
         """A session of its own, with one step for each feed."""
@@ -163,6 +165,7 @@ class Built(NamedTuple):
 
     def races(self) -> list[ordering.Race]:
         """What the graph of a step leaves open; of a SIMD program's, on CPU replicas."""
+        assert not self.is_settled, "Build it with may_race=True."
         if self.program is None:
             return ordering.races([*self.updates, *(t.op for t in self.fetched.values())])
         return ordering.races_on_replicas(self.program, self.lowering)
@@ -227,7 +230,8 @@ def built(
             plan = StepPlan.of_graph(graph)
             writes = any(isinstance(op, mtf.Assign) for op in graph.operations)
             in_order = program is not None or (plan and plan.orders_updates)
-            if writes and not (in_order or may_race):
+            is_settled = writes and not (in_order or may_race)
+            if is_settled:
                 ordering.settle([*updates, *(t.op for t in fetched.values())])
         init, restore, collect = [], None, None
         if program is None:
@@ -235,7 +239,7 @@ def built(
             init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
     return Built(
         kind, tf_graph, lowering, program, inputs, fetched, updates,
-        init, restore, collect, grappler,
+        init, restore, collect, grappler, is_settled,
     )  # fmt: skip
 
 

@@ -89,7 +89,12 @@ class PlanPart:
 
     Subclasses replace their attributes and do not change the values, so that a plan can undo
     changes after an error by a shallow copy.
+
+    Attributes:
+      orders_updates: whether it makes the program's own assignments wait for reads.
     """
+
+    orders_updates = False
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
         """Begins a lowering; called when the graph has all of its operations."""

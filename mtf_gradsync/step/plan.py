@@ -129,8 +129,9 @@ class StepPlan:
 
     @property
     def orders_updates(self) -> bool:
-        """Whether anything waits for a gate, as all updates of a wrapper do."""
-        return bool(self._waits or self._branch_of)
+        """Whether updates wait for a gate, as those of wrappers do and those behind sums."""
+        gated = bool(self._waits or self._branch_of)
+        return gated or any(part.orders_updates for part in self._parts.values())
 
     @property
     def is_held(self) -> bool:

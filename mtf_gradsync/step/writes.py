@@ -248,6 +248,8 @@ class OwnWrites(PlanPart):
     Their variables are read once, as those that a wrapper updates.
     """
 
+    orders_updates = True
+
     def __init__(self) -> None:
         self._sums: tuple[tuple[mtf.Tensor, ...], ...] = ()
 

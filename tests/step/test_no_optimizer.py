@@ -92,7 +92,9 @@ def test_it_trains_as_numpy_does_in_one_group_of_sums(kind, autostack, names, mo
 def test_without_the_line_writes_race(names):
     bare = {**names, "gs": type("None", (), {"sum_shards": staticmethod(list)})}
     step = type(names["train_step"])(names["train_step"].__code__, bare)
-    made = harness.built("placement", SHAPE, LAYOUT, build({"train_step": step}), feeds()[0], False)
+    made = harness.built(
+        "placement", SHAPE, LAYOUT, build({"train_step": step}), feeds()[0], False, may_race=True
+    )
     assert made.races()
 
 
