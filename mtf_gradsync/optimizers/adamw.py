@@ -12,7 +12,7 @@ import gin
 from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.optimizers.slots import named_state
+from mtf_gradsync.optimizers.slots import check_bare_update, named_state
 from mtf_gradsync.step import gated_update
 
 
@@ -94,8 +94,11 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
         Returns:
           A list of mtf operations.
         """
-        apply = functools.partial(super().apply_grads, grads, variables)
-        return gated_update(apply, grads) if any(g is not None for g in grads) else []
+        if all(grad is None for grad in grads):
+            return []
+        updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
+        check_bare_update(self, updates, variables)
+        return updates
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """Makes the update of one variable, as `apply_grads` does."""

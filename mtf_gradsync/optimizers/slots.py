@@ -265,6 +265,19 @@ class SlotOwners(PlanPart):
         self._keepers = {**dict.fromkeys(slots, _Keeper(keeper, is_bare)), **self._keepers}
 
 
+def check_bare_update(
+    optimizer: Any, updates: Sequence[mtf.Operation], variables: Sequence[mtf.Variable]
+) -> None:
+    """Makes an optimizer the keeper of the slots that its updates write, unless a wrapper calls it.
+
+    Raises ValueError as `SlotOwners.check` does.
+    """
+    plan = StepPlan.of(variables[0].graph) if updates else None
+    if plan is not None and not plan.is_held:  # or the wrapper checks itself
+        written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
+        plan.part(SlotOwners).check(optimizer, written, variables, is_bare=True)
+
+
 def check_bare_optimizers() -> None:
     """Makes Mesh-TensorFlow's optimizers without a wrapper keepers of their slots, too."""
 
@@ -273,10 +286,7 @@ def check_bare_optimizers() -> None:
             self: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
         ) -> list[mtf.Operation]:
             updates = apply(self, grads, variables, *args, **kwargs)
-            plan = StepPlan.of(variables[0].graph) if updates else None
-            if plan is not None and not plan.is_held:  # or a wrapper calls, and checks itself
-                written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
-                plan.part(SlotOwners).check(self, written, variables, is_bare=True)
+            check_bare_update(self, updates, variables)
             return updates
 
         return apply_grads
