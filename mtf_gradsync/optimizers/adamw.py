@@ -94,8 +94,6 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
         Returns:
           A list of mtf operations.
         """
-        if all(grad is None for grad in grads):
-            return []
         updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
         check_bare_update(self, updates, variables)
         return updates

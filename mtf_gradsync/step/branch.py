@@ -72,10 +72,12 @@ def gated_update(
 ) -> list[mtf.Operation]:
     """Builds an update that writes only after all gradients exist and all variables are read.
 
-    Inside another update or a branch, it waits with that. At least one gradient is not None; the
+    Inside another update or a branch, it waits with that; without a gradient, for nothing. The
     update may create variables (slots).
     """
     present = [g for g in grads if g is not None]
+    if not present:
+        return list(make_update())
     plan = StepPlan.of(present[0].graph)
     if plan.is_held:
         return list(make_update())

@@ -130,7 +130,7 @@ def _update(
         return list(opt.apply_grads(grads, [variable for _, variable in pairs]))
 
     # On a placement mesh the updates of an optimizer without a wrapper race with reads.
-    is_bare = not isinstance(opt, Wrapper) and any(grad is not None for grad in grads)
+    is_bare = not isinstance(opt, Wrapper)
     return gated_update(apply, grads) if is_bare and is_placement else apply()
 
 

@@ -145,8 +145,7 @@ class Recorded:
     ) -> Sequence[mtf.Operation]:
         """Makes an update that waits for all reads, also where no wrapper is around it."""
         is_outermost = not any(isinstance(busy, Wrapper) for busy in self._busy)
-        has_gradients = any(grad is not None for grad in grads)
-        return gated_update(make_update, grads) if is_outermost and has_gradients else make_update()
+        return gated_update(make_update, grads) if is_outermost else make_update()
 
     def undo(self) -> None:
         """Puts the stack together again."""
