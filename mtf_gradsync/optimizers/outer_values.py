@@ -24,7 +24,8 @@ from mtf_gradsync.gradients.stage import (
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.strategy_state import Owner, VariablePiece
-from mtf_gradsync.optimizers.restoring import STATE_COLLECTION, StateNote, note_state
+from mtf_gradsync.optimizers.resharding import STATE_COLLECTION, StateNote
+from mtf_gradsync.optimizers.restoring import note_state
 from mtf_gradsync.optimizers.slots import (
     UncheckpointedVariable,
     named_state,

@@ -10,7 +10,8 @@ import numpy as np
 
 from mtf_gradsync._common import ACCEPT_FLAG, ConfigError, TrainingError, first_line, some_of
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.restoring import STATE_COLLECTION, ReshardingSaver, changes
+from mtf_gradsync.optimizers.resharding import STATE_COLLECTION, changes
+from mtf_gradsync.optimizers.restoring import ReshardingSaver
 from mtf_gradsync.runtimes.starting import (
     STATE_FILE,
     UNREADABLE,
