@@ -4,7 +4,8 @@ TensorFlow waits without end for a process that never comes, and jax does, too, 
 without a word. So the processes meet first, over plain TCP, where whoever is missing can be named.
 Then the port is free again, for jax for example; the connections stay, for the watchdog.
 
-Where a job has a secret, both sides show that they have it before they believe each other.
+Where a job has a secret, both sides show that they have it before they believe each other. A copy
+of this module and of `members` lies in every exported step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import time
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence, cast
 
-from mtf_gradsync.processes.members import (
+from .members import (
     SECRET_VARIABLE,
     Connection,
     ConnectionBroken,
@@ -27,6 +28,7 @@ from mtf_gradsync.processes.members import (
     has_secret,
     is_secret_proof,
     new_challenge,
+    printable,
     secret_proof,
 )
 
@@ -60,13 +62,11 @@ class Introduction(NamedTuple):
         """Reads an introduction from a message; ConnectionBroken if it is something else."""
         try:
             said = cls(*(message[name] for name in cls._fields))
-            said = said._replace(member=Member(*said.member))
-        except (KeyError, TypeError) as error:
-            raise ConnectionBroken("no introduction") from error
-        types = (*map(type, said.member), *map(type, said[1:]))
-        if types != (int, str, int, str, dict, str, str):
+        except KeyError as error:
+            raise ConnectionBroken(f"no introduction: it lacks {error}") from error
+        if [type(x) for x in said[1:]] != [dict, str, str]:
             raise ConnectionBroken("no introduction")
-        return said
+        return said._replace(member=Member.of(said.member))
 
 
 class Host:
@@ -136,8 +136,8 @@ class Host:
             if not messages:
                 return
             said = Introduction.of(messages[0])
-        except ConnectionBroken:
-            self._drop(stranger)
+        except ConnectionBroken as error:
+            self._turn_away(stranger, f"what it sent is no introduction of a process ({error})")
             return
         if not is_secret_proof(said.proof, "process", stranger.challenge, said.challenge):
             if not self._denied:
@@ -158,7 +158,10 @@ class Host:
                 connection, f"{self._me} and {member} were started with {', '.join(other)}"
             )
         if not 0 < member.index < num_processes:
-            self._drop(stranger)
+            self._turn_away(
+                stranger,
+                f"a job of {num_processes} processes has no process {member.index} to join",
+            )
             return
         if member.index in self._arrived:
             twin = self._arrived[member.index][0]
@@ -195,6 +198,11 @@ class Host:
                 other.close()
         raise error(f"The job cannot start: {reason}.")
 
+    def _turn_away(self, stranger: _Stranger, reason: str) -> None:
+        """Drops a stranger with a word on why; the others wait on."""
+        self._tell(stranger.connection, refused=f"{self._me} refused a caller: {reason}")
+        self._drop(stranger)
+
     def _drop(self, stranger: _Stranger) -> None:
         self._strangers.remove(stranger)
         self._selector.unregister(stranger.connection)
@@ -207,13 +215,13 @@ class Host:
 
 
 def _listening(me: Member, place: MeetingAddress) -> socket.socket:
-    host, port = place.loopback or "", place.port
-    if not host and not has_secret():
+    host, port = place.own or "", place.port
+    if not place.loopback and not has_secret():
         _logger.warning(
-            "%s listens on port %d of all its addresses, and takes whoever calls there for a "
-            "process of the job. Set the environment variable %s to the same text in all "
-            "processes; if all are on this machine, meet at 127.0.0.1.",
-            me, port, SECRET_VARIABLE,
+            "%s listens on port %d of %s, and takes whoever calls there for a process of the job. "
+            "Set the environment variable %s to the same text in all processes; if all are on "
+            "this machine, meet at 127.0.0.1.",
+            me, port, host or "all its addresses", SECRET_VARIABLE,
         )  # fmt: skip
     is_v6 = ":" in host if host else socket.has_dualstack_ipv6()
     try:
@@ -235,7 +243,7 @@ def _listening(me: Member, place: MeetingAddress) -> socket.socket:
 
 _GRACE_S = 5.0
 
-__all__ = ["MeetingAddress", "meet"]
+__all__ = ["MeetingAddress", "meet", "meet_at"]
 
 
 def meet(
@@ -258,6 +266,26 @@ def meet(
     if me.index == 0:
         return Host(me, facts, place).wait(names, end)
     return _join(place, me, names[0], facts, end)
+
+
+class Met(NamedTuple):
+    """The processes of a job of XLA devices that have met."""
+
+    me: Member
+    peers: dict[Member, Connection]  # as `meet` returns them
+    bind_address: str | None  # where jax's coordinator listens on process 0; None: everywhere
+    loopback: str | None  # the address where they met, if only this machine's processes can
+
+
+def meet_at(
+    address: str, num_processes: int, process_id: int, facts: Mapping[str, Any], timeout: float
+) -> Met:
+    """Meets the processes of a job of XLA devices at "host:port" of process 0; see `meet`."""
+    place = MeetingAddress.of(address, "coordinator")
+    names = [f"process {index}" for index in range(num_processes)]
+    me = Member.this(process_id, names[process_id])
+    peers = meet(place, me, names, facts, timeout)
+    return Met(me, peers, address if place.own else None, place.loopback)
 
 
 def _join(
@@ -340,9 +368,9 @@ def _welcome(
             )
         if "refused" in message:
             error = MissingProcessesError if message.get("missing") else ProcessesError
-            raise error(f"The job cannot start: {message['refused']}.")
+            raise error(f"The job cannot start: {printable(str(message['refused']))}.")
         if "all_here" in message:
             if not is_secret_proof(message.get("proof"), "process 0", mine):
                 raise ConnectionBroken("it has another secret")
-            return Member(*message["all_here"])
+            return Member.of(message["all_here"])
     raise TimeoutError

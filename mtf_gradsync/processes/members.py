@@ -29,6 +29,13 @@ class Member(NamedTuple):
         """Returns this process as a member of a job."""
         return cls(index, socket.gethostname(), os.getpid(), name)
 
+    @classmethod
+    def of(cls, fields: Any) -> Member:
+        """Reads a member from the fields in a message; ConnectionBroken if they are none."""
+        if not isinstance(fields, list) or [type(x) for x in fields] != [int, str, int, str]:
+            raise ConnectionBroken(f"no process of a job: {fields!r:.80}")
+        return cls(*(printable(x) if isinstance(x, str) else x for x in fields))
+
 
 class MeetingAddress(NamedTuple):
     """The address at which the processes of a job meet."""
@@ -39,6 +46,28 @@ class MeetingAddress(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port} ({self.argument})"
+
+    @classmethod
+    def of(cls, text: str, argument: str) -> MeetingAddress:
+        """Reads an address "host:port"; ValueError, with the argument's name, if it is none."""
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"{argument} must be like 'host:1234', got {text!r}.")
+        return cls(host.strip("[]"), int(port), argument)
+
+    @property
+    def own(self) -> str | None:
+        """The host, if it is an address of this machine and no name: to listen at it alone.
+
+        What a name stands for here is not always what the others know this machine by.
+        """
+        host = self.loopback or self.host
+        with contextlib.suppress(ValueError, OSError):
+            is_v6 = ipaddress.ip_address(host).version == 6
+            with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET) as probe:
+                probe.bind((host, 0))
+                return host
+        return None
 
     @property
     def loopback(self) -> str | None:
@@ -144,6 +173,11 @@ class Connection:
     def close(self) -> None:
         """Closes the connection."""
         self._socket.close()
+
+
+def printable(text: str) -> str:
+    """Returns a text of another process without what would move a terminal's cursor."""
+    return "".join(x if x.isprintable() else "?" for x in text)
 
 
 def _cut(value: Any) -> Any:

@@ -27,6 +27,7 @@ from mtf_gradsync.processes.members import (
     Connection,
     ConnectionBroken,
     Member,
+    printable,
 )
 
 _BEAT_S = 1.0
@@ -205,30 +206,37 @@ class Watchdog:
 
     def _hear(self, member: Member, now: float) -> None:
         try:
-            messages = self._peers[member].receive()
-        except ConnectionBroken:
+            for message in self._peers[member].receive():
+                self._take(member, message)
+        except ConnectionBroken as error:
             with self._closing:
                 connection = self._peers.pop(member)
                 self._selector.unregister(connection)
                 connection.close()
             begun = self._begun.get(member)
             at = f"; the last that it had said to have begun is {begun}" if begun else ""
-            self._lose(member, f"ended without a word: its connection broke{at}")
+            self._lose(member, f"ended without a word: {error}{at}")
             return
         self._heard[member] = now
-        for message in messages:
-            if "begun" in message:
-                self._begun[member] = message["begun"]
-            if "goodbye" in message:
-                self._left.add(member)
-                if member.index == 0:
-                    self._dismissed.set()
-            elif "all_left" in message:
-                self._finished.set()
-            elif "failed" in message:
-                self._lose(member, f"ended with an error: {message['failed']}", _GRACE_S)
-            elif "lost" in message:
-                self._learn(Member(*message["lost"]), message["how"], message["grace"])
+
+    def _take(self, member: Member, message: Mapping[str, Any]) -> None:
+        """Does what a message says; ConnectionBroken if no process of this package sends it."""
+        if "begun" in message:
+            self._begun[member] = printable(str(message["begun"]))
+        if "goodbye" in message:
+            self._left.add(member)
+            if member.index == 0:
+                self._dismissed.set()
+        elif "all_left" in message:
+            self._finished.set()
+        elif "failed" in message:
+            reason = printable(str(message["failed"]))
+            self._lose(member, f"ended with an error: {reason}", _GRACE_S)
+        elif "lost" in message:
+            how, grace = message.get("how"), message.get("grace")
+            if not isinstance(how, str) or not isinstance(grace, (int, float)):
+                raise ConnectionBroken(f"no message: {message!r:.80}")
+            self._learn(Member.of(message["lost"]), printable(how), grace)
 
     def _hear_alarm(self, alarm: Alarm, now: float) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -12,6 +12,7 @@ import numpy as np
 
 from mtf_gradsync._common import counted
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.processes import meeting, members
 from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import ReplicaSession, VariableAccess, lowerings_in
@@ -295,8 +296,9 @@ def _by_name(program: Program, values: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _runner() -> dict[str, bytes]:
     """Returns the files of the runner, by path in the folder."""
-    runner = sorted((_HERE / "runner").glob("*.py"))
-    files = {"run.py": _HERE / "run.py", **{f"runner/{path.name}": path for path in runner}}
+    modules = [*sorted((_HERE / "runner").glob("*.py")), meeting.__file__, members.__file__]
+    paths = [_HERE / "run.py", *map(Path, modules)]
+    files = {path.name if path == paths[0] else f"runner/{path.name}": path for path in paths}
     return {name: path.read_bytes() for name, path in files.items()}
 
 

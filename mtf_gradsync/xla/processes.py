@@ -18,7 +18,7 @@ from mtf_gradsync._private.jax import (
     use_cpu_collectives,
 )
 from mtf_gradsync._signals import handler_kept
-from mtf_gradsync.processes.meeting import MeetingAddress, meet
+from mtf_gradsync.processes.meeting import MeetingAddress, meet_at
 from mtf_gradsync.processes.members import Member, ProcessesError
 from mtf_gradsync.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.xla import devices
@@ -29,6 +29,7 @@ from mtf_gradsync.xla.devices import (
     leave_absent_tpus_alone,
     may_be_from_another_process,
 )
+from mtf_gradsync.xla.runner.devices import exchange_at
 
 _FRAMES = 5
 # The signals that faulthandler handles, by what it writes first.
@@ -243,19 +244,19 @@ def start_processes(
     leave_absent_tpus_alone()
     import jax
 
-    names = [f"process {index}" for index in range(cluster.num_processes)]
-    me = Member.this(cluster.process_id, names[cluster.process_id])
     facts = {
         "num_processes": cluster.num_processes,
         "jax": jax.__version__,
         "cpu_devices": cpu_devices,
         **(settings or {}),
     }
-    place = MeetingAddress(*_host_and_port(cluster.coordinator), "coordinator")
-    peers = meet(place, me, names, facts, end - time.monotonic())
+    left = end - time.monotonic()
+    met = meet_at(cluster.coordinator, cluster.num_processes, cluster.process_id, facts, left)
+    if met.loopback:
+        exchange_at(met.loopback)
     alarm, undo = alarm_before_abort()
-    watchdog = Watchdog(me, peers, silence, alarm)
-    processes = Processes(me, cluster.num_processes, watchdog, undo)
+    watchdog = Watchdog(met.me, met.peers, silence, alarm)
+    processes = Processes(met.me, cluster.num_processes, watchdog, undo)
     try:
         with handler_kept(signal.SIGTERM):  # jax sets one that ignores it
             jax.distributed.initialize(
@@ -264,7 +265,7 @@ def start_processes(
                 cluster.process_id,
                 cluster.local_device_ids,
                 initialization_timeout=max(30, int(end - time.monotonic())),
-                coordinator_bind_address=place.loopback and str(cluster.coordinator),
+                coordinator_bind_address=met.bind_address,
             )
     except BaseException as error:
         processes.__exit__(type(error), error, error.__traceback__)
@@ -306,12 +307,5 @@ def _resolved(
             f"process_id must be between 0 and {num_processes - 1} in a job of "
             f"{num_processes} processes, got {process_id}."
         )
-    _host_and_port(coordinator)
+    MeetingAddress.of(coordinator, "coordinator")
     return _Job(coordinator, num_processes, process_id, devices)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"coordinator must be like 'host:1234', got {address!r}.")
-    return host.strip("[]"), int(port)

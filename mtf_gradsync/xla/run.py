@@ -8,8 +8,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "__main__":
     sys.path.insert(0, HERE)
     try:
-        from runner.command import main  # type: ignore[import-not-found]  # in its own folder
+        # In its own folder.
+        from runner.command import main  # type: ignore[import-not-found]
+        from runner.meeting import meet_at  # type: ignore[import-not-found]
     except ImportError as error:
         print(f"run.py: {error}. Install what it needs: pip install numpy jax.", file=sys.stderr)
         sys.exit(2)
-    sys.exit(main(sys.argv[1:], HERE))
+    sys.exit(main(sys.argv[1:], HERE, meet_at))

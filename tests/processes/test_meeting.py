@@ -78,13 +78,13 @@ def connected(port):
     raise TimeoutError
 
 
-def introduction(**changed):
-    """What a process says first, in a job without a secret that asked nothing."""
+def introduction(asked, **changed):
+    """What a process says first, in a job without a secret."""
     said = {
         "member": member(1),
         "facts": FACTS,
         "challenge": "x",
-        "proof": members.secret_proof("process"),
+        "proof": members.secret_proof("process", asked, "x"),
     }
     return (json.dumps({**said, **changed}) + "\n").encode()
 
@@ -95,9 +95,11 @@ GARBAGE = {
     "no object": b"1\n",
     "nothing in it": b"{}\n",
     "too deep": b"[" * 100_000 + b"\n",
-    "facts that are none": introduction(facts=3),
-    "a member that is none": introduction(member=["1", "here", 2, "process 1"]),
-    "a proof that is none": introduction(proof=3),
+    "facts that are none": {"facts": 3},
+    "a member that is none": {"member": ["1", "here", 2, "process 1"]},
+    "a member without all fields": {"member": [1, "here"]},
+    "a member of no job": {"member": [7, "here", 2, "process 7"]},
+    "a proof that is none": {"proof": 3},
 }
 
 
@@ -113,12 +115,18 @@ def test_strangers_are_dropped(intruders):
     (port,) = free_ports(1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(a_meeting, port, 0)
-        for said in GARBAGE.values():
+        for kind, said in GARBAGE.items():
+            stranger, heard = intruders(port), b""
+            asked = json.loads(stranger.recv(1000))["challenge"]
             with contextlib.suppress(ConnectionError):
-                stranger = intruders(port)
-                stranger.sendall(said)
-                while stranger.recv(1000):  # the challenge first
-                    pass
+                stranger.sendall(said if isinstance(said, bytes) else introduction(asked, **said))
+                while new := stranger.recv(1000):
+                    heard += new
+            if isinstance(said, dict) or kind == "nothing in it":
+                refusal = json.loads(heard)["refused"]
+                assert refusal.startswith("process 0 (host here, pid 1000) refused a caller: "), (
+                    kind
+                )
         second = pool.submit(a_meeting, port, 1)
     for connections in (first.result(), second.result()):
         for connection in connections.values():
@@ -196,6 +204,15 @@ def test_a_machines_own_name_is_not_taken_for_this_machine_alone():
     assert MeetingAddress("::1", 1, "coordinator").loopback == "::1"
 
 
+def test_it_listens_at_the_address_that_was_named_if_it_is_one_of_this_machine():
+    own = {host: MeetingAddress(host, 1, "coordinator").own for host in
+           ("localhost", "127.0.0.2", "203.0.113.9", "first.example")}  # fmt: skip
+    assert own == {
+        "localhost": "127.0.0.1", "127.0.0.2": "127.0.0.2", "203.0.113.9": None,
+        "first.example": None,
+    }  # fmt: skip
+
+
 def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):
     monkeypatch.setenv(members.SECRET_VARIABLE, "tell nobody")
     (port,) = free_ports(1)
@@ -203,7 +220,7 @@ def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):
         first = pool.submit(a_meeting, port, 0)
         stranger = intruders(port)
         stranger.recv(1000)
-        stranger.sendall(introduction(proof=members.secret_proof("process", "made up", "x")))
+        stranger.sendall(introduction("made up"))
         assert b"denied" in stranger.recv(1000)
         second = pool.submit(a_meeting, port, 1)
         for connections in (first.result(), second.result()):
@@ -222,6 +239,9 @@ def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):
             "is not process 0 of this job",
         ),
         ({"all_here": 3, "proof": None}, MissingProcessesError, "is not process 0 of this job"),
+        ({"all_here": [0, "here"]}, MissingProcessesError, "is not process 0 of this job"),
+        ({"all_here": 3}, MissingProcessesError, "is not process 0 of this job"),
+        ({"refused": ["\x1b[2J"]}, ProcessesError, "cannot start: .'.x1b.2J'."),
     ],
 )
 @pytest.mark.mostly_slow
@@ -233,8 +253,10 @@ def test_who_is_not_process_0_of_the_job_is_not_believed(answer, error, message)
             connection, _ = server.accept()
             with connection:
                 connection.sendall(b'{"challenge": "x"}\n')
-                connection.recv(1000)
-                connection.sendall((json.dumps(answer) + "\n").encode())
+                asked = json.loads(connection.recv(1000))["challenge"]
+                # In a job without a secret anybody can make the right proof.
+                proof = members.secret_proof("process 0", asked)
+                connection.sendall((json.dumps({"proof": proof, **answer}) + "\n").encode())
                 connection.recv(1000)
 
         thread = threading.Thread(target=pretend)

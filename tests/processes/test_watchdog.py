@@ -91,6 +91,16 @@ def test_a_connection_may_break_while_another_process_is_started_to_speak(monkey
             assert not thread.is_alive()
 
 
+@pytest.mark.parametrize(
+    "said", [{"lost": [1]}, {"lost": [0, "a", 1, "b"], "how": 3, "grace": 0}, {"lost": None}]
+)
+def test_a_process_0_that_talks_nonsense_is_gone(said):
+    with serving() as (_, thread, chief):
+        chief.send(**said)
+        thread.join(TIME_LIMIT)
+        assert not thread.is_alive()
+
+
 @pytest.mark.slow
 def test_its_words_are_the_last():
     ran = subprocess.run(

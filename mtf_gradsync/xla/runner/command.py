@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from .devices import StepError, describe, make_cpu_devices
+from .devices import StepError, describe, exchange_at, make_cpu_devices
 from .files import check_free, dtype_of, read_manifest, without_dtype
 from .step import Fetched, Input, Step, inputs_of
 
@@ -20,11 +20,15 @@ from .step import Fetched, Input, Step, inputs_of
 _AHEAD = 2
 
 
-def main(argv: Sequence[str], folder: str) -> int:
-    """Runs steps of `folder`, or of the one that the arguments name; returns the exit code."""
+def main(argv: Sequence[str], folder: str, meet_at: Callable[..., Any] | None = None) -> int:
+    """Runs steps of `folder`, or of the one that the arguments name; returns the exit code.
+
+    `meet_at` is the function of that name of `mtf_gradsync.processes.meeting`, of which an exported
+    step has a copy; None for a single process.
+    """
     flags = parser(folder).parse_args(argv)
     try:
-        _run(flags)
+        _run(flags, meet_at)
     except StepError as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
@@ -59,7 +63,7 @@ def parser(folder: str) -> argparse.ArgumentParser:
     return made
 
 
-def _run(flags: argparse.Namespace) -> None:
+def _run(flags: argparse.Namespace, meet_at: Callable[..., Any] | None) -> None:
     manifest = read_manifest(Path(flags.folder))
     if flags.list:
         _print_contents(manifest)
@@ -67,7 +71,7 @@ def _run(flags: argparse.Namespace) -> None:
     count, batches = _batches(flags, inputs_of(manifest), manifest["steps"])
     if flags.save:
         check_free(Path(flags.save), flags.replace)
-    _start_jax(flags, manifest["cores"])
+    _start_jax(flags, manifest["cores"], count, meet_at)
     begun = time.perf_counter()
     step = Step.load(flags.folder, platform=flags.platform)
     speaks = 0 in step.cores
@@ -111,7 +115,13 @@ def _run(flags: argparse.Namespace) -> None:
         say(f"saved after step {step.steps}: {flags.save}")
 
 
-def _start_jax(flags: argparse.Namespace, cores: int) -> None:
+# Seconds to wait for the other processes, as jax does.
+_TIMEOUT = 300.0
+
+
+def _start_jax(
+    flags: argparse.Namespace, cores: int, steps: int, meet_at: Callable[..., Any] | None
+) -> None:
     """Joins other processes, if there are any, and asks for CPU devices."""
     processes = flags.num_processes or 1
     if flags.cpu_devices or not flags.distributed:
@@ -125,14 +135,27 @@ def _start_jax(flags: argparse.Namespace, cores: int) -> None:
     with contextlib.suppress(AttributeError):
         # Older versions have no default for how CPU devices exchange values.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    job = flags.coordinator, flags.num_processes, flags.process_id
     ends = signal.getsignal(signal.SIGTERM)
     try:
-        jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+        with contextlib.ExitStack() as stack:
+            bind_address = None
+            if meet_at is not None and None not in job:
+                if not 0 <= flags.process_id < processes:
+                    raise ValueError(f"there is no process {flags.process_id} of {processes}.")
+                same = {"--num_processes": processes, "jax": jax.__version__, "steps": steps}
+                met = meet_at(*job, same, _TIMEOUT)
+                for connection in met.peers.values():
+                    stack.callback(connection.close)
+                bind_address = met.bind_address
+                if met.loopback:
+                    exchange_at(met.loopback)
+            jax.distributed.initialize(*job, coordinator_bind_address=bind_address)
         signal.signal(signal.SIGTERM, ends or signal.SIG_DFL)  # jax sets one that ignores it
     except (RuntimeError, ValueError) as error:
         raise StepError(
-            f"jax cannot join the other processes: {' '.join(str(error).split())} Give "
-            "--coordinator, --num_processes and --process_id."
+            f"This process cannot join the others: {' '.join(str(error).split())} Give each "
+            "process --coordinator, --num_processes and --process_id."
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from typing import Any, Iterator, Sequence
 
@@ -102,6 +103,21 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
     others = [flag for flag in flags if not flag.startswith(COUNT_FLAG)]
     if replace or others == flags:
         os.environ["XLA_FLAGS"] = " ".join([*others, f"{COUNT_FLAG}={count}"])
+
+
+def exchange_at(address: str) -> None:
+    """Makes CPU devices exchange values over sockets of one address of this machine.
+
+    gloo would take the address that the machine's host name stands for. Call it before jax starts
+    its devices.
+    """
+    try:
+        from jaxlib import _jax as library
+    except ImportError:  # before 0.6
+        from jaxlib.xla_client import _xla as library
+    # jax passes no host name.
+    make = library.make_gloo_tcp_collectives
+    library.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
 def find_devices(count: int, platform: str | None) -> list[Any]:

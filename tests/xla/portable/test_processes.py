@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from benchmarks.cluster import free_ports
 from mtf_gradsync.xla.runner import Step
+from tests import networks
 from tests.forked import TIME_LIMIT
 from tests.xla.portable import models
 
@@ -72,3 +75,44 @@ def test_a_run_that_has_joined_others_ends_by_a_signal(exported):
             assert run.wait(TIME_LIMIT) == -signal.SIGTERM, said
         finally:
             run.kill()
+
+
+_STARTED = """
+import sys
+import numpy as np
+from mtf_gradsync import xla
+with xla.start_processes(sys.argv[1], 2, int(sys.argv[2]), cpu_devices=1):
+    from jax.experimental import multihost_utils
+    print(multihost_utils.process_allgather(np.arange(3)).sum(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["run.py", "start_processes"])
+def test_where_all_are_on_one_machine_no_other_can_connect(way, exported):
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with networks.machine() as machine, contextlib.ExitStack() as stack:
+        running = []
+        for i in range(2):
+            command = [sys.executable, "-c", _STARTED, address, i]
+            if way == "run.py":
+                members = ["--coordinator", address, "--num_processes", 2, "--process_id", i]
+                endless = ["--random-inputs", "--steps", 10**7]
+                command = models.command(exported.step, *members, *endless)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            process = subprocess.Popen(
+                machine.command(*command), env=models.environment(), text=True, **pipes
+            )
+            running.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        assert running[0].stdout.readline()
+        if way == "run.py":
+            assert running[0].stdout.readline().startswith("step 1 ")
+        found = machine.listening()
+        # jax's coordinator, and gloo of two processes.
+        assert len(found) == 3
+        assert {address.strip("[]").rpartition(":")[2] for address in found.values()} == {
+            "127.0.0.1"
+        }
+        assert machine.reached_by_the_neighbour(list(found)) == []
