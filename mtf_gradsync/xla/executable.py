@@ -8,12 +8,14 @@ import json
 import os
 import platform
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.jax import hlo_to_module, writes_over_arguments_well
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.facts import UnsupportedProgramError
@@ -196,49 +198,95 @@ def _mark_updates(main: Any, hlo: Hlo) -> None:
 _MOST_BYTES = 2 << 30
 
 
+def _checksum(key: str, content: bytes) -> bytes:
+    """Returns 32 bytes, by which an entry under another name is found out, too."""
+    return hashlib.sha256(key.encode() + content).digest()
+
+
+def _why_unsafe(status: os.stat_result) -> str:
+    """Returns what lets others write a file or folder; "" if nothing does."""
+    if not hasattr(os, "geteuid"):  # no POSIX
+        return ""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & 0o022:
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""
+
+
 def default_cache_dir() -> str | None:
     """Returns where compiled programs are kept unless a session says otherwise.
 
     Returns:
       The environment variable ``MTF_GRADSYNC_CACHE_DIR``, where it is set (empty: nothing is kept,
-      None), otherwise a folder in the user's cache.
+      None), otherwise a folder in the user's cache; None for a user without a home.
     """
     given = os.environ.get("MTF_GRADSYNC_CACHE_DIR")
     if given is not None:
         return given or None
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "mtf_gradsync", "xla")
+    # As the XDG specification says, relative paths count as not set.
+    homes = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
+    base = next((home for home in homes if os.path.isabs(home)), None)
+    return base and os.path.join(base, "mtf_gradsync", "xla")
 
 
 class Cache:
-    """A folder of entries by key. A folder that cannot be used, or None, keeps nothing."""
+    """A folder of entries by key. A folder that cannot be used, or None, keeps nothing.
+
+    What is read is run: so the folder and each entry belong to this user (or root), and nobody else
+    may write there. A folder that others can write is not used, with one warning.
+    """
 
     def __init__(self, folder: str | None):
-        self._folder = Path(folder) if folder else None
+        folder = os.path.expanduser(folder or "")
+        # Of a user without a home "~" stays.
+        self._folder = Path(folder) if folder and not folder.startswith("~") else None
 
     def get(self, key: str) -> bytes | None:
         """Returns the content stored under a key, or None."""
-        if self._folder is None:
+        if self._folder is None or not self._is_safe(self._folder):
             return None
         path = self._folder / key
         try:
-            content = path.read_bytes()
+            with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+                if _why_unsafe(os.fstat(file.fileno())):
+                    return None
+                content = file.read()
             os.utime(path)
         except OSError:
             return None
         checksum, content = content[:32], content[32:]
-        return content if hashlib.sha256(content).digest() == checksum else None
+        return content if _checksum(key, content) == checksum else None
 
     def put(self, key: str, content: bytes) -> None:
         """Stores content under a key, for this and other processes."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            if not self._is_safe(self._folder):
+                return
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(hashlib.sha256(content).digest() + content)
+                file.write(_checksum(key, content) + content)
             os.replace(file.name, self._folder / key)
             self._drop_old(self._folder)
+
+    @staticmethod
+    def _is_safe(folder: Path) -> bool:
+        try:
+            reason = _why_unsafe(os.stat(folder))
+        except OSError:  # it is not there yet
+            return False
+        if reason:
+            warn_once(
+                f"cache {folder}",
+                "Compiled programs are neither kept in %s nor taken from it: it %s, so that they "
+                "may be somebody else's. Use chmod go-w, or a folder of your own: "
+                "MTF_GRADSYNC_CACHE_DIR.",
+                folder, reason,
+            )  # fmt: skip
+        return not reason
 
     def _drop_old(self, folder: Path) -> None:
         found = [(p.stat().st_mtime, p.stat().st_size, p) for p in folder.iterdir()]
