@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -10,11 +11,14 @@ import time
 from typing import Any, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import bind_to_loopback
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.processes.meeting import MeetingAddress, meet
 from mtf_gradsync.processes.members import Member, ProcessesError
 from mtf_gradsync.processes.watchdog import Membership, Watchdog
 from mtf_gradsync.session import session_config
+
+_logger = logging.getLogger(__name__)
 
 # The first of these that a cluster has is the chief's job.
 _CHIEF_JOBS = ("chief", "master", "worker")
@@ -252,6 +256,7 @@ def join_cluster(
     watch_port: int | None = None,
     timeout: float = 300.0,
     silence: float = 20.0,
+    open_to_network: bool = False,
 ) -> Cluster:
     """Starts this process's ``tf.train.Server``; returns when all tasks of the cluster are there.
 
@@ -270,13 +275,16 @@ def join_cluster(
         is the first one after the chief's own that no task of the cluster has.
       timeout: seconds to wait for the other tasks.
       silence: seconds without a sign of life after which a task is lost.
+      open_to_network: that other machines may call the server, which obeys anybody. A cluster of
+        loopback addresses does not start without it where they cannot be kept out (which needs
+        Linux); one of other addresses logs a warning without it.
 
     Returns:
       A context manager; close it when the work is done.
 
     Raises:
       ValueError: when there is no cluster, or this task is none of it.
-      ProcessesError: when the tasks cannot meet.
+      ProcessesError: when the tasks cannot meet, or other machines cannot be kept out.
     """
     task = _task(cluster_spec, job_name, task_index)
     names = task.names
@@ -291,13 +299,16 @@ def join_cluster(
     me = Member.this(task.number, names[task.number])
     end = time.monotonic() + timeout
     try:
-        server = tf.train.Server(task.jobs, task.job, task.index, config=config)
+        server = tf.train.Server(task.jobs, task.job, task.index, config=config, start=False)
     except tf.errors.OpError as error:
         raise ProcessesError(
             f"{me} cannot serve on port {task.address[1]}, which the cluster gives it: "
             f"{error.message or type(error).__name__}. If this task does not run already, another "
             "program has the port; give the task another one, in all processes."
         ) from error
+    if not open_to_network:
+        _keep_others_out(me, task)
+    server.start()
     facts = {
         "cluster": json.dumps(task.jobs),
         "num_cpu_devices": num_cpu_devices,
@@ -306,6 +317,28 @@ def join_cluster(
     place = MeetingAddress(task.chief_address[0], port, "watch_port")
     peers = meet(place, me, names, facts, end - time.monotonic())
     return Cluster(task, server, config, Watchdog(me, peers, silence))
+
+
+def _keep_others_out(me: Member, task: Task) -> None:
+    """Lets only this machine call a server that has not begun, if the cluster is on it alone."""
+    addresses = [_host_and_port(a, job) for job, tasks in task.jobs.items() for a in tasks]
+    what = (
+        "TensorFlow's server listens on all addresses of this machine, and whoever reaches port "
+        f"{task.address[1]} can run any operation in this process, which may read and write its "
+        "files"
+    )
+    if not all(MeetingAddress(*address, "cluster_spec").loopback for address in addresses):
+        _logger.warning("%s: %s. Let no machine but those of the cluster reach it.", me, what)
+        return
+    try:
+        bind_to_loopback(task.address[1])
+    except OSError as error:
+        raise ProcessesError(
+            f"{me}: {what}. The cluster's addresses are all of this machine, but other machines "
+            f"cannot be kept out here: {error.strerror or error}. Start it inside a network that "
+            "you trust (a container, a network namespace) and say so: open_to_network=True "
+            "(--open_to_network)."
+        ) from error
 
 
 def _task(

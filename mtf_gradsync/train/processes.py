@@ -127,6 +127,7 @@ def run_on_cluster(
     watch_port: int | None = None,
     timeout: float = 300.0,
     silence: float = 20.0,
+    open_to_network: bool = False,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
@@ -136,7 +137,7 @@ def run_on_cluster(
     The chief builds, trains, evaluates and writes: it calls `work` like `run` and returns its
     result. The others serve their devices until it ends, and return None. Without ``mesh_devices``
     all tasks have equally many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`, with
-    watch_port, timeout and silence (in seconds).
+    watch_port, timeout and silence (in seconds), and open_to_network.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -154,6 +155,7 @@ def run_on_cluster(
             watch_port=watch_port,
             timeout=timeout,
             silence=silence,
+            open_to_network=open_to_network,
         )
     except MissingProcessesError:
         raise

@@ -4,12 +4,16 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks.cluster import free_ports, reserved_ports
 from mtf_gradsync import LOST_PROCESS_EXIT_CODE, cluster, join_cluster
 from mtf_gradsync._private.libraries import tf
+from tests import networks
 from tests.cluster import joined_program
 
 SILENCE = 3.0
@@ -122,6 +126,49 @@ def test_a_port_that_is_taken_is_an_error():
     with reserved_ports(1) as (port,):
         with pytest.raises(cluster.ProcessesError, match=f"cannot serve on port {port}"):
             join_cluster({"worker": [f"127.0.0.1:{port}"]}, "worker", 0)
+
+
+def test_a_cluster_of_this_machine_that_others_could_reach_does_not_start(monkeypatch, caplog):
+    (port,) = free_ports(1)
+    spec = {"worker": [f"127.0.0.1:{port}"]}
+    monkeypatch.delattr("socket.SO_BINDTODEVICE", raising=False)
+    with pytest.raises(cluster.ProcessesError, match=r"cannot bind a socket .*--open_to_network"):
+        join_cluster(spec, "worker", 0)
+    (port,) = free_ports(1)
+    with join_cluster({"worker": [f"127.0.0.1:{port}"]}, "worker", 0, open_to_network=True):
+        assert not [r for r in caplog.records if "listens on all" in r.getMessage()]
+
+
+def test_a_cluster_of_several_machines_says_who_can_call(caplog):
+    (port,) = free_ports(1)
+    with join_cluster({"worker": [f"{socket.gethostname()}:{port}"]}, "worker", 0):
+        pass
+    (warning,) = [r for r in caplog.records if "listens on all" in r.getMessage()]
+    assert f"whoever reaches port {port} can run any operation" in warning.getMessage()
+
+
+_SERVES = """
+import sys
+from mtf_gradsync import join_cluster
+with join_cluster({"worker": [f"127.0.0.1:{sys.argv[1]}"]}, "worker", 0) as cluster:
+    print(cluster.target, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_no_other_machine_reaches_a_cluster_of_this_one():
+    (port,) = free_ports(1)
+    with networks.machine() as machine:
+        command = machine.command(sys.executable, "-c", _SERVES, port)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes) as process:
+            try:
+                assert process.stdout.readline() == f"grpc://127.0.0.1:{port}\n"
+                assert machine.listening() == {port: "*%lo"}
+                assert machine.reached_by_the_neighbour([port]) == []
+            finally:
+                process.kill()
 
 
 def test_a_cluster_of_one_task():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import socket
+import sys
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
@@ -214,3 +217,31 @@ def kernel_devices(op_type: str) -> frozenset[str]:
     from tensorflow.python.framework import kernels
 
     return frozenset(k.device_type for k in kernels.get_registered_kernels_for_op(op_type).kernel)
+
+
+def bind_to_loopback(port: int) -> None:
+    """Makes a server of this process take no calls of other machines; OSError if it cannot.
+
+    TensorFlow's servers listen on "0.0.0.0", without a setting for it. Calls that came before are
+    ended; a server that has not begun has not obeyed them.
+    """
+    if not hasattr(socket, "SO_BINDTODEVICE"):
+        raise OSError(f"{sys.platform} cannot bind a socket to a device")
+    bound = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            one = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # no socket, or closed meanwhile
+            continue
+        with one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.getsockname()[1] != port:
+                continue
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                # Unlike an address it can be set on a socket that listens. Linux asks for no right.
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+                bound += 1
+            else:
+                with contextlib.suppress(OSError):  # not connected
+                    one.shutdown(socket.SHUT_RDWR)
+    if not bound:
+        raise OSError(f"no socket of this process listens on port {port}")

@@ -351,6 +351,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "chief's that no task has)",
     )
     group.add_argument(
+        "--open_to_network",
+        action="store_true",
+        help="let TensorFlow's server, which obeys anybody, be called by other machines although "
+        "the cluster's addresses are of this one",
+    )
+    group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="address of process 0; the port is any free one there",

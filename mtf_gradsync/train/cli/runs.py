@@ -96,7 +96,7 @@ def _train(args: argparse.Namespace) -> int:
             if process:
                 result = run_on_processes(config, model_dir, **process, **watch, accepted=accepted)
             elif task:
-                watch["watch_port"] = args.watch_port
+                watch.update(watch_port=args.watch_port, open_to_network=args.open_to_network)
                 result = run_on_cluster(config, model_dir, task, **watch, accepted=accepted)
             else:
                 result = run(config, model_dir, accepted=accepted)
@@ -334,7 +334,7 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
                         first_does="prints and writes the timeline",
                     )
                 assert task is not None
-                watch["watch_port"] = args.watch_port
+                watch.update(watch_port=args.watch_port, open_to_network=args.open_to_network)
                 return run_on_cluster(config, folder, task, **watch, accepted=accepted, work=work)
         except MissingProcessesError as error:
             raise TrainingError(str(error)) from error
