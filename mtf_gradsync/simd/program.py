@@ -17,7 +17,7 @@ from mtf_gradsync.session import ref_variables_explained
 from mtf_gradsync.simd.checks import check_can_be_emulated, values_name
 from mtf_gradsync.simd.emulator import EmulatedGraph, emulate
 from mtf_gradsync.simd.facts import BranchDivergenceError, GraphFacts, UnsupportedProgramError
-from mtf_gradsync.simd.session import MasterOps, ReplicaSession, lowerings_in
+from mtf_gradsync.simd.session import MasterOps, ReplicaSession, copied, lowerings_in
 
 
 def cpu_config() -> tf.ConfigProto:
@@ -90,7 +90,7 @@ class CpuReplicaSession(ReplicaSession):
         also: list[str] = []
         counts: dict[str, str] = {}
         mapped = tf.nest.map_structure(lambda f: self._fetch(f, per_replica, also), fetches)
-        feeds = {self._feed(k): v for k, v in (feed_dict or {}).items()}
+        feeds = {self._feed(k): copied(v) for k, v in (feed_dict or {}).items()}
         for name in self._ops.watches.counts:
             if self._emulated.done[self._emulated.program_of(name)] in also:
                 counts[name] = self._emulated.names_on_replicas(name)[0]

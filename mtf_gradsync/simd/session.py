@@ -270,6 +270,15 @@ class ReplicaSession(abc.ABC):
         self._session.run(self._ops.to_slices)
 
 
+def copied(value: Any) -> Any:
+    """Copies an array that is fed, so that its memory is nobody else's; returns others as they are.
+
+    TensorFlow takes the memory of an aligned array for its own, and a variable that is set to the
+    array, or to a part of it, is then updated in place.
+    """
+    return np.array(value) if hasattr(value, "__array__") else value
+
+
 class VariableAccess:
     """Reads and sets the variables of a graph, by the name of their ``VarHandleOp``."""
 
@@ -295,7 +304,8 @@ class VariableAccess:
     def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
         """Sets variables, given as pairs of name and value.
 
-        The session is on the graph, or on one that holds it under the same names.
+        The session is on the graph, or on one that holds it under the same names. Every value is
+        copied, so that no later step writes into an array of the caller's.
         """
         # Variables may share the tensor that they are initialized with, so it takes several rounds.
         rounds: list[tuple[list[str], dict[str, Any]]] = []
@@ -306,7 +316,7 @@ class VariableAccess:
                 rounds.append(([], {}))
             operations, feed = rounds[used[tensor]]
             operations.append(operation)
-            feed[tensor] = value
+            feed[tensor] = copied(value)
             used[tensor] += 1
         for operations, feed in rounds:
             session.run(operations, feed)

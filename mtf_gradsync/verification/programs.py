@@ -15,7 +15,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import SyncReplicasOptimizer
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.session import session_config
-from mtf_gradsync.simd.session import VariableAccess
+from mtf_gradsync.simd.session import VariableAccess, copied
 from mtf_gradsync.verification.recording import (
     GRADIENT,
     UPDATES,
@@ -212,7 +212,7 @@ class Running:
 
     def step(self, batch: Batch) -> float:
         """Makes a step, and returns its loss."""
-        feed = dict(zip(self.built.inputs, tf.nest.flatten(batch)))
+        feed = dict(zip(self.built.inputs, map(copied, tf.nest.flatten(batch))))
         loss, _ = self._session.run([self.built.loss, self.built.updates], feed)
         return float(np.mean(loss))
 

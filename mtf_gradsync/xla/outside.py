@@ -239,15 +239,22 @@ class DeviceInputs:
         return names
 
     def put(
-        self, inputs: Sequence[ReplicaInput], values: dict[str, Any], fed: Collection[str]
+        self,
+        inputs: Sequence[ReplicaInput],
+        values: dict[str, Any],
+        fed: Collection[str],
+        shared: Collection[str],
     ) -> list[DeviceValues]:
-        """Puts a step's inputs on the devices: the values of `sources`, and those that are fed."""
+        """Puts a step's inputs on the devices: the values of `sources`, and those that are fed.
+
+        Of those that are fed, and of `shared`, which others have too, the devices get copies.
+        """
         copies: dict[str, np.ndarray] = {}
 
         def given(name: str) -> Any:
-            if not fed:
+            # The caller may write to an array while the step runs, or before the next one.
+            if name not in fed and name not in shared:
                 return values[name]
-            # A copy: a fed array is the caller's, who may write to it while the step runs.
             if name not in copies:
                 copies[name] = np.array(values[name])
             return copies[name]
@@ -308,6 +315,7 @@ class OutsideStep(NamedTuple):
     first: frozenset[str]
     last: frozenset[str]
     needs: Needs  # of `last`
+    shared: frozenset[str]  # tensors of `first` that the caller, or `last`, gets
 
     @classmethod
     def of(cls, places: Sequence[FetchSource], outside: Outside) -> OutsideStep:
@@ -317,11 +325,12 @@ class OutsideStep(NamedTuple):
         needs = outside.needs(last)
         inside = {p.inside for p in places if p.inside}
         inside |= {inner for inner, _ in needs.returned.values()}
-        first = (names - last) | set(needs.carried.values()) | needs.run_before
+        shared = (names - last) | set(needs.carried.values())
+        first = shared | needs.run_before
         runs_program = bool(last) or any(p.runs_program for p in places)
         return cls(
             tuple(places), runs_program, tuple(sorted(inside)), frozenset(first), frozenset(last),
-            needs,
+            needs, frozenset(shared),
         )  # fmt: skip
 
 

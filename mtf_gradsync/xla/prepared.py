@@ -147,8 +147,9 @@ class DeviceVariables:
         names = {v.sources[c] for v in missing for c in local}
         values = self._session.run({name: self._access.read[name] for name in sorted(names)})
         for variable in missing:
+            # Copies: a step may write over the memory, and cores may have the same source.
             self._on_devices[variable.sources] = put(
-                [values[variable.sources[c]] for c in local], self._cores.local_devices
+                [np.array(values[variable.sources[c]]) for c in local], self._cores.local_devices
             )
             for source in variable.sources:
                 self._keys.setdefault(source, set()).add(variable.sources)
@@ -166,9 +167,9 @@ class DeviceVariables:
             return
         # A variable that all cores share has the same value on all of them.
         shared = [key for key in keys if len(set(key)) == 1]
-        values = {key[0]: np.array(self._on_devices[key].arrays[0]) for key in shared}
+        values = {key[0]: np.asarray(self._on_devices[key].arrays[0]) for key in shared}
         sliced = sorted(keys.difference(shared))  # in one order on all processes
-        local = [[np.array(a) for a in self._on_devices[k].arrays] for k in sliced]
+        local = [[np.asarray(a) for a in self._on_devices[k].arrays] for k in sliced]
         if local:
             for key, per_core in zip(sliced, self._cores.gather(local)):
                 values.update(zip(key, per_core))

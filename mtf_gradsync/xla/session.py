@@ -15,7 +15,7 @@ from mtf_gradsync.optimizers import NoUpdateError
 from mtf_gradsync.processes.watchdog import note
 from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.simd.session import ReplicaSession, lowerings_in
+from mtf_gradsync.simd.session import ReplicaSession, copied, lowerings_in
 from mtf_gradsync.xla.bridge import initial_state
 from mtf_gradsync.xla.devices import Cores, devices_for
 from mtf_gradsync.xla.executable import Cache, default_cache_dir
@@ -200,7 +200,7 @@ class XlaSession(ReplicaSession):
         if not self._cores.is_alone:
             everywhere = plan.first.union(*(i.sources for i in compiled.inputs))
         values.update(self._run_outside(sources | plan.first, first, everywhere))
-        values.update(self._step(compiled, values, feeds))
+        values.update(self._step(compiled, values, feeds, plan.shared))
         step = self._dispatched = self._dispatched + 1
         self._untold.append((step, {name: values[name] for name in self._counts}))
         # Nobody may ask for the results.
@@ -231,13 +231,20 @@ class XlaSession(ReplicaSession):
         return [found[name] for name in names]
 
     def _step(
-        self, compiled: CompiledCore, values: dict[str, Any], fed: Collection[str]
+        self,
+        compiled: CompiledCore,
+        values: dict[str, Any],
+        fed: Collection[str],
+        shared: Collection[str],
     ) -> dict[str, DeviceValues]:
-        """Runs the program, and returns its fetches by name."""
+        """Runs the program, and returns its fetches by name.
+
+        Others than the program have the values of `shared`, and those that are `fed`.
+        """
         self.steps += 1
         note(f"step {self.steps}")
         with devices_errors():
-            arguments = self._inputs.put(compiled.inputs, values, fed)
+            arguments = self._inputs.put(compiled.inputs, values, fed, shared)
             arguments += self._variables.take(compiled.variables)
             if compiled.lowered.has_randomness:
                 arguments.append(self._random_state or self._initial_random_state())
@@ -280,6 +287,7 @@ class XlaSession(ReplicaSession):
         `everywhere` are the names of what all processes together run, if these are more.
         """
         names = sorted(names)
+        feeds = {name: copied(value) for name, value in feeds.items()}
         touched = self._outside.touched(names if everywhere is None else everywhere)
         self._variables.copy_to_tensorflow(touched.used)
         values = self._session.run(names, feeds) if names else ()
