@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Callable, Collection, Dict, Literal, NamedTuple, Sequence, Tuple, Union
 
 import gin
+import numpy as np
 
 from mtf_gradsync._common import ConfigError, is_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
@@ -52,6 +53,23 @@ def check_positive(name: str, value: Any, optional: bool = False) -> None:
         f"train.run.{name} must be a positive integer{' or None' if optional else ''}; "
         f"got {value!r}"
     )
+
+
+_FLAGS = ("autostack", "evaluate_with_averages", "noise_scale", "reports")
+# TensorFlow's seeds for operations are of 64 bits with a sign, numpy's of 32 bits.
+_SEEDS = 2**31
+
+
+def check_flags_and_seed(config: RunConfig) -> None:
+    """Raises ConfigError unless the switches of a config are booleans and its seed a seed."""
+    for name in _FLAGS:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ConfigError(f"train.run.{name} must be True or False; got {value!r}")
+    if not is_whole_number(config.seed, 0) or config.seed >= _SEEDS:
+        raise ConfigError(
+            f"train.run.seed must be a whole number from 0 to {_SEEDS - 1}; got {config.seed!r}"
+        )
 
 
 def check_callable(name: str, value: Any, example: str, optional: bool = False) -> None:
@@ -115,13 +133,12 @@ class MeshSettings(NamedTuple):
 
         `inputs` are the names of the dimensions of its inputs.
 
-        Raises ConfigError for a dimension that the mesh cannot split evenly, and where rules for a
-        mesh dimension name no dimension of a tensor, so that nothing is split over it. Other rules
-        that split no variable and no input are logged: Mesh-TensorFlow's attention takes any name
-        to split its own tensors over a mesh dimension that splits nothing else there.
+        Raises ConfigError for a dimension that the mesh cannot split evenly, and where the rules
+        for a mesh dimension split no variable and no input over it: each of its processors would
+        compute the same, but for attention, which takes any rule's name to split its own tensors.
+        Other rules that split no variable and no input are logged.
         """
         dims = sorted({dim for op in graph.operations for x in op.outputs for dim in x.shape.dims})
-        names = [dim.name for dim in dims]
         variables = {dim.name for v in graph.all_variables for dim in v.shape.dims}
         given = sorted(variables.union(inputs))
         sizes = {axis.name: axis.size for axis in self.shape.dims}
@@ -145,11 +162,12 @@ class MeshSettings(NamedTuple):
                 continue
             close = difflib.get_close_matches(name, given, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            if sizes[axis] > 1 and not any(axes.get(one) == axis for one in names):
+            if sizes[axis] > 1 and not any(axes.get(one) == axis for one in given):
                 raise ConfigError(
-                    f'train.run.layout_rules: no tensor of this model has the dimension "{name}"'
-                    f"{hint}, and nothing is split over the {sizes[axis]} parts of the mesh "
-                    f'dimension "{axis}". There are {", ".join(given)}.'
+                    f"train.run.layout_rules: no variable and no input of this model has the "
+                    f'dimension "{name}"{hint}, and no other rule splits one over the '
+                    f'{sizes[axis]} parts of the mesh dimension "{axis}": they would all compute '
+                    f"the same. There are {', '.join(given)}."
                 )
             _logger.info(
                 "The layout rule %s:%s splits no variable and no input: none has this dimension%s",
@@ -351,6 +369,24 @@ def resolve_learning_rate(
         "@learning_rate_schedules.learning_rate_schedule_noam, a list of both to multiply, or "
         f"None; got {learning_rate_schedule!r}"
     )
+
+
+def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
+    """Returns the learning rate of a step: None, a number, or the scalar that a schedule gives."""
+    if not callable(learning_rate):
+        return learning_rate
+    rate = learning_rate(step=step)
+    if isinstance(rate, mtf.Tensor):
+        dims = rate.shape.to_integer_list
+    else:
+        shape = tf.TensorShape(rate.shape if hasattr(rate, "shape") else np.shape(rate))
+        dims = shape.as_list() if shape.rank else []
+    if dims:
+        raise ConfigError(
+            f"train.run.learning_rate_schedule gives {rate!r}, of the shape {dims}; it must "
+            "give one number, a scalar"
+        )
+    return rate
 
 
 ModelType = Literal["lm", "aligned", "bitransformer"]

@@ -13,6 +13,7 @@ from mtf_gradsync.train.config import (
     RunConfig,
     VariableFilter,
     check_callable,
+    check_flags_and_seed,
     check_positive,
     check_vocabulary,
     resolve_batch_size,
@@ -228,6 +229,7 @@ class TrainingJob(NamedTuple):
 
 def resolve_job(config: RunConfig) -> TrainingJob:
     """Checks the settings of a config that define the training step, and returns them as a job."""
+    check_flags_and_seed(config)
     check_positive("train_steps", config.train_steps)
     check_positive("outer_batch_size", config.outer_batch_size, optional=True)
     check_positive("total_run_steps", config.total_run_steps, optional=True)

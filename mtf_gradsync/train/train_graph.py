@@ -21,7 +21,7 @@ from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.simd import CommunicationReport
 from mtf_gradsync.simd.traffic import has_calls
 from mtf_gradsync.step import gated_update
-from mtf_gradsync.train.config import VariableFilter, transformer_utils
+from mtf_gradsync.train.config import VariableFilter, rate_of_step, transformer_utils
 from mtf_gradsync.train.model import MeshModel, TrainingJob, placeholders
 
 # The variable that counts the examples of all steps made, by which a run goes on with its data.
@@ -151,8 +151,7 @@ def model_and_optimizer(
             f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
             f"names look like {model.graph.trainable_variables[0].name!r}"
         )
-    rate = job.learning_rate
-    rate = rate(step=step) if callable(rate) else rate
+    rate = rate_of_step(job.learning_rate, step)
     return loss, pairs, _make_optimizer(job.optimizer, rate), rate
 
 

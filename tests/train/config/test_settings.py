@@ -6,6 +6,7 @@ from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
 from mtf_gradsync.train import config
 from mtf_gradsync.train.config import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
+from mtf_gradsync.train.model import resolve_job
 
 MESH = "batch:4;model:2"
 LAYOUT = "batch:batch,d_ff:model"
@@ -82,7 +83,7 @@ def test_layouts_are_checked_against_the_tensors_of_a_model(caplog):
     ):
         check("b:4;m:8", "d_ff:m")
     with pytest.raises(
-        ConfigError, match=r'"d_fff" \(did you mean d_ff\?\), and nothing is split .* 2 .*"m"'
+        ConfigError, match=r'"d_fff" \(did you mean d_ff\?\), and no other rule .* 2 .*"m"'
     ):
         check("b:4;m:2", "batch:b,d_fff:m")
     # Other rules of the mesh dimension split something; a dimension of 1 part has nothing to split.
@@ -91,8 +92,40 @@ def test_layouts_are_checked_against_the_tensors_of_a_model(caplog):
             "The layout rule d_fff:m splits no variable and no input: none has this dim"
             in check(mesh_shape, layout)
         )
-    # What the model makes itself is split, though no variable is.
-    assert "The layout rule made:m splits no variable" in check("b:4;m:2", "made:m")
+    # Attention makes a dimension of any rule's name, and all else would be computed on each core.
+    with pytest.raises(ConfigError, match=r'the dimension "made", and no other rule splits'):
+        check("b:4;m:2", "made:m")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("autostack", 7, r"autostack must be True or False; got 7"),
+        ("noise_scale", "yes", r"noise_scale must be True or False; got 'yes'"),
+        ("reports", None, r"reports must be True or False; got None"),
+        ("seed", 1.5, r"seed must be a whole number from 0 to 2147483647; got 1\.5"),
+        ("seed", True, r"seed must be a whole number from 0 to 2147483647; got True"),
+        ("seed", 2**31, r"seed must be a whole number from 0 to 2147483647; got 2147483648"),
+        ("seed", -1, r"seed must be a whole number from 0 to 2147483647; got -1"),
+    ],
+)
+def test_switches_and_seeds_are_checked(name, value, message):
+    given = dict.fromkeys(
+        ["vocabulary", "train_dataset_fn", "sequence_length", "mesh_shape", "layout_rules"], 0
+    )
+    run_config = config.RunConfig(**{**given, "train_steps": 1, "optimizer": None, name: value})
+    with pytest.raises(ConfigError, match=f"train.run.{message}"):
+        resolve_job(run_config)
+
+
+def test_a_schedule_must_return_one_number():
+    def vector(step, total_train_steps):
+        return tf.cast(step, tf.float32) * tf.ones([2])
+
+    rate = config.resolve_learning_rate([2.0, vector], 10)
+    with tf.Graph().as_default():
+        with pytest.raises(ConfigError, match=r"learning_rate_schedule.*shape \[2\].*one number"):
+            config.rate_of_step(rate, tf.constant(3))
 
 
 def test_batch_size_may_be_given_per_replica():
