@@ -10,6 +10,7 @@ import tensorflow as tf2
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
+from mtf_gradsync.estimator.host import MeanLossHook
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.optimizers import reported, split_by_shard, traits_of
 from mtf_gradsync.reduce import placement_mesh_impl
@@ -191,6 +192,9 @@ class SpecBuilder:
             )
         if optimizer is not None:
             traffic = _traffic([tf_loss, train_op], self.mesh_impl, optimizer)
+            every = getattr(config, "log_step_count_steps", None)
+            if every and "update_step" in scalars:
+                saving.append(MeanLossHook(tf_loss, every, scalars["update_step"]))
             scalars.update((name, tf.constant(float(x))) for name, x in traffic.items())
         for name, value in scalars.items():
             tf.summary.scalar(name, value)  # for a `tf.train.SummarySaverHook`

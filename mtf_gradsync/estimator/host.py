@@ -6,6 +6,7 @@ Metrics and host_call of a TPUEstimatorSpec run on the host, in a graph of their
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, Callable, Mapping, Sequence, Union
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import restored_lowering
 from mtf_gradsync._private.tensorflow import add_saving_listeners, summary_writers
+from mtf_gradsync.runtimes.means import Measured, StepMeans
 
 _logger = logging.getLogger(__name__)
 
@@ -34,10 +36,10 @@ def training_hooks(
     """
     made: list[Any] = [tf.train.NanTensorHook(spec.loss)]
     every = getattr(config, "log_step_count_steps", None)
-    if every:
-        shown = {"loss": spec.loss, "step": tf.train.get_global_step()}
-        made.append(tf.train.LoggingTensorHook(shown, every_n_iter=every))
-    made += [*spec.training_hooks, *getattr(spec, "training_chief_hooks", ())]
+    of_spec = [*spec.training_hooks, *getattr(spec, "training_chief_hooks", ())]
+    if every and not any(isinstance(hook, MeanLossHook) for hook in of_spec):
+        made.append(MeanLossHook(spec.loss, every))
+    made += of_spec
     if getattr(spec, "host_call", None):
         made.append(HostCallHook(spec.host_call))
     steps = getattr(config, "save_checkpoints_steps", None)
@@ -77,6 +79,54 @@ def training_hooks(
     if listeners:
         add_saving_listeners(savers[0], listeners)
     return made
+
+
+class MeanLossHook(tf.train.SessionRunHook):
+    """Logs the mean of the losses since its last line, with the global step.
+
+    With accumulation, each line is about all microbatch steps of an update so far: Estimator's own
+    line has the loss of the last one alone.
+    """
+
+    def __init__(self, loss: tf.Tensor, every_n_iter: int, update_step: tf.Tensor | None = None):
+        """Logs a line on the first step and after every `every_n_iter` steps.
+
+        Args:
+          loss: a scalar of a step.
+          every_n_iter: how many steps a line is about.
+          update_step: a scalar that counts the updates made by the end of a step; None where every
+            step is an update.
+        """
+        self._fetches = {"loss": loss}
+        if update_step is not None:
+            self._fetches["update_step"] = update_step
+        self._every, self._means = every_n_iter, StepMeans()
+        self._steps = 0
+        self._began = time.monotonic()
+
+    def begin(self) -> None:
+        """Finds the global step."""
+        self._fetches["step"] = tf.train.get_global_step()
+
+    def before_run(self, run_context: Any) -> tf.train.SessionRunArgs:
+        """Asks for the loss."""
+        del run_context
+        return tf.train.SessionRunArgs(self._fetches)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Adds the loss, and logs a line when there are enough."""
+        del run_context
+        values = run_values.results
+        updates = int(values["update_step"]) if "update_step" in values else None
+        self._means.add(Measured(float(values["loss"])), updates)
+        if self._steps % self._every == 0:
+            now = time.monotonic()
+            loss, step = self._means.values()["loss"], int(values["step"])
+            # Where Estimator's own lines go.
+            tf.logging.info("loss = %.7g, step = %d (%.3f sec)", loss, step, now - self._began)
+            self._means.end_line()
+            self._began = now
+        self._steps += 1
 
 
 def write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:

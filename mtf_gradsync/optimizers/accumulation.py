@@ -205,9 +205,10 @@ class GradientAccumulationOptimizer(ReportsSkips):
           max_steps_without_update: most microbatch steps in a row without an update, with
             should_skip_update_fn, or with weights, where there is no data; one more raises an error
             that names variables and shards (see `NoUpdateError`). None for no limit.
-          flush: a boolean scalar, tf or mtf: whether to update on this step even if the sums have
-            fewer microbatch steps, as on the last step of a training. Where that step is skipped,
-            the update is that of the steps before. None never does.
+          flush: a boolean scalar, tf or mtf, or a function without arguments that makes one when
+            gradients are applied: whether to update on this step even if the sums have fewer
+            microbatch steps, as on the last step of a training. Where that step is skipped, the
+            update is that of the steps before. None never does.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -448,7 +449,11 @@ class _Accumulate(Stage):
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
         if wrapper._flush is not None:
-            flush = mtf.logical_and(_flag_on_mesh(wrapper._flush, mesh), mtf.greater(count, 0))
+            flag = wrapper._flush
+            if callable(flag):
+                flag = flag()
+                _check_flush(flag)
+            flush = mtf.logical_and(_flag_on_mesh(flag, mesh), mtf.greater(count, 0))
             due = mtf.logical_or(due, flush)
         updated = mtf.cast(due, tf.int32)
         has_update = updated
@@ -555,7 +560,7 @@ def _floating(dtype: Any) -> tf.DType | None:
 
 
 def _check_flush(flush: Any) -> None:
-    if flush is None or isinstance(flush, (bool, np.bool_)):
+    if flush is None or callable(flush) or isinstance(flush, (bool, np.bool_)):
         return
     is_tensor = isinstance(flush, (mtf.Tensor, tf.Tensor))
     if not is_tensor or flush.dtype != tf.bool or flush.shape.ndims:

@@ -55,7 +55,7 @@ def check_positive(name: str, value: Any, optional: bool = False) -> None:
     )
 
 
-_FLAGS = ("autostack", "evaluate_with_averages", "noise_scale", "reports")
+_FLAGS = ("autostack", "evaluate_with_averages", "keep_best", "noise_scale", "reports")
 # TensorFlow's seeds for operations are of 64 bits with a sign, numpy's of 32 bits.
 _SEEDS = 2**31
 
@@ -123,6 +123,20 @@ class MeshSettings(NamedTuple):
             for device in self.devices
         ]
         return self._replace(devices=devices)
+
+    def check_devices(self) -> None:
+        """Raises ConfigError for a GPU of this process that TensorFlow does not see."""
+        specs = map(tf.DeviceSpec.from_string, self.devices)
+        wanted = [spec for spec in specs if spec.device_type == "GPU" and spec.job is None]
+        there = len(tf.config.list_physical_devices("GPU")) if wanted else 0
+        for spec in wanted:
+            if (spec.device_index or 0) >= there:
+                raise ConfigError(
+                    f"train.run.mesh_devices names {spec.to_string()}, and TensorFlow "
+                    f"{tf.__version__} sees {there or 'no'} GPU{'s' if there != 1 else ''} here. "
+                    "Name devices that are there; without the binding the run is on virtual CPU "
+                    "devices, or on the devices that jax has."
+                )
 
     def split(self, dimension: str) -> int:
         """Returns into how many parts the mesh splits tensor dimensions of a name."""
@@ -426,13 +440,18 @@ class RunConfig:
       optimizer: a class or function called with learning_rate=.
       variable_filter: which variables train: a regular expression or a function of an mtf
         variable; None for all.
+      keep_best: whether the checkpoint of the lowest held-out loss is kept as well, in "best" of
+        the run's directory.
+      max_steps_without_decrease: end the run when the held-out loss has not fallen below its lowest
+        for this many steps, as Estimator's `stop_if_no_decrease_hook` does; None never does.
       perplexity_eval_steps: evaluate on at most this many batches.
       evaluate_with_averages: whether held-out data are scored, and samples are written, with the
         moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
         variables. Training goes on with the variables.
       init_checkpoint: begin with the variables of this checkpoint where names, shapes and types
         agree.
-      log_steps: measurements are written every this many steps.
+      log_steps: measurements are written every this many steps; losses, learning rates and tokens
+        per second are means over the steps since the last time.
       reports: whether to measure what the optimizers report, norms of gradients above all.
       noise_scale: whether to estimate the gradient noise scale, in sequences, and to show it and
         the norms of the shards' gradients beside the loss.
@@ -463,6 +482,8 @@ class RunConfig:
     learning_rate_schedule: LearningRate | list[Any] = None
     optimizer: Callable[..., Any] = gin.REQUIRED
     variable_filter: VariableFilter = None
+    keep_best: bool = False
+    max_steps_without_decrease: int | None = None
     perplexity_eval_steps: int = 100
     evaluate_with_averages: bool = False
     init_checkpoint: str | None = None

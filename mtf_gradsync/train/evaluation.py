@@ -319,6 +319,7 @@ def sample_after(
     least = model.mesh.split("batch") * max(1, model.outer_batch_size)
     batch_size = -(-settings.num_samples // least) * least
     model = model._replace(batch_size=batch_size, mesh=model.mesh.on_one_process())
+    model.mesh.check_devices()
     batch = {"targets": np.full([batch_size, length], PAD_ID, np.int32)}
     config = session_config(num_cpu_devices=model.mesh.num_cpu_devices)
     prompts = np.tile(np.array(context, np.int32), [settings.num_samples, 1])

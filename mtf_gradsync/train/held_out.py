@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Mapping, Sequence
 
 from mtf_gradsync._common import ConfigError, first_line
 from mtf_gradsync._private.libraries import tf
@@ -32,6 +35,63 @@ SPEED = ("seconds", "tokens_per_second")
 
 # Batches that the unigram baseline counts in; enough to see every byte or common subword.
 _BASELINE_BATCHES = 100
+
+
+BEST_DIR = "best"
+
+
+class Improvement:
+    """Follows the held-out losses of a run, by the lines of its metrics file."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
+        """Begins with what was measured before; see `RunConfig.max_steps_without_decrease`."""
+        self._most_steps = most_steps
+        self.best: float | None = None
+        self.best_step = self._newest = 0
+        for row in rows:
+            if "held_out_nats" in row:
+                self.add(row["step"], row["held_out_nats"])
+
+    def add(self, step: int, nats: float) -> bool:
+        """Adds the loss of a step; returns whether it is lower than all before."""
+        self._newest = max(step, self._newest)
+        if not math.isfinite(nats) or (self.best is not None and nats >= self.best):
+            return False
+        self.best, self.best_step = nats, step
+        return True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loss has not fallen for as many steps as end the run."""
+        if self._most_steps is None or self.best is None:
+            return False
+        return self._newest - self.best_step >= self._most_steps
+
+    def __str__(self) -> str:
+        return f"the held-out loss has not fallen since step {self.best_step} ({self.best:.3f})"
+
+
+def keep_best(path: str, directory: Path) -> None:
+    """Keeps a checkpoint as the best one of a run, in `BEST_DIR` of its directory.
+
+    Files are links where the file system has them. The state file, written last, names the new
+    checkpoint before the one before is removed.
+    """
+    best = directory / BEST_DIR
+    best.mkdir(exist_ok=True)
+    source, before = Path(path), set(best.iterdir())
+    for file in source.parent.glob(f"{source.name}.*"):
+        kept = best / file.name
+        kept.unlink(missing_ok=True)
+        try:
+            os.link(file, kept)
+        except OSError:
+            shutil.copy2(file, kept)
+        before.discard(kept)
+    state = best / "checkpoint"
+    write_text(state, f'model_checkpoint_path: "{source.name}"\n')
+    for file in before - {state}:
+        file.unlink()
 
 
 class HeldOut:
@@ -150,16 +210,22 @@ class HeldOut:
         if self._evaluator is not None:
             self._evaluator.close()
 
-    def point(self, path: str, step: int, recorder: MetricsRecorder, progress: Progress) -> None:
-        """Scores a checkpoint of a run that goes on; writes "held_out_nats", shows perplexity."""
+    def point(
+        self, path: str, step: int, recorder: MetricsRecorder, progress: Progress
+    ) -> Score | None:
+        """Scores a checkpoint of a run that goes on, if there are held-out data.
+
+        Writes "held_out_nats" and shows the perplexity.
+        """
         if not self._held_out:
-            return
+            return None
         score = self._score(path)
         recorder.write(step, {"held_out_nats": score.nats_per_token})
         progress.message(
             f"step {step}: held-out loss {score.nats_per_token:.3f}, "
             f"perplexity {score.perplexity:.3f}"
         )
+        return score
 
     def plot(self) -> None:
         """Draws the loss curve from the metrics file."""

@@ -11,6 +11,7 @@ from mtf_gradsync._common import ConfigError, TrainingError, first_line
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.optimizers import NoUpdateError
+from mtf_gradsync.runtimes.means import Measured, StepMeans
 from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.data.batches import DataError
 from mtf_gradsync.train.metrics import MetricsRecorder, Progress
@@ -31,12 +32,18 @@ _STEPS_BEFORE_TIMELINE = 5
 
 
 class LoopSettings(NamedTuple):
-    """How long to train, and how often to save and log; see `RunConfig`."""
+    """How long to train, and how often to save and log; see `RunConfig`.
+
+    `parameters` are those that are trained, by which the model FLOPs utilization (MFU) counts 6
+    operations for each token (Chowdhery et al. 2022, PaLM, appendix B, without attention).
+    """
 
     train_steps: int
     save_checkpoints_steps: int
     log_steps: int
     tokens_per_step: int
+    loss_denominator: float
+    parameters: int
     timeline_steps: int = 0
 
 
@@ -57,7 +64,7 @@ def train_loop(
     optimizers: Sequence[Any],
     settings: LoopSettings,
     recorder: MetricsRecorder,
-    on_checkpoint: Callable[[str, int, Progress], None],
+    on_checkpoint: Callable[[str, int, Progress], bool],
     on_first_step: Callable[[], None] = lambda: None,
     on_timeline: Callable[[Timeline, int, int], None] = lambda timeline, first, last: None,
 ) -> LoopResult:
@@ -68,7 +75,8 @@ def train_loop(
       optimizers: the optimizer and those inside it.
       settings: how long to train, and how often to save and log.
       recorder: takes measurements every log_steps.
-      on_checkpoint: called with path, step and the progress after each save.
+      on_checkpoint: called with path, step and the progress after each save; returns whether the
+        run ends there.
       on_first_step: called once the first step has been shown, for work that can wait until then.
       on_timeline: called once with the timeline and the numbers of the first and the last step in
         it, if settings ask for some.
@@ -83,7 +91,7 @@ def train_loop(
 
         def train_to(last: int) -> int | None:
             """Makes steps; returns the signal that stopped all processes, if there was one."""
-            while loop.step < last and not runner.should_stop():
+            while loop.step < last and not loop.is_at_end and not runner.should_stop():
                 stopped_by = runner.agreed_stop(stop.received)
                 if stopped_by is not None:
                     return stopped_by
@@ -106,6 +114,7 @@ def train_loop(
             if stopped_by is None:
                 stopped_by = train_to(settings.train_steps)
             loop.save()
+            loop.tell_left_steps()
         except (TrainingError, ConfigError):
             raise
         except _OF_A_STEP as error:
@@ -118,7 +127,10 @@ def train_loop(
 
 
 class _Loop:
-    """The state of one training loop: `step` counts steps dispatched, `seconds` time in steps."""
+    """The state of one training loop: `step` counts steps dispatched, `seconds` time in steps.
+
+    `is_at_end` is whether the newest checkpoint ends the run.
+    """
 
     def __init__(
         self,
@@ -126,7 +138,7 @@ class _Loop:
         optimizers: Sequence[Any],
         settings: LoopSettings,
         recorder: MetricsRecorder,
-        on_checkpoint: Callable[[str, int, Progress], None],
+        on_checkpoint: Callable[[str, int, Progress], bool],
         on_first_step: Callable[[], None],
     ):
         self._runner, self._settings, self._recorder = runner, settings, recorder
@@ -138,6 +150,10 @@ class _Loop:
         # Updates made by the end of each step, where the optimizers count them.
         self._updates: list[int] = []
         self.seconds = 0.0
+        self.is_at_end = False
+        self._means = StepMeans(settings.loss_denominator)
+        if recorder.left_means is not None:
+            self._means.restore(recorder.left_means)
         self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
 
     def one_step(self) -> None:
@@ -149,8 +165,7 @@ class _Loop:
             # The steps before are good. (Other processes may be in the middle of this one.)
             if self._runner.is_alone:
                 self.save()
-            kept = f" The newest checkpoint is of step {self._saved_at}." if self._saved_at else ""
-            raise DataError(f"{error}{kept}") from error
+            raise DataError(f"{error} {self._newest()}") from error
         self.step += 1
         # The user wants to see the first step at once.
         ahead = self._runner.steps_ahead if self._on_first_step is None else 0
@@ -186,6 +201,12 @@ class _Loop:
         while self._pending:
             self._look_at_oldest()
 
+    def _newest(self) -> str:
+        """Returns a sentence on the checkpoint that there is."""
+        if self._saved_at:
+            return f"The newest checkpoint is of step {self._saved_at}."
+        return "There is no checkpoint yet."
+
     def failure(self, error: BaseException) -> TrainingError:
         """Returns the error to show the user for an error that a step has raised."""
         if isinstance(error, NoUpdateError):
@@ -194,7 +215,7 @@ class _Loop:
             self._check_waits()
         return TrainingError(
             f"A step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
-            f"The newest checkpoint is of step {self._saved_at}."
+            f"{self._newest()}"
         )
 
     def save(self) -> None:
@@ -205,10 +226,22 @@ class _Loop:
         if self.step == self._saved_at:
             return
         self._check_waits()
+        self._recorder.leave_means(self.step, self._means)
         path = self._runner.save(self.step)
         self._saved_at = self.step
-        self._on_checkpoint(path, self.step, self.progress)
+        self.is_at_end = self._on_checkpoint(path, self.step, self.progress)
         self.progress.pause()
+
+    def tell_left_steps(self) -> None:
+        """Says how many microbatch steps are in sums and in no update, where there are some."""
+        left = self._means.steps_in_no_update
+        if left and self.step >= self._settings.train_steps:
+            steps = "last step is" if left == 1 else f"last {left} steps are"
+            self.progress.message(
+                f"the {steps} in the accumulated gradients and in no update: "
+                "GradientAccumulationOptimizer.flush = @is_last_step applies them, and a longer "
+                "run goes on from them"
+            )
 
     def _look_at_oldest(self) -> None:
         values = self._pending.popleft()()
@@ -218,24 +251,27 @@ class _Loop:
         if rate is not None and not 0 <= rate < math.inf:
             raise TrainingError(
                 f"The learning rate of step {step} is {float(rate):g}, by "
-                "train.run.learning_rate_schedule; it must be a finite number, not negative. The "
-                f"newest checkpoint is of step {self._saved_at}."
+                "train.run.learning_rate_schedule; it must be a finite number, not negative. "
+                f"{self._newest()}"
             )
-        if not self._patience.goes_on(loss, values.get("update_step")):
+        update_step = int(values["update_step"]) if "update_step" in values else None
+        if not self._patience.goes_on(loss, update_step):
             raise TrainingError(
-                f"The loss of step {step} is {loss}{self._patience.since()}; the newest "
-                f"checkpoint is of step {self._saved_at}. Lower "
-                "train.run.learning_rate_schedule, or look at the data."
+                f"The loss of step {step} is {loss}{self._patience.since()}. {self._newest()} "
+                "Lower train.run.learning_rate_schedule, or look at the data."
             )
-        if self._settings.timeline_steps and values.get("update_step") is not None:
-            self._updates.append(int(values["update_step"]))
-        self.progress.update(step, loss, values["fields"])
+        if self._settings.timeline_steps and update_step is not None:
+            self._updates.append(update_step)
+        measured = Measured(loss, values["tokens"], None if rate is None else float(rate))
+        self._means.add(measured, update_step)
+        means = self._means.values()
+        self.progress.update(step, means.get("nats_per_token", loss), values["fields"])
         if step % settings.log_steps == 0 or step == settings.train_steps:
             # XLA drops the assertion with which a step on a placement mesh ends.
             self._check_waits()
-            rate = round(self.progress.tokens_per_second(), 1)
-            measured = {"loss": loss, "tokens_per_second": rate, **values["reported"]}
-            self._recorder.write(step, measured)
+            tokens = round(self.progress.tokens_per_second(), 1)
+            self._recorder.write(step, {"tokens_per_second": tokens, **values["reported"], **means})
+            self._means.end_line()
         if self._on_first_step is not None:
             call, self._on_first_step = self._on_first_step, None
             began = time.monotonic()
@@ -251,9 +287,8 @@ class _Loop:
 
     def _no_update(self, error: Exception) -> TrainingError:
         return TrainingError(
-            f"{error} The newest checkpoint is of step {self._saved_at}. Look at the data of these "
-            "shards; SyncReplicasOptimizer makes updates with fewer by a lower "
-            "replicas_to_aggregate."
+            f"{error} {self._newest()} Look at the data of these shards; SyncReplicasOptimizer "
+            "makes updates with fewer by a lower replicas_to_aggregate."
         )
 
 

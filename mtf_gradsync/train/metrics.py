@@ -19,6 +19,7 @@ from tqdm import tqdm
 from mtf_gradsync._common import first_line
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import split_by_shard
+from mtf_gradsync.runtimes.means import StepMeans
 from mtf_gradsync.runtimes.starting import free_name, write_text
 
 # For example of a field with one number for each replica.
@@ -75,8 +76,8 @@ class Progress:
             print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
 
     def tokens_per_second(self) -> float:
-        """Returns the rate over the last steps."""
-        return self._rate.tokens_per_second()
+        """Returns the rate since this was last asked, without pauses; 0 where nothing was timed."""
+        return self._rate.since_last_asked()
 
     def message(self, text: str) -> None:
         """Writes a line without disturbing the bar."""
@@ -111,6 +112,9 @@ class _Rate:
         self._last: float | None = None
         self._seconds = 0.0
         self._steps = 0.0
+        # What is timed since a line was written, of which nothing is forgotten.
+        self._line_seconds = 0.0
+        self._line_steps = 0
         self._began: tuple[float, int] | None = None
 
     def update(self, step: int) -> None:
@@ -120,6 +124,8 @@ class _Rate:
         if self._last is not None:
             self._seconds += now - self._last
             self._steps += step - self._step
+            self._line_seconds += now - self._last
+            self._line_steps += step - self._step
             if self._seconds > self._SECONDS:
                 keep = self._SECONDS / self._seconds
                 self._seconds *= keep
@@ -132,6 +138,11 @@ class _Rate:
 
     def tokens_per_second(self) -> float:
         return self._steps * self._tokens_per_step / self._seconds if self._seconds else 0.0
+
+    def since_last_asked(self) -> float:
+        seconds, steps = self._line_seconds, self._line_steps
+        self._line_seconds, self._line_steps = 0.0, 0
+        return steps * self._tokens_per_step / seconds if seconds else 0.0
 
     def time_left(self, steps: int) -> str:
         """Returns how long more steps will take, such as "02:05"; "-" where it is not known yet."""
@@ -161,6 +172,10 @@ def _short(value: Any) -> str:
     return f"{number:.4g}" if isinstance(number, float) else str(number)
 
 
+# A line with what a session left for the means of the next line; only the next session reads it.
+_MEANS = "means_so_far"
+
+
 class MetricsFile:
     """Writes a JSON object per line: ``step`` and what was measured there."""
 
@@ -171,6 +186,12 @@ class MetricsFile:
         """
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
+        #: What an earlier session left at this very step for the means of the next line.
+        self.left_means = next(
+            (row[_MEANS] for row in reversed(kept) if _MEANS in row and row["step"] == first_step),
+            None,
+        )
+        kept = [row for row in kept if _MEANS not in row]
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, step: int, **values: Any) -> None:
@@ -263,12 +284,16 @@ class EventFile:
 _TAGS = {"held_out_nats": "held_out/nats_per_token"}
 
 
+_IN_FULL = ("loss", "nats_per_token")
+
+
 class MetricsRecorder:
     """Writes the measurements of steps to both files, while it is entered."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
         """Begins a session of a run, after first_step steps, with files in its directory."""
         self._metrics = MetricsFile(directory / metrics_file, first_step)
+        self.left_means = self._metrics.left_means
         self._events = EventFile(directory, first_step)
 
     def __enter__(self) -> MetricsRecorder:
@@ -280,16 +305,21 @@ class MetricsRecorder:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the measurements of a step: numbers, or arrays with one for each shard, by name.
 
-        Of values that are not finite, only the loss is written.
+        Of values that are not finite, only the losses are written.
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
         plain = {name: _plain(value) for name, value in values.items()}
         line = {name: value for name, value in plain.items() if value is not None}
-        if "loss" in values:
-            # To all of its digits, by which runs are compared.
-            line["loss"] = float(values["loss"])
+        # To all of its digits, by which runs are compared.
+        line.update({name: float(values[name]) for name in _IN_FULL if name in values})
         self._metrics.write(step, **line)
+
+    def leave_means(self, step: int, means: StepMeans) -> None:
+        """Writes at a checkpoint what another session needs for the means of the next line."""
+        state = means.state()
+        if state is not None:
+            self._metrics.write(step, **{_MEANS: state})
 
     def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds numbers that do not change during a run, to the event file alone."""

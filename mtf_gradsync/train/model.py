@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Callable, Collection, NamedTuple, get_args
 
 from mtf_gradsync._common import ConfigError
@@ -112,6 +113,16 @@ class MeshModel:
         """The names of the dimensions of features."""
         return [*(dim.name for dim in self._batch_dims), "length"]
 
+    @property
+    def loss_denominator(self) -> float:
+        """What the model divides the loss of a batch, in nats, by: as a rule its positions."""
+        shape = [
+            *self._batch_dims,
+            mtf.Dimension("length", self.settings.feature_length("targets")),
+        ]
+        # Mesh-TensorFlow asks a tensor for its shape, and nothing else.
+        return self._model.loss_denominator(SimpleNamespace(shape=mtf.Shape(shape)), 1)
+
     def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Imports int tensors ``[batch_size, length]``, by feature name, into the mtf graph.
 
@@ -188,6 +199,7 @@ class TrainingJob(NamedTuple):
         loss, and ``update_step_now``, such a scalar that counts updates.
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: see `RunConfig`.
+      train_steps: see `RunConfig`.
       reports: whether the step returns what its optimizers report.
       noise_scale: whether it estimates the gradient noise scale, in sequences.
       examples_before: how many examples steps were made of before, if no checkpoint says it.
@@ -198,6 +210,7 @@ class TrainingJob(NamedTuple):
     optimizer: Callable[..., Any]
     learning_rate: LearningRate
     variable_filter: VariableFilter
+    train_steps: int
     reports: bool = False
     noise_scale: bool = False
     examples_before: int = 0
@@ -259,6 +272,7 @@ def resolve_job(config: RunConfig) -> TrainingJob:
             config.learning_rate_schedule, config.total_run_steps or config.train_steps
         ),
         variable_filter=config.variable_filter,
+        train_steps=config.train_steps,
     )
 
 

@@ -162,7 +162,8 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
     # With it all columns are full.
     is_wide = len(present) % 2 == 0
     loss = _over_steps("Loss", _LOSS_UNIT, _losses(rows),
-        "Cross entropy of the training batches and of held-out text.", level=unigram_nats,
+        "Cross entropy of the training batches, a mean over the steps since the last point, and of "
+        "held-out text.", level=unigram_nats,
         is_wide=is_wide)  # fmt: skip
     return [loss, *present] if loss else present
 
@@ -170,9 +171,17 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
 _LOSS_UNIT = "nats per token"
 
 
+def training_losses(rows: Rows) -> Series | None:
+    """Returns the training losses of a metrics file, in the unit of held-out losses.
+
+    Of a file that was written before there were such, the model's own losses: means over positions.
+    """
+    return series_of(rows, "nats_per_token") or series_of(rows, "loss")
+
+
 def _losses(rows: Rows) -> list[_Line]:
     return [
-        _Line("training", series_of(rows, "loss")),
+        _Line("training", training_losses(rows)),
         _Line("held out", series_of(rows, "held_out_nats"), is_points=True),
     ]
 

@@ -16,7 +16,7 @@ from mtf_gradsync.runtimes.starting import write_json, write_text
 from mtf_gradsync.timelines import Table, TimelineError
 from mtf_gradsync.train import plots
 from mtf_gradsync.train.figures import check_library
-from mtf_gradsync.train.plots import series_of
+from mtf_gradsync.train.plots import series_of, training_losses
 from mtf_gradsync.train.train_graph import Traffic, TrafficRow
 
 FACTS_FILE = "facts.json"
@@ -209,7 +209,7 @@ def _tiles(
     """Returns the main numbers: for each a title, the number as text, and a remark."""
     result = ended.result
     tiles = []
-    loss = series_of(rows, "loss")
+    loss = training_losses(rows)
     if loss:
         remark = f"nats per token, at step {loss.steps[-1]:,}"
         tiles.append(("training loss", f"{loss.last:.3f}", remark))

@@ -37,7 +37,7 @@ from mtf_gradsync.train.config import RunConfig, check_callable, check_positive
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.evaluation import Score
 from mtf_gradsync.train.figures import check_drawing, writing_to
-from mtf_gradsync.train.held_out import METRICS_FILE, SPEED, HeldOut
+from mtf_gradsync.train.held_out import METRICS_FILE, SPEED, HeldOut, Improvement, keep_best
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.metrics import MetricsRecorder, Progress, read_metrics
 from mtf_gradsync.train.model import TrainingJob, resolve_job
@@ -179,20 +179,23 @@ def _run(checked: _CheckedRun, accepted: Accepted, part: RunPart) -> RunResult:
         with contextlib.suppress(OSError):
             _write_report(checked, None, f"ended by an error: {error}")
         raise
+    newest = latest_checkpoint(checked.checkpoint_dir)
     if result.stopped_by is not None:
         evaluation.plot()
         _write_report(checked, result.step, "stopped early")
-        say(
-            f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
-            "the same command goes on from there"
-        )
+        if newest is None:
+            say("stopped before the first step, without a checkpoint; the same command begins anew")
+        else:
+            say(
+                f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
+                "the same command goes on from there"
+            )
         return RunResult(result.step, result.stopped_by, None, None)
     speed = {}
     if result.steps_made:
         rate = result.steps_made * checked.job.tokens_per_step / result.seconds
         speed = dict(zip(SPEED, (round(result.seconds, 1), round(rate, 1))))
         say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
-    newest = latest_checkpoint(checked.checkpoint_dir)
     try:
         held_out = evaluation.finish(newest, step=result.step, **speed)
     except (ConfigError, OSError):
@@ -216,6 +219,8 @@ def _check(
     check_pages_installed()
     runtime = choose_runtime(config, part.target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
+    if not part.target:
+        job.model.mesh.check_devices()
     session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
     # Evaluation has a session of its own: on a server it would share variables with training.
     here = job.model._replace(mesh=job.model.mesh.on_one_process()) if part.target else job.model
@@ -273,6 +278,13 @@ def check_schedule(config: RunConfig) -> None:
     check_positive("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
     check_positive("perplexity_eval_steps", config.perplexity_eval_steps)
     check_positive("log_steps", config.log_steps)
+    check_positive("max_steps_without_decrease", config.max_steps_without_decrease, optional=True)
+    for name in ("keep_best", "max_steps_without_decrease"):
+        if getattr(config, name) and config.eval_dataset_fn is None:
+            raise ConfigError(
+                f"train.run.{name} = {getattr(config, name)!r} goes by the held-out loss: bind "
+                "train.run.eval_dataset_fn"
+            )
     steps = config.timeline_steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ConfigError(f"train.run.timeline_steps must be a whole number from 0; got {steps!r}")
@@ -322,6 +334,11 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
     step = start.step
     if step >= config.train_steps:
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
+        return LoopResult(step, None, 0.0, 0)
+    rows = [row for row in read_metrics(directory / METRICS_FILE) if row["step"] <= step]
+    improvement = Improvement(rows, config.max_steps_without_decrease)
+    if improvement.has_ended:
+        say(f"{improvement}: the run has ended (train.run.max_steps_without_decrease)")
         return LoopResult(step, None, 0.0, 0)
     say(f"steps run on {checked.runtime}")
     job = job._replace(examples_before=step * job.model.batch_size)
@@ -373,9 +390,18 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
                     say(unread_bindings)
                 check_drawing()
 
-            def on_checkpoint(saved: str, at: int, progress: Progress) -> None:
-                checked.evaluation.point(saved, at, recorder, progress)
+            def on_checkpoint(saved: str, at: int, progress: Progress) -> bool:
+                """Scores a checkpoint, and keeps it if it is the best; returns whether to end."""
+                score = checked.evaluation.point(saved, at, recorder, progress)
                 recorder.flush()
+                if score is None:
+                    return False
+                is_best = improvement.add(at, score.nats_per_token)
+                if is_best and config.keep_best and Path(saved).parent == directory:
+                    keep_best(saved, directory)
+                if improvement.has_ended:
+                    progress.message(f"{improvement}: the run ends here")
+                return improvement.has_ended
 
             def on_timeline(timeline: Timeline, first: int, last: int) -> None:
                 say(str(timeline.save(directory / TRACE_FILE)))
@@ -390,6 +416,8 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
                     save_checkpoints_steps=config.save_checkpoints_steps,
                     log_steps=config.log_steps,
                     tokens_per_step=job.tokens_per_step,
+                    loss_denominator=graph.loss_denominator,
+                    parameters=graph.num_parameters,
                     timeline_steps=config.timeline_steps,
                 ),
                 recorder,
@@ -463,6 +491,8 @@ class TimedRun:
         """
         runtime = choose_runtime(config, part.target)
         job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
+        if not part.target:
+            job.model.mesh.check_devices()
         session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
         checkpoints = part.checkpoint_dir or model_dir
         start = Start()

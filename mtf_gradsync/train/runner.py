@@ -93,11 +93,13 @@ class Runner(abc.ABC):
       first_step: steps made before, known once it is entered.
       is_alone: whether no other process has to take part in what this one does.
       steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
+      peak_flops: bfloat16 operations a second of all chips together; None where it is not known.
     """
 
     first_step: int = 0
     is_alone: bool = True
     steps_ahead: int = 0
+    peak_flops: float | None = None
 
     @abc.abstractmethod
     def __enter__(self) -> Runner: ...
@@ -107,7 +109,10 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self) -> Callable[[], dict[str, Any]]:
-        """Begins a step; returns a function that waits for the values of `fetches_of` by name."""
+        """Begins a step; returns a function that waits for its values by name.
+
+        They are those of `fetches_of`, and "tokens": how many targets of the batch are no padding.
+        """
 
     @abc.abstractmethod
     def save(self, step: int) -> str:
@@ -290,6 +295,17 @@ class GraphRunner(Runner):
         """See `Runner`."""
         return self._raw(self._waits.ask)
 
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """See `Runner`."""
+        batch = self._batches.next()
+        tokens = self._batches.targets
+        result = self._dispatched(batch)
+        return lambda: {**result(), "tokens": tokens}
+
+    @abc.abstractmethod
+    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+        """Begins a step; returns a function that waits for the values of `fetches_of` by name."""
+
 
 class PlacementMeshRunner(GraphRunner):
     """Runs the default graph in a monitored session; finalizes the graph."""
@@ -308,9 +324,8 @@ class PlacementMeshRunner(GraphRunner):
         self._leave(exception[0])
         self._session.__exit__(*exception)
 
-    def dispatch(self) -> Callable[[], dict[str, Any]]:
-        """See `Runner`."""
-        values = self._session.run(self._fetches, self._batches.next())
+    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+        values = self._session.run(self._fetches, batch)
         return lambda: values
 
     def save(self, step: int) -> str:
@@ -349,6 +364,7 @@ class SimdProgramRunner(GraphRunner):
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
             raise self._other_runtime(error) from error
         cores = getattr(self._session, "cores", None)
+        self.peak_flops = getattr(self._session, "peak_flops", None)
         self.is_alone = cores is None or cores.is_alone
         self._begin()
         if not self.is_alone:
@@ -359,9 +375,7 @@ class SimdProgramRunner(GraphRunner):
         self._leave(exception[0])
         self._session.close()
 
-    def dispatch(self) -> Callable[[], dict[str, Any]]:
-        """See `Runner`."""
-        batch = self._batches.next()
+    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
         if self._place.name != "xla":
             values = self._session.run(self._fetches, batch)
             return lambda: values

@@ -6,6 +6,8 @@ import contextlib
 import re
 from typing import Any, Callable, ContextManager, Iterable, Iterator, NamedTuple, Sequence
 
+import gin
+
 from mtf_gradsync import simd
 from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import mtf, tf
@@ -34,6 +36,7 @@ class TrainGraph(NamedTuple):
     Attributes:
       lowering: the mtf.Lowering.
       loss: float32 scalar.
+      loss_denominator: what the model divides its loss in nats by.
       step: int64 scalar; fetching it makes a training step and returns the number of steps made.
       examples: the variable `EXAMPLES`, int64 scalar.
       fields: tensors to show beside the loss, by name.
@@ -47,6 +50,7 @@ class TrainGraph(NamedTuple):
 
     lowering: Any
     loss: tf.Tensor
+    loss_denominator: float
     step: tf.Tensor
     examples: tf.Variable
     fields: dict[str, tf.Tensor]
@@ -69,6 +73,7 @@ def build_train_graph(
     global_step = tf.train.get_or_create_global_step()
     # Read once, before anything is assigned: the schedule and the increment use the same step.
     step_now = tf.identity(global_step.read_value())
+    tf.add_to_collection(_LAST_STEP, (step_now, job.train_steps))
     examples = tf.get_variable(
         EXAMPLES,
         dtype=tf.int64,
@@ -110,6 +115,7 @@ def build_train_graph(
     return TrainGraph(
         lowering=lowering,
         loss=tf_loss,
+        loss_denominator=model.loss_denominator,
         step=step,
         examples=examples,
         fields=tf_fields,
@@ -119,6 +125,32 @@ def build_train_graph(
         gradients=[g for g, _ in pairs if g is not None],
         optimizers=stack,
     )
+
+
+_LAST_STEP = "mtf_gradsync/last_step"
+
+
+@gin.configurable(module="mtf_gradsync.train")
+def is_last_step() -> tf.Tensor:
+    """Returns whether the training step that is being built is the last one of its run.
+
+    ``GradientAccumulationOptimizer.flush = @is_last_step`` applies the sums of an update that the
+    end of the run cuts short. A run that is made longer afterwards has that update in it.
+
+    Returns:
+      A boolean tf scalar: true on step `RunConfig.train_steps`.
+
+    Raises:
+      ValueError: no training step of ``mtf-gradsync train`` is being built.
+    """
+    known = tf.get_collection(_LAST_STEP)
+    if not known:
+        raise ValueError(
+            "is_last_step is for runs of mtf-gradsync train, which know their last step. In a "
+            "program of your own, give flush a boolean tensor."
+        )
+    step, last = known[-1]
+    return tf.greater_equal(step + 1, last)
 
 
 def _update(

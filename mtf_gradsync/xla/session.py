@@ -22,6 +22,7 @@ from mtf_gradsync.xla.executable import Cache, default_cache_dir
 from mtf_gradsync.xla.outside import BOUNDARY, DeviceInputs, FetchSource, OutsideStep, source_of
 from mtf_gradsync.xla.prepared import CompiledCore, DeviceVariables, PreparedProgram
 from mtf_gradsync.xla.runner.devices import DevicesError, DeviceValues, devices_errors, put
+from mtf_gradsync.xla.topology.chips import peak_flops_of
 
 _logger = logging.getLogger("mtf_gradsync")
 
@@ -136,6 +137,12 @@ class XlaSession(ReplicaSession):
     def compiled(self) -> tuple[CompiledCore, ...]:
         """What was compiled of it so far: a program for each set of fetches."""
         return self._prepared.all_compiled
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Bfloat16 operations a second that all devices can do; None where it is not known."""
+        peaks = [peak_flops_of(device.device_kind) for device in self._cores.devices]
+        return None if None in peaks else sum(peaks)
 
     def wait(self) -> None:
         """Waits until the steps that were dispatched have ended on this process's devices.

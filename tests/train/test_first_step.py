@@ -11,6 +11,7 @@ from mtf_gradsync.train import held_out, loop
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.train.figures import check_library
+from mtf_gradsync.train.metrics import MetricsRecorder
 from mtf_gradsync.train.report import REPORT_FILE
 from mtf_gradsync.train.runner import Runner
 
@@ -36,7 +37,7 @@ class Ahead(Runner):
 
         def result():
             self.notes.append(f"end {step}")
-            return {"step": step, "loss": 1.0, "fields": {}, "reported": {}}
+            return {"step": step, "loss": 1.0, "fields": {}, "reported": {}, "tokens": 1}
 
         return result
 
@@ -50,14 +51,14 @@ class Ahead(Runner):
         return None
 
 
-def test_the_first_step_is_shown_before_another_begins():
+def test_the_first_step_is_shown_before_another_begins(tmp_path):
     notes = []
     result = loop.train_loop(
         Ahead(notes),
         [],
-        loop.LoopSettings(4, 100, 100, 1),
-        type("Recorder", (), {"write": lambda *args: None})(),
-        lambda *args: notes.append("checkpoint"),
+        loop.LoopSettings(4, 100, 100, 1, 1.0, 1),
+        MetricsRecorder(tmp_path, "metrics.jsonl", 0),
+        lambda *args: bool(notes.append("checkpoint")),
         lambda: notes.append("first step"),
     )
     assert notes[:3] == ["begin 1", "end 1", "first step"]

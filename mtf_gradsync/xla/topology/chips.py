@@ -388,6 +388,39 @@ class Slice(NamedTuple):
         return Rates(self.chip.peak_flops / cores, self.chip.hbm_bytes_per_second / cores)
 
 
+# The names that jax's devices have (``device.device_kind``), without "TPU " -> the generation.
+_DEVICE_KINDS = {
+    "v2": "v2",
+    "v3": "v3",
+    "v4": "v4",
+    "v5 lite": "v5e",
+    "v5e": "v5e",
+    "v5": "v5p",
+    "v5p": "v5p",
+    "v6 lite": "v6e",
+    "v6e": "v6e",
+    "7x": "tpu7x",
+    "TPU7x": "tpu7x",
+}
+
+
+def peak_flops_of(device_kind: str) -> float | None:
+    """Returns the published peak of a jax device, in bfloat16 operations a second.
+
+    Args:
+      device_kind: what ``jax.devices()[0].device_kind`` says, as in "TPU v5 lite".
+
+    Returns:
+      The operations of one device, which is a core of a program; None where its peak is not known.
+    """
+    name = _DEVICE_KINDS.get(device_kind[4:] if device_kind.startswith("TPU ") else device_kind)
+    generation = next((one for one in GENERATIONS if one.name == name), None)
+    if generation is None:
+        return None
+    chip = next(chip for chip in CHIPS if chip.name == name)
+    return chip.peak_flops / generation.cores_per_chip
+
+
 def slice_of(topology: str) -> Slice:
     """Reads the name of a slice.
 

@@ -60,7 +60,7 @@ def test_one_of_four_may_be_missing_and_two_make_an_update_of_two_steps(train, t
 
 
 def test_training_ends_instead_of_waiting(train):
-    said = r"max_steps_without_update=2 .*: \[0, 1, 2, 3\]. The newest checkpoint is of step 0"
+    said = r"max_steps_without_update=2 .*: \[0, 1, 2, 3\]. There is no checkpoint yet"
     with pytest.raises(TrainingError, match=said):
         train(
             8,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.means import Measured, StepMeans
 from mtf_gradsync.train.metrics import MetricsFile, MetricsRecorder, read_metrics
 
 FILE = "metrics.jsonl"
@@ -101,3 +102,60 @@ def test_an_interrupt_leaves_whole_files(tmp_path):
         interrupted()
     (path,) = tmp_path.glob("events.out.tfevents.*")
     assert [e.step for e in tf.train.summary_iterator(str(path))] == [0, 1, 1]
+
+
+LOSSES = [6.0, 2.0, 4.0, 8.0, 1.0, 3.0, 5.0, 7.0]
+
+
+def lines(every, updates=None, breaks=(), tmp_path=None):
+    """The mean losses of lines after every so many steps; sessions end after steps in `breaks`."""
+    means, found = StepMeans(1.0), {}
+    for step, loss in enumerate(LOSSES, 1):
+        means.add(Measured(loss, 1), updates and updates[step - 1])
+        if step % every == 0:
+            found[step] = means.values()["loss"]
+            means.end_line()
+        if step in breaks:
+            with MetricsRecorder(tmp_path, FILE, step) as recorder:
+                recorder.leave_means(step, means)
+            means = StepMeans(1.0)
+            with MetricsRecorder(tmp_path, FILE, step) as recorder:
+                if recorder.left_means is not None:
+                    means.restore(recorder.left_means)
+            assert not read_metrics(tmp_path / FILE)
+    return found
+
+
+@pytest.mark.parametrize("breaks", [(), (1, 2), (3, 5), (4,), (6, 7)])
+def test_a_line_is_the_mean_over_the_steps_since_the_last_and_over_an_updates(tmp_path, breaks):
+    def mean(first, last):
+        return np.mean(LOSSES[first - 1 : last])
+
+    assert lines(1, None, breaks, tmp_path) == dict(enumerate(LOSSES, 1))
+    assert lines(3, None, breaks, tmp_path) == {3: mean(1, 3), 6: mean(4, 6)}
+    # An update of four microbatch steps: a line is never of a part of those that were made.
+    updates = [0, 0, 0, 1, 1, 1, 1, 2]
+    assert lines(1, updates, breaks, tmp_path) == {
+        step: mean(1 if step <= 4 else 5, step) for step in range(1, 9)
+    }
+    assert lines(3, updates, breaks, tmp_path) == {3: mean(1, 3), 6: mean(4, 6)}
+    assert lines(2, updates, breaks, tmp_path) == {
+        2: mean(1, 2), 4: mean(1, 4), 6: mean(5, 6), 8: mean(5, 8)
+    }  # fmt: skip
+
+
+def test_means_are_of_tokens_where_losses_are_of_positions():
+    """Two batches of 256 positions: 137 and 60 tokens of 4.5 and 2 nats."""
+    means = StepMeans(256.0)
+    means.add(Measured(137 * 4.5 / 256, 137, 0.5), None)
+    means.add(Measured(60 * 2 / 256, 60, 0.25), None)
+    values = means.values()
+    assert values["nats_per_token"] == pytest.approx((137 * 4.5 + 60 * 2) / 197)
+    assert values["loss"] == pytest.approx((137 * 4.5 + 60 * 2) / 512)
+    assert values["learning_rate"] == 0.375
+    # A step that was skipped, and one that has nothing but padding.
+    means.end_line()
+    means.add(Measured(float("nan"), 9, 0.5), None)
+    assert np.isnan(means.values()["loss"])
+    means.add(Measured(0.0, 0, 0.5), None)
+    assert means.values() == {"loss": 0.0, "learning_rate": 0.5}
