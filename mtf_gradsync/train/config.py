@@ -419,7 +419,8 @@ class RunConfig:
       model_type: "lm", "aligned" or "bitransformer".
       vocabulary: an object with vocab_size, encode and decode, or an (inputs, targets) pair.
       train_dataset_fn: function of sequence_length, vocabulary and dataset_split ("train") that
-        returns a tf.data.Dataset of examples. It is repeated when it ends.
+        returns a tf.data.Dataset of examples, repeated when it ends. One that takes `start`, too,
+        returns the examples from that number on, without end.
       eval_dataset_fn: the same with dataset_split "validation", or a function that returns a list
         of mesh_tensorflow EvalDatasets, of which the first is used; None evaluates nothing.
       autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).

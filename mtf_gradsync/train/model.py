@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any, Callable, Collection, NamedTuple, get_args
 
@@ -222,14 +223,12 @@ class TrainingJob(NamedTuple):
 
     def batches(self) -> TrainingBatches:
         """Returns the training batches, in a graph of their own."""
-
-        def dataset() -> tf.data.Dataset:
-            return self.train_dataset_fn(
-                sequence_length=self.model.sequence_length,
-                vocabulary=self.model.vocabulary,
-                dataset_split="train",
-            )
-
+        dataset = functools.partial(
+            self.train_dataset_fn,
+            sequence_length=self.model.sequence_length,
+            vocabulary=self.model.vocabulary,
+            dataset_split="train",
+        )
         return TrainingBatches(
             dataset,
             self.model.batch_size,

@@ -6,9 +6,13 @@ reported as one of the data, on every runtime, and nothing of the step has run y
 
 from __future__ import annotations
 
+import concurrent.futures
+import inspect
+import sys
 from typing import Any, Callable, Mapping
 
 import numpy as np
+from tqdm import tqdm
 
 from mtf_gradsync._common import ConfigError, TrainingError, first_line
 from mtf_gradsync._private.libraries import tf
@@ -24,6 +28,13 @@ _FUNCTION = "train.run.train_dataset_fn"
 _DIMS_SHOWN = 3
 
 
+_SECONDS_BETWEEN_LOOKS = 2.0
+_SKIPPING = (
+    f"the data set draws the {{:,}} examples of the steps before, and drops them. Where "
+    f"{_FUNCTION} has an argument `start`, it goes there at once"
+)
+
+
 class TrainingBatches:
     """Draws a run's batches, one for each step. Use it as a context manager.
 
@@ -37,7 +48,7 @@ class TrainingBatches:
 
     def __init__(
         self,
-        make_dataset: Callable[[], tf.data.Dataset],
+        make_dataset: Callable[..., tf.data.Dataset],
         batch_size: int,
         feature_length: Callable[[str], int],
         vocab_sizes: Mapping[str, int],
@@ -45,6 +56,10 @@ class TrainingBatches:
         seed: int = 0,
     ):
         """Makes the data set, of single examples: vectors of integers by feature name.
+
+        A make_dataset that takes an argument `start` gets an int64 scalar, and returns the examples
+        from that number on, counted from 0, without end. Of any other data set the examples before
+        are drawn and dropped when a run goes on, with a progress bar.
 
         Features that are not `wanted` are dropped. feature_length returns the length of a feature,
         and vocab_sizes has the number of ids of each that holds ids. `seed` is that of TensorFlow
@@ -56,7 +71,15 @@ class TrainingBatches:
         self._feeds: dict[str, tf.Tensor] = {}
         with tf.Graph().as_default() as graph:
             tf.set_random_seed(seed)
-            dataset = make_dataset()
+            self._drawn: tf.Variable | None = None
+            takes_start = "start" in inspect.signature(make_dataset).parameters
+            if takes_start:
+                self._skipped = tf.placeholder(tf.int64, [])
+                dataset = make_dataset(start=self._skipped)
+            else:
+                # First, since the seeds of its operations depend on how many there are before.
+                dataset = make_dataset()
+                self._skipped = tf.placeholder(tf.int64, [])
             specs = _specs(dataset, wanted)
             self._shapes = {
                 name: [batch_size, *(spec.shape.as_list() if _is_known(spec) else [-1])]
@@ -66,16 +89,17 @@ class TrainingBatches:
                 if shape[1:] == [-1]:
                     shape[1] = feature_length(name)
             size = tf.data.experimental.cardinality(dataset)
-            self._skipped = tf.placeholder(tf.int64, [])
             # Examples are skipped, not batches, which may have had another size.
-            rest = dataset.repeat().skip(self._skipped)
+            rest = dataset if takes_start else self._after_skipped(dataset.repeat())
             rest = mapped(rest, lambda example: self._example(example, specs))
             batches = rest.batch(batch_size, drop_remainder=True).prefetch(2)
             iterator = tf.data.make_initializable_iterator(batches)
             self._next = iterator.get_next()
             self._initialize = [tf.tables_initializer(), iterator.initializer]
+            if self._drawn is not None:
+                self._initialize.append(self._drawn.initializer)
         self._session = tf.Session(graph=graph, config=tf.ConfigProto(device_count={"GPU": 0}))
-        if self._session.run(size) == 0:
+        if self._session.run(size, {self._skipped: 0}) == 0:
             self._session.close()
             raise ConfigError(f"{_FUNCTION} gives an empty data set")
 
@@ -108,7 +132,9 @@ class TrainingBatches:
             if not self._begun:
                 self._session.run(self._initialize, {self._skipped: self._examples})
                 self._begun = True
-            features, shapes = self._session.run(self._next)
+                features, shapes = self._first_of_session()
+            else:
+                features, shapes = self._session.run(self._next)
         except tf.errors.OutOfRangeError as error:
             raise DataError(self._at_the_end(step)) from error
         except tf.errors.OpError as error:
@@ -123,6 +149,40 @@ class TrainingBatches:
         self._step = step
         self.targets = int(np.count_nonzero(features["targets"] > 0))
         return {feed: features[name].astype(np.int32) for name, feed in self._feeds.items()}
+
+    def _after_skipped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the examples after those that are skipped; counts all that are drawn."""
+        self._drawn = drawn = tf.get_variable(
+            "mtf_gradsync/drawn",
+            [],
+            tf.int64,
+            tf.zeros_initializer(),
+            trainable=False,
+            use_resource=True,
+        )
+
+        def counted(example: Any) -> Any:
+            with tf.control_dependencies([drawn.assign_add(1, read_value=False)]):
+                return tf.nest.map_structure(tf.identity, example)
+
+        return mapped(dataset, counted).skip(self._skipped)
+
+    def _first_of_session(self) -> Any:
+        """Draws the first batch; if that takes long, shows how many examples are skipped so far."""
+        if self._drawn is None or not self._examples:
+            return self._session.run(self._next)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            batch = pool.submit(self._session.run, self._next)
+            bar: Any = None
+            while concurrent.futures.wait([batch], _SECONDS_BETWEEN_LOOKS).not_done:
+                if bar is None:
+                    bar = tqdm(total=self._examples, unit=" examples", desc="skipping", leave=False)
+                    bar.write(_SKIPPING.format(self._examples), file=sys.stderr)
+                drawn = int(self._session.run(self._drawn))
+                bar.update(min(drawn, self._examples) - bar.n)
+            if bar is not None:
+                bar.close()
+            return batch.result()
 
     def _example(
         self, example: dict[str, tf.Tensor], specs: dict[str, Any]

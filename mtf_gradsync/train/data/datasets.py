@@ -164,6 +164,7 @@ def python_topics(
     dataset_split: str,
     seed: int = 0,
     held_out_every: int = 10,
+    start: Any = 0,
 ) -> tf.data.Dataset:
     """Returns language-model examples from Python's own documentation.
 
@@ -174,12 +175,13 @@ def python_topics(
         topics cut into windows, once.
       seed: seed of the random places. The n-th window is a function of seed and n alone.
       held_out_every: about one topic in this many is held out.
+      start: the number of the first window of "train"; an int64 tf scalar, or a number.
 
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.
     """
     documents = split_documents(read_python_topics(), dataset_split, held_out_every=held_out_every)
-    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed)
+    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed, start)
 
 
 @gin.configurable(module="mtf_gradsync.train")
@@ -190,6 +192,7 @@ def text_files(
     files: Sequence[str] = gin.REQUIRED,
     seed: int = 0,
     held_out_every: int = 10,
+    start: Any = 0,
 ) -> tf.data.Dataset:
     """Returns language-model examples from text files; otherwise as `python_topics`.
 
@@ -201,12 +204,13 @@ def text_files(
       seed: seed of the random windows.
       held_out_every: about one file in this many is held out; of few files, or of unequal lengths,
         the last part of each.
+      start: the number of the first window of "train"; an int64 tf scalar, or a number.
 
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.
     """
     documents = split_documents(read_files(files), dataset_split, held_out_every=held_out_every)
-    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed)
+    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed, start)
 
 
 def text_windows(
@@ -215,11 +219,12 @@ def text_windows(
     vocabulary: Any,
     dataset_split: str,
     seed: int,
+    start: Any = 0,
 ) -> tf.data.Dataset:
     """Cuts documents, with an end-of-document id after each, into ``{"targets": int32[length]}``.
 
     The length is that of "targets" in sequence_length. The split "train" has random windows without
-    end, any other all windows once, side by side.
+    end, from number `start` on; any other has all windows once, side by side.
     """
     length = sequence_length["targets"]
     ids = np.array(
@@ -232,11 +237,11 @@ def text_windows(
             f"train.run.sequence_length = {length}"
         )
     if dataset_split == "train":
-        return _random_windows(ids, length, seed)
+        return _random_windows(ids, length, seed, start)
     return _consecutive_windows(ids, length)
 
 
-def _random_windows(ids: np.ndarray, length: int, seed: int) -> tf.data.Dataset:
+def _random_windows(ids: np.ndarray, length: int, seed: int, start: Any) -> tf.data.Dataset:
     def window(n: tf.Tensor) -> dict[str, tf.Tensor]:
         # Stateless, so that a restarted run can take up the data at any step.
         begin = tf.random.stateless_uniform(
@@ -246,7 +251,7 @@ def _random_windows(ids: np.ndarray, length: int, seed: int) -> tf.data.Dataset:
         return {"targets": tf.reshape(tf.slice(tokens, [begin], [length]), [length])}
 
     tokens = tf.constant(ids)
-    return mapped(tf.data.Dataset.range(np.iinfo(np.int64).max), window)
+    return mapped(tf.data.Dataset.range(start, np.iinfo(np.int64).max), window)
 
 
 def _consecutive_windows(ids: np.ndarray, length: int) -> tf.data.Dataset:

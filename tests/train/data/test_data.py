@@ -1,8 +1,12 @@
+import re
+import time
+
 import numpy as np
 import pytest
 
 from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.data import batches as batches_module
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.vocabulary import EOS_ID, ByteVocabulary
@@ -10,8 +14,12 @@ from mtf_gradsync.train.data.vocabulary import EOS_ID, ByteVocabulary
 TEXTS = ["".join(chr(97 + i % 26) for i in range(50)), "0123456789" * 4]
 
 
-def windows(split, seed=0):
-    return data.text_windows(TEXTS, {"targets": 8}, ByteVocabulary(), split, seed)
+def windows(split, seed=0, start=0):
+    return data.text_windows(TEXTS, {"targets": 8}, ByteVocabulary(), split, seed, start)
+
+
+def windows_from(start):
+    return windows("train", start=start)
 
 
 def read(split, batches, seed=0):
@@ -40,7 +48,7 @@ def shuffled():
     return data.shuffle(30, reshuffle_each_iteration=True)
 
 
-@pytest.mark.parametrize("make", [lambda: windows("train"), shuffled])
+@pytest.mark.parametrize("make", [lambda: windows("train"), windows_from, shuffled])
 def test_training_goes_on_where_the_checkpoint_says_whatever_the_batch_size(make):
     def drawn(batch_size, step, examples, count):
         """Examples `[count, 8]` of a session after `step` steps made of `examples`."""
@@ -60,6 +68,35 @@ def test_training_goes_on_where_the_checkpoint_says_whatever_the_batch_size(make
     for batch_size, count in ((4, 108), (6, 108), (2, 20)):
         rest = drawn(batch_size, 3, 12, count)
         np.testing.assert_array_equal(rest, expected[12 : 12 + count])
+
+
+def test_a_data_set_that_takes_a_start_goes_there_at_once(monkeypatch, capfd):
+    """2**40 examples on: to draw them would take years. Others show how far they are."""
+    monkeypatch.setattr(batches_module, "_SECONDS_BETWEEN_LOOKS", 0.1)
+    sizes = {"targets": 1 << 40}
+    with TrainingBatches(windows_from, 4, lambda name: 8, sizes) as batches:
+        (feed,) = batches.placeholders().values()
+        batches.begin(3, 1 << 40)
+        drawn = batches.next()[feed]
+    expected = data.read_batches(lambda: windows_from(1 << 40), batch_size=4, max_batches=1)
+    np.testing.assert_array_equal(drawn, expected[0]["targets"])
+
+    def slow(n):
+        time.sleep(0.02)
+        return n
+
+    def dataset():
+        counted = tf.data.Dataset.range(100)
+        return counted.map(lambda n: {"targets": tf.fill([8], tf.py_function(slow, [n], tf.int64))})
+
+    with TrainingBatches(dataset, 4, lambda name: 8, sizes) as batches:
+        (feed,) = batches.placeholders().values()
+        batches.begin(3, 30)
+        assert batches.next()[feed][:, 0].tolist() == [30, 31, 32, 33]
+    shown = capfd.readouterr().err
+    assert "draws the 30 examples of the steps before" in shown
+    assert "argument `start`" in shown
+    assert re.search(r"skipping: .*/30 ", shown)
 
 
 def test_features_that_no_model_reads_are_dropped():
