@@ -375,17 +375,22 @@ class GradientAccumulationOptimizer(ReportsSkips):
         """Makes the count of steps without an update, where there may be such steps."""
         return waiting_state(mesh, self.name, self._limit)
 
+    @property
+    def _weight_name(self) -> str:
+        return f"{self.name}/weight"
+
     def _weight_state(self, mesh: mtf.Mesh) -> mtf.Variable:
         # Sums of a run without weights have a weight of one for each microbatch step.
         counter = f"{self.name}/mini_step"
         return named_state(
             mesh,
-            f"{self.name}/weight",
+            self._weight_name,
             mtf.Shape([]),
             tf.float32,
             self._checkpointed,
             start=counter,
             counter=counter,
+            is_total=True,
         )
 
 
@@ -439,6 +444,7 @@ class _Accumulate(Stage):
             wrapper._dtype,
             wrapper._checkpointed,
             counter=before.mini_step.name,
+            weight=wrapper._weight_name,
         )
         count = mini_step + counted
         passes = passes_at(wrapper.backward_passes_per_step, update_step)

@@ -115,11 +115,17 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
             )
 
         # One for each variable: it may be trained later than others, or apart from them.
+        m, v = slot("adam_m"), slot("adam_v")
         t = named_state(
-            var.mesh, f"{var.name}/adam_t", mtf.Shape([]), start="global_step", in_scope=True
+            var.mesh,
+            f"{var.name}/adam_t",
+            mtf.Shape([]),
+            start="global_step",
+            in_scope=True,
+            follows=m.operation.name,
         )
         t.restarts_with_slots = True
-        m, v, count = slot("adam_m"), slot("adam_v"), t.value + 1
+        count = t.value + 1
         grad = mtf.cast(grad, wide)
         new_m = m * self.beta_1 + grad * (1.0 - self.beta_1)
         new_v = v * self.beta_2 + mtf.square(grad) * (1.0 - self.beta_2)

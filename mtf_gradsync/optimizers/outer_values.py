@@ -24,7 +24,7 @@ from mtf_gradsync.gradients.stage import (
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.strategy_state import Owner, VariablePiece
-from mtf_gradsync.optimizers.resharding import STATE_COLLECTION, StateNote
+from mtf_gradsync.optimizers.resharding import ISLAND, STATE_COLLECTION, StateNote
 from mtf_gradsync.optimizers.restoring import note_state
 from mtf_gradsync.optimizers.slots import (
     UncheckpointedVariable,
@@ -187,9 +187,7 @@ def hold_slots_by_islands(
     graph = tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
     for slot in slots:
-        note: StateNote = notes.get(slot.name, StateNote(slot.name))
-        start = slot.name if not note.num_shard_dims else note.start
-        hold_by_islands(slot, island_dims, start=start, counter=note.counter)
+        hold_by_islands(slot, island_dims, notes.get(slot.name))
         if isinstance(slot, UncheckpointedVariable):
             continue
         collection = graph.get_collection_ref(tf.GraphKeys.GLOBAL_VARIABLES)
@@ -197,13 +195,13 @@ def hold_slots_by_islands(
 
 
 def hold_by_islands(
-    variable: mtf.Variable, island_dims: Sequence[mtf.Dimension], **note: Any
+    variable: mtf.Variable, island_dims: Sequence[mtf.Dimension], note: StateNote | None = None
 ) -> mtf.Variable:
     """Gives a variable that is not lowered yet a value for each island, and returns the holder.
 
-    All islands begin with the variable's value. `note` has fields of the holder's `StateNote`.
+    All islands begin with the variable's value. `note` is that of the variable, if it has one.
     """
-    name, dims = f"{variable.name}/island", list(island_dims)
+    name, dims = f"{variable.name}/{ISLAND}", list(island_dims)
     shape = mtf.Shape([*dims, *variable.shape.dims])
     if isinstance(variable, UncheckpointedVariable):
         holder = named_state(variable.mesh, name, shape, variable.slice_dtype, checkpointed=False)
@@ -228,7 +226,8 @@ def hold_by_islands(
             ).operation
         if is_cut:
             give_value(holder, shape)
-        note_state(holder, num_shard_dims=len(dims), is_mean=True, **note)
+        note = note or StateNote(variable.name, one_shape=True, start=None)
+        note_state(holder, note._replace(num_island_dims=len(dims), held=variable.name))
     keep_unstacked(variable, unstacked_as(variable.dtype))
     StepPlan.of(variable.graph).part(Islands).hold(variable, holder)
     return holder

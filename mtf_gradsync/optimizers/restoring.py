@@ -15,16 +15,25 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import patch
 from mtf_gradsync.optimizers.resharding import (
     ACCUMULATOR,
+    ISLAND,
     STATE_COLLECTION,
+    Change,
+    Saved,
     StateNote,
     changes,
+    is_derived,
     value_for,
+    weights_taken_out,
 )
 
 _logger = logging.getLogger(__name__)
 # The collection of counters of sums that a tf graph does not keep, though one with other arguments
 # would. It is not exported, as its key is not a string.
 _NOT_KEPT = ("mtf_gradsync sums not kept",)
+_RESTORE_ADAPTED = (
+    "Restore it by gs.ReshardingSaver(...), or restore what gs.adapt_checkpoint(path, directory) "
+    "returns."
+)
 
 
 def note_sums_not_kept(counter: str, remedy: str) -> None:
@@ -59,11 +68,13 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     """Makes a checkpoint of another run restorable into the default graph.
 
     If that run had another mesh, sums of the shards are distributed anew by `reshard`, and every
-    replica of a SyncReplicasOptimizer begins with the step of the last update. If it had no
-    wrapper, sums and counts begin at zero, moving averages at the variables, and counters of
-    updates at the global step. All other values are copied. The checkpoint itself is only read.
-    Call it when the graph has its optimizer's state (after `apply_grads`), in programs that make
-    their own Saver; `ReshardingSaver` calls it itself.
+    replica of a SyncReplicasOptimizer begins with the step of the last update. If it had other
+    islands (`OuterOptimizer`), or none, sums keep the mean over the batch, and slots begin with the
+    mean over the islands. Sums of gradients times weights are divided by the weights where the
+    graph has none. If that run had no wrapper, sums and counts begin at zero, moving averages at
+    the variables, and counters of updates at the number of updates. All other values are copied.
+    The checkpoint itself is only read. Call it when the graph has its optimizer's state (after
+    `apply_grads`), in programs that make their own Saver; `ReshardingSaver` calls it itself.
 
     Args:
       path: a checkpoint.
@@ -76,9 +87,9 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
       The checkpoint to restore: path itself if everything fits, or the one that was written.
 
     Raises:
-      ValueError: state of an optimizer differs in more than its shards (TensorFlow's own Saver
-        would restore a resource variable of another shape without an error); or the checkpoint has
-        sums of microbatch steps, but the graph's accumulation has none, as its
+      ValueError: state of an optimizer differs in more than its shards and islands (TensorFlow's
+        own Saver would restore a resource variable of another shape without an error); or the
+        checkpoint has sums of microbatch steps, but the graph's accumulation has none, as its
         backward_passes_per_step is 1.
     """
     if not drop_sums:
@@ -90,18 +101,26 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     for name, change in sorted(changed.items()):
         if not change.fits:
             raise ValueError(
-                f"{name} has the shape {list(change.saved_shape or ())} in the checkpoint {path}, "
-                f"but {list(change.shape)} here, which another number of shards does not explain: "
-                "the checkpoint is of another model. Restore one of this model."
+                f"{name} has the shape {list(change.saved_shape)} in the checkpoint {path}, but "
+                f"{list(change.shape)} here, which another number of shards or islands does not "
+                "explain: the checkpoint is of another model. Restore one of this model."
             )
-    new = sorted(name for name, change in changed.items() if change.saved_shape is None)
-    if new:
-        _logger.warning(
-            "The checkpoint %s has no %s of this wrapper, as that of a run without the wrapper "
-            "or with other arguments: these variables begin as in a new run.",
-            path,
-            some_of(new),
-        )
+    saved = Saved(path)
+    new = {name: c for name, c in sorted(changed.items()) if c.saved_name is None}
+    derived = [name for name, c in new.items() if is_derived(c, saved)]
+    for names, how in (
+        ([name for name in new if name not in derived], "begin as in a new run"),
+        (derived, "begin from the checkpoint's variables and its number of updates"),
+    ):
+        if names:
+            _logger.warning(
+                "The checkpoint %s has no %s of this wrapper, as that of a run without the wrapper "
+                "or with other arguments: these variables %s.",
+                path,
+                some_of(names),
+                how,
+            )
+    _warn_of_rounds(path, changed, saved)
     name = os.path.basename(path)
     if os.path.abspath(directory) == os.path.dirname(os.path.abspath(path)):
         name += "-resharded"
@@ -110,14 +129,14 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     temporary = os.path.join(directory, f".resharding-{uuid.uuid4().hex}")
     tf.io.gfile.makedirs(temporary)
     try:
-        reader = tf.train.load_checkpoint(path)
-        values = {state: value_for(reader, state, changed) for state in sorted(changed)}
+        values = {state: value_for(state, changed, saved) for state in sorted(changed)}
         if lost:
             kept = {v.op.name for v in tf.global_variables()}
-            sums = [x for x in reader.get_variable_to_shape_map() if x.endswith(f"/{ACCUMULATOR}")]
-            gone = [*lost, *(x for x in sums if x not in kept)]
-            values.update((x, np.zeros_like(reader.get_tensor(x))) for x in gone)
-        write_changed(path, os.path.join(temporary, name), values)
+            ends = (f"/{ACCUMULATOR}", f"/{ACCUMULATOR}/{ISLAND}")
+            gone = [*lost, *(x for x in saved.shapes if x.endswith(ends) and x not in kept)]
+            values.update((x, np.zeros_like(saved.read(x))) for x in gone)
+        without = weights_taken_out(changed, saved)
+        write_changed(path, os.path.join(temporary, name), values, set(saved.shapes) - without)
         # A checkpoint exists if its index does, so that is deleted first and moved last.
         if tf.io.gfile.exists(target + ".index"):
             tf.io.gfile.remove(target + ".index")
@@ -129,6 +148,22 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     finally:
         tf.io.gfile.rmtree(temporary)
     return target
+
+
+def _warn_of_rounds(path: str, changed: Mapping[str, Change], saved: Saved) -> None:
+    """Warns where a graph without islands begins in the middle of a round of islands."""
+    if not saved.held or any(c.note.held for c in changed.values()):
+        return
+    graph_has = {v.op.name for v in tf.global_variables()}
+    trained = [n for n in saved.held if n in graph_has and f"{n}/{ISLAND}" not in graph_has]
+    if any((saved.read(f"{n}/{ISLAND}") != saved.read(n)).any() for n in trained):
+        _logger.warning(
+            "The checkpoint %s is of the middle of a round of OuterOptimizer, which this graph "
+            "does not have: variables begin with the outer values, so that what islands have "
+            "learned since the last outer step is lost. To keep it, go on with OuterOptimizer up "
+            "to the end of the round.",
+            path,
+        )
 
 
 def write_changed(
@@ -212,18 +247,25 @@ def check_what_savers_restore() -> None:
                 return
             if getattr(self, "_checks_sums", True):
                 check_sums_kept(save_path, graph)
+            has_state = bool(graph.get_collection(STATE_COLLECTION))
+            found = changes(save_path, graph) if has_state else {}
+            alike = [name for name, change in found.items() if change.looks_alike]
+            if alike:
+                raise ValueError(
+                    f"The checkpoint {save_path} has {some_of(alike)} of other islands or shards, "
+                    "or with weights where this graph has none (or the other way round): taken as "
+                    f"they are, they would be too large or too small. {_RESTORE_ADAPTED}"
+                )
             try:
                 restore(self, sess, save_path)
             except tf.errors.NotFoundError as error:
-                found = changes(save_path, graph)
-                missing = [name for name, change in found.items() if change.saved_shape is None]
+                missing = [name for name, c in found.items() if c.saved_name != name]
                 if not missing:
                     raise
                 text = (
                     f"The checkpoint {save_path} does not have {some_of(missing)}: it is of a run "
                     "without this wrapper, or whose wrapper had other arguments "
-                    "(backward_passes_per_step=1, say). Restore it by gs.ReshardingSaver(...), or "
-                    "restore what gs.adapt_checkpoint(path, directory) returns."
+                    f"(backward_passes_per_step=1, say). {_RESTORE_ADAPTED}"
                 )
                 raise tf.errors.NotFoundError(None, None, text) from error
 
@@ -261,7 +303,8 @@ def _checks_of_shapes() -> list[tf.Operation]:
     TensorFlow does not compare the shapes of resource variables.
     """
     graph = tf.get_default_graph()
-    by_shard = {note.name for note in graph.get_collection(STATE_COLLECTION) if note.num_shard_dims}
+    notes = graph.get_collection(STATE_COLLECTION)
+    by_shard = {note.name for note in notes if note.num_shard_dims or note.held}
     checks = []
     for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
         handle = getattr(variable, "handle", None)  # Ref variables have none.
@@ -290,13 +333,14 @@ class _ReadsOtherCheckpoints(mtf.Operation):
             lowering.__class__ = _Lowering
 
 
-def note_state(variable: mtf.Variable, **how: Any) -> None:
+def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any) -> None:
     """Records how a variable is read from checkpoints of other runs.
 
     Savers in the graph's collection of savers follow it, once an `mtf.MtfRestoreHook` begins.
-    `how` are fields of `StateNote` other than the name.
+    `how` are fields of `StateNote` other than the name, or a `note` has them.
     """
-    tf.add_to_collection(STATE_COLLECTION, StateNote(variable.name, **how))
+    note = note or StateNote(variable.name, **how)
+    tf.add_to_collection(STATE_COLLECTION, note._replace(name=variable.name))
     graph = variable.graph
     if not any(isinstance(op, _ReadsOtherCheckpoints) for op in reversed(graph.operations)):
         _ReadsOtherCheckpoints(variable.mesh)

@@ -336,15 +336,16 @@ class _AggregateReplicas(Stage):
         step.tell_finite(lambda: _any_or_none_wanted(contributions, wanted))
         # The terms are 1/num_shards of the contributions, or parts of the sum of the weights.
         unit: Any = float(axes.num_shards)
-        counts, weight = contributions, None
+        counts, weight, weight_name = contributions, None, f"{wrapper.name}/weight"
         if weights is not None:
             weight = named_state(
                 mesh,
-                f"{wrapper.name}/weight",
+                weight_name,
                 mtf.Shape([]),
                 tf.float32,
-                start=f"{wrapper.name}/count",
+                start=before.count.name,
                 counter=before.count.name,
+                is_total=True,
             )
             unit = weights.total
             counts = mtf.reduce_sum(mtf.cast(fresh, tf.float32) * weight_of)
@@ -356,7 +357,11 @@ class _AggregateReplicas(Stage):
             )
         gradients = _of_contributions(gradients, parts, skipped, counts, unit, wrapper)
         accumulators = Accumulators(
-            gradients, wrapper._slots, is_share=weights is None, counter=before.count.name
+            gradients,
+            wrapper._slots,
+            is_share=True,
+            counter=before.count.name,
+            weight=weight_name,
         )
         count = before.count.value + contributions
         due = mtf.greater_equal(count, wrapper._to_aggregate)

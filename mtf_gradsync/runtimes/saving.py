@@ -41,7 +41,7 @@ class Differences(NamedTuple):
 def differences(path: str, variables: Sequence[Any]) -> Differences:
     """Compares a checkpoint with variables of the default graph.
 
-    State of wrappers for another number of shards is no difference: it is resharded.
+    State of wrappers for another number of shards or islands is no difference: it is resharded.
     """
     try:
         reader = tf.train.load_checkpoint(path)
@@ -49,19 +49,22 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
     except UNREADABLE as error:
         raise ConfigError(f"The checkpoint {path} cannot be read: {first_line(error)}") from error
     changed = changes(path)
-    new, unfit = [], []
+    new, unfit, used = [], [], {variable.op.name for variable in variables}
     for variable in variables:
         name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
         change = changed.get(name)
-        if name not in shapes or (change is not None and change.saved_shape is None):
+        if change is not None and change.saved_name is not None:
+            used.add(change.saved_name)
+            if not change.fits:
+                unfit.append(
+                    f"{name} has the shape {list(change.saved_shape)} there and {shape} here"
+                )
+        elif name not in shapes or change is not None:
             new.append(name)
-        elif change is not None and change.fits:
-            continue
         elif shapes[name] != shape or dtypes[name] != dtype:
             unfit.append(_unlike(variable, shapes, dtypes))
-    dropped = set(shapes) - {variable.op.name for variable in variables}
     return Differences(
-        dropped=tuple(sorted(dropped)),
+        dropped=tuple(sorted(set(shapes) - used)),
         new=tuple(sorted(new)),
         adapted=tuple(name for name in sorted(new) if name in changed),
         unfit=tuple(unfit),

@@ -45,6 +45,7 @@ class Accumulators:
         checkpointed: bool = True,
         is_share: bool = False,
         counter: str | None = None,
+        weight: str | None = None,
     ):
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
@@ -55,6 +56,7 @@ class Accumulators:
           checkpointed: whether checkpoints hold the sums.
           is_share: as in `StateNote`.
           counter: as in `StateNote`.
+          weight: as in `StateNote`.
         """
         self._given = gradients
         self._variables: list[mtf.Variable] = []
@@ -74,7 +76,9 @@ class Accumulators:
                 # Without shard dims too: the checkpoint may come from a mesh with shards.
                 num_shard_dims=grad.shape.ndims - variable.shape.ndims,
                 is_share=is_share,
+                is_total=gradients.weights is not None,
                 counter=counter,
+                weight=weight,
             )
             slots.record([accumulator], [variable], tf.get_variable_scope().name)
             self._variables.append(accumulator)

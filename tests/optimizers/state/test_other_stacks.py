@@ -1,0 +1,266 @@
+"""Checkpoints in mid-accumulation that go on in another stack, on another mesh, with other islands.
+
+The model is linear and every inner step is followed by an outer one that takes the mean over the
+islands, so that one float64 trajectory is right for all: momentum SGD on the whole batch.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+from tests.optimizers.outer.test_checkpoints import session_of, train
+
+K, D, EXAMPLES = 3, 3, 8
+RATE, MOMENTUM = 0.25, 0.5
+DIMS = ("outer", "batch")
+# Of each mesh its shape, the sizes of the batch's two dimensions, and the one that makes 2 islands.
+MESHES = {
+    "same": ("a:2;b:4", (2, 4), "outer"),
+    "half": ("a:2;b:2", (2, 4), "outer"),
+    "other axis": ("a:4;b:2", (4, 2), "batch"),
+    "one": ("a:1;b:1", (2, 4), "outer"),
+}
+LAYOUT = "outer:a;batch:b"
+# How many islands there are; None without outer steps. "around" has accumulation around one.
+ISLANDS = (None, "around", 1, 2, 8)
+PLACES = ("local", "synced")
+STACKS = list(itertools.product(ISLANDS, PLACES, list(MESHES)[:3]))
+# In the middle of the second update, and where the first has been made.
+CUTS = (K + 1, K)
+STEPS = 3 * K
+# Values stay below 2; a step rounds sums of at most 8 examples and K microbatches.
+TOLERANCE = {"rtol": 0, "atol": STEPS * 64 * 2.0**-24}
+
+
+def batches(steps):
+    random = np.random.RandomState(0)
+    return [
+        {
+            "x": random.uniform(-1, 1, [EXAMPLES, D]).astype("f"),
+            "y": random.uniform(-1, 1, [EXAMPLES]).astype("f"),
+            "tokens": random.randint(1, 9, [EXAMPLES]).astype("f"),
+        }
+        for _ in range(steps)
+    ]
+
+
+def gradient(w, feed, tokens):
+    x, y = feed["x"].astype(float), feed["y"].astype(float)
+    return (tokens * (x @ w - y)) @ x / tokens.sum()
+
+
+def expected(feeds):
+    """Returns the variable after momentum SGD in float64."""
+    w, velocity = np.ones(D), np.zeros(D)
+    for update in zip(*[iter(feeds)] * K):
+        mean = np.mean([gradient(w, feed, np.ones(EXAMPLES)) for feed in update], 0)
+        # Mesh-TF's momentum moves by the velocity of the update before.
+        w, velocity = w - velocity, MOMENTUM * velocity + RATE * mean
+    return w
+
+
+def expected_of_weights(feeds, average, cut, first, plain=1.0):
+    """Returns the variable after SGD in float64, with weights up to a cut, or from there on.
+
+    Where the sums had weights they go on with their mean, as the sum of so many steps; where they
+    get weights, a step before counts as one with a weight of `plain`.
+    """
+    w = np.ones(D)
+    for number in range(0, len(feeds), K):
+        total, weight = np.zeros(D), 0.0
+        for step, feed in enumerate(feeds[number : number + K], number):
+            if step == cut and first and step > number:
+                total, weight = total / weight * (step - number) * plain, (step - number) * plain
+            tokens = feed["tokens"].astype(float) if (step < cut) == first else np.ones(EXAMPLES)
+            of_step = tokens.sum() if (step < cut) == first else plain
+            total, weight = total + of_step * gradient(w, feed, tokens), weight + of_step
+        w = w - RATE * total / weight * (1 if average else K)
+    return w
+
+
+def optimizer(islands, place, mesh, average=True, opt=None):
+    shape, _, of_two = MESHES[mesh]
+    where = {"mesh_shape": shape, "layout": LAYOUT, "batch_dims": DIMS}
+    inner = opt or mtf.optimize.MomentumOptimizer(RATE, MOMENTUM)
+
+    def accumulating(opt):
+        if place == "replicas":
+            enough = K * mtf.convert_to_shape(shape).size
+            return gs.SyncReplicasOptimizer(opt, enough, **where)
+        return gs.GradientAccumulationOptimizer(opt, K, average, accumulate=place, **where)
+
+    def outer(opt):
+        names = {"around": (), 1: (), 2: (of_two,), 8: DIMS}[islands]
+        return gs.OuterOptimizer(
+            opt, 1, outer_learning_rate=1.0, outer_momentum=0.0, outer_dims=names, **where
+        )
+
+    if islands is None:
+        return accumulating(inner)
+    return accumulating(outer(inner)) if islands == "around" else outer(accumulating(inner))
+
+
+def program(kind, make, mesh, is_weighted=False):
+    shape, sizes, _ = MESHES[mesh]
+
+    def build(mesh, inputs):
+        dims = [mtf.Dimension(*pair) for pair in zip(DIMS, sizes)]
+        d = mtf.Dimension("d", D)
+        x, y, tokens = (
+            mtf.import_tf_tensor(mesh, tf.reshape(inputs[k], [*sizes, *more]), [*dims, *more_dims])
+            for k, more, more_dims in (("x", [D], [d]), ("y", [], []), ("tokens", [], []))
+        )
+        w = mtf.get_variable(mesh, "w", [d], initializer=tf.ones_initializer())
+        error = mtf.einsum([x, w], dims) - y
+        losses, opt = mtf.square(error) * 0.5, make()
+        if is_weighted:
+            loss = mtf.reduce_sum(losses * tokens) / mtf.reduce_sum(tokens)
+            pairs = opt.compute_gradients(loss, weights=tokens)
+        else:
+            pairs = opt.compute_gradients(mtf.reduce_mean(losses))
+        return opt.apply_grads(*zip(*pairs)), {}
+
+    return harness.built(kind, shape, LAYOUT, build, batches(1)[0])
+
+
+@functools.lru_cache(maxsize=None)
+def built(kind, islands, place, mesh):
+    return program(kind, lambda: optimizer(islands, place, mesh), mesh)
+
+
+def write(made, directory, feeds, cuts):
+    """Trains from the start, and returns the checkpoints after some of the steps."""
+    paths, done = [], 0
+    with session_of(made) as session:
+        for cut in sorted(cuts):
+            train(made, session, feeds[done:cut])
+            paths.append(session.save(f"{directory}/{cut}"))
+            done = cut
+    return dict(zip(sorted(cuts), paths))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The checkpoints of a stack, by cut."""
+    feeds = batches(STEPS)
+
+    @functools.lru_cache(maxsize=None)
+    def of_stack(*stack):
+        return write(built("simd", *stack), tmp_path_factory.mktemp("stack"), feeds, CUTS)
+
+    return of_stack
+
+
+def assert_goes_on(made, paths, label=""):
+    feeds = batches(STEPS)
+    right = expected(feeds)
+    with session_of(made) as session:
+        for cut, path in paths.items():
+            session.restore(path)
+            train(made, session, feeds[cut:])
+            found = session.variables()
+            message = f"{label} cut after {cut}"
+            np.testing.assert_allclose(found["w"], right, **TOLERANCE, err_msg=message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", STACKS, ids=str)
+def test_every_stack_goes_on_with_the_sums_of_every_other(written, stack):
+    made = built("simd", *stack)
+    for other in STACKS:
+        assert_goes_on(made, written(*other), f"from {other} to {stack}:")
+
+
+@pytest.mark.parametrize("kind", ["simd", "placement", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.mostly_slow
+def test_several_islands_go_on_as_one_and_as_none_and_back(written, kind):
+    eight, one = (8, "local", "same"), (1, "local", "half")
+    for then, first in [(one, eight), (eight, one), ((None, "synced", "half"), eight)]:
+        assert_goes_on(built(kind, *then), written(*first), f"from {first} to {then}:")
+
+
+@functools.lru_cache(maxsize=None)
+def with_sgd(kind, islands, place, mesh, average, is_weighted):
+    def make():
+        return optimizer(islands, place, mesh, average, mtf.optimize.SgdOptimizer(RATE))
+
+    return program(kind, make, mesh, is_weighted)
+
+
+CASES_OF_WEIGHTS = [
+    *itertools.product([None], ["local", "synced"], ["half", "one"], [True, False]),
+    *itertools.product([None, 1], ["replicas"], ["half", "one"], [True]),
+    *itertools.product([1, 2, 8], ["local"], ["half"], [True]),
+]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["off", "on"])
+@pytest.mark.parametrize(("islands", "place", "mesh", "average"), CASES_OF_WEIGHTS)
+@pytest.mark.mostly_slow(every=6)
+def test_weights_that_begin_or_end_in_mid_accumulation(
+    islands, place, mesh, average, first, tmp_path
+):
+    feeds, cut = batches(2 * K), K + 2
+    before, after = (with_sgd("simd", islands, place, mesh, average, x) for x in (first, not first))
+    (path,) = write(before, tmp_path, feeds, [cut]).values()
+    with session_of(after) as session:
+        session.restore(path)
+        train(after, session, feeds[cut:])
+        found = session.variables()["w"]
+    with after.graph.as_default(), tf.Session() as session:
+        with pytest.raises((ValueError, tf.errors.NotFoundError), match=r"gs\.ReshardingSaver"):
+            tf.train.Saver().restore(session, path)
+    # Of synchronous replicas each contribution counts.
+    plain = mtf.convert_to_shape(MESHES[mesh][0]).size if place == "replicas" else 1.0
+    right = expected_of_weights(feeds, average, cut, first, plain)
+    np.testing.assert_allclose(found, right, **TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("islands", [None, 1, 2, 8])
+def test_weights_that_begin_or_end_with_other_islands(islands, tmp_path):
+    feeds, cut = batches(2 * K), K + 2
+    for first in (True, False):
+        before = with_sgd("simd", islands, "local", "half", True, first)
+        (path,) = write(before, tmp_path, feeds, [cut]).values()
+        for other, mesh in itertools.product([None, 1, 2, 8], ["half", "other axis"]):
+            for then in (True, False):
+                made = with_sgd("simd", other, "local", mesh, True, then)
+                with session_of(made) as session:
+                    session.restore(path)
+                    train(made, session, feeds[cut:])
+                    found = session.variables()["w"]
+                end = cut if then != first else len(feeds)
+                right = expected_of_weights(feeds, True, end, first)
+                np.testing.assert_allclose(found, right, **TOLERANCE, err_msg=f"{other} {then}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", [*itertools.product([None, 1], ["half", "other axis", "one"])])
+def test_contributions_go_on_inside_outer_steps_and_without(stack, tmp_path):
+    """The replicas make K steps for an update; of another number, the rest of the contributions."""
+    feeds, cut = batches(2 * K), K + 1
+    before = with_sgd("simd", stack[0], "replicas", stack[1], True, False)
+    (path,) = write(before, tmp_path, feeds, [cut]).values()
+    for islands in (None, 1):
+        made = with_sgd("simd", islands, "replicas", stack[1], True, False)
+        with session_of(made) as session:
+            session.restore(path)
+            train(made, session, feeds[cut:])
+            found = session.variables()["w"]
+        right = expected_of_weights(feeds, True, 0, True)
+        np.testing.assert_allclose(found, right, **TOLERANCE)
+
+
+def test_a_plain_saver_refuses_sums_that_look_as_if_they_fitted(tmp_path):
+    """Sums of 4 islands have the shape of those of one island with 4 shards."""
+    feeds = batches(K + 1)
+    (path,) = write(built("simd", 8, "local", "half"), tmp_path, feeds, [K + 1]).values()
+    with built("simd", 1, "local", "half").graph.as_default(), tf.Session() as session:
+        with pytest.raises(ValueError, match=r"w/gradient_accumulator/island of other islands"):
+            tf.train.Saver().restore(session, path)
