@@ -6,6 +6,7 @@ fails where a version means something else.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -97,6 +98,22 @@ def give_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
     """Returns names of dimensions that an optimizer treats differently, as Adafactor can."""
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
+
+
+def patterns_of(optimizer: Any) -> dict[str, tuple[str, ...]]:
+    """Returns the regular expressions by which an optimizer picks variables, by argument."""
+    given = {
+        name: getattr(optimizer, name, None) or ()
+        for name in ("exclude_from_weight_decay", "variable_search")
+    }
+    parts = getattr(optimizer, "_exclude_from_parameter_scale", None) or ()
+    given["exclude_from_parameter_scale"] = [re.escape(part) for part in parts]
+    return {name: tuple(patterns) for name, patterns in given.items()}
+
+
+def scale_setting(optimizer: Any) -> Any:
+    """Returns Adafactor's `multiply_by_parameter_scale` as given; True of another optimizer."""
+    return getattr(optimizer, "_multiply_by_parameter_scale", True)
 
 
 def slice_function(

@@ -9,8 +9,11 @@ import re
 from inspect import getattr_static
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
 
+import numpy as np
+
 from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import scale_setting
 from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import stage
@@ -121,6 +124,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
                 f"{self.opt!r}. On a mesh: {kind}(gs.MeshOptimizer(optimizer)), or use one of "
                 "mtf.optimize."
             )
+        _warn_of_positional_rate(self.opt)
         self._given_axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
         if self._given_axes is None and needs_mesh_for:
             self._given_axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)
@@ -469,6 +473,21 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         inner = getattr(self.inner_stack()[0], "variables", None)
         inside = list(inner()) if callable(inner) else []
         return inside + [v for v in self._slots.variables() if v not in inside]
+
+
+def _warn_of_positional_rate(opt: Any) -> None:
+    """Warns once of an Adafactor whose first argument, a boolean, was given something else."""
+    given = scale_setting(opt)
+    if not isinstance(given, (bool, np.bool_)):
+        warn_once(
+            f"positional rate {type(opt).__name__} {given!r}",
+            "%s has multiply_by_parameter_scale=%r, which is no boolean: that is its first "
+            "argument, so a learning rate given by position has no effect. Give "
+            "%s(learning_rate=...).",
+            type(opt).__name__,
+            given,
+            type(opt).__name__,
+        )
 
 
 def _of_graphs(held: Any) -> Iterator[Any]:

@@ -47,6 +47,18 @@ def wrapper(request):
     return WRAPPERS[request.param]
 
 
+def test_a_learning_rate_in_the_place_of_adafactors_flag_is_told_once(wrapper, caplog):
+    adafactor = mtf.optimize.AdafactorOptimizer
+    for right in (adafactor(), adafactor(np.bool_(False)), adafactor(learning_rate=0.1)):
+        wrapper(right)
+    assert not caplog.messages
+    for _ in range(2):
+        wrapper(gs.CrossShardOptimizer(adafactor(0.1)))
+    (line,) = caplog.messages
+    assert "multiply_by_parameter_scale=0.1" in line
+    assert "AdafactorOptimizer(learning_rate=...)" in line
+
+
 @pytest.mark.parametrize("form", ["class", "factory", "partial"])
 @pytest.mark.parametrize("learning_rate", [0.5, None, "tf", "mtf"])
 def test_a_class_or_factory_gets_the_learning_rate_untouched(wrapper, form, learning_rate):

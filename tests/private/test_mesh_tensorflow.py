@@ -282,9 +282,15 @@ def test_an_assignment_is_made_one_to_another_variable():
 
 
 def test_optimizers_know_dimensions_by_name():
-    adafactor = mtf.optimize.AdafactorOptimizer(0.1, stacked_dim_names=["layers"])
+    adafactor = mtf.optimize.AdafactorOptimizer(learning_rate=0.1, stacked_dim_names=["layers"])
     assert tuple(private.dims_known_by_name(adafactor)) == ("layers",)
     assert private.dims_known_by_name(mtf.optimize.SgdOptimizer(0.1)) == ()
+
+
+def test_adafactors_first_argument_is_no_learning_rate():
+    assert private.scale_setting(mtf.optimize.AdafactorOptimizer(0.5)) == 0.5
+    assert private.scale_setting(mtf.optimize.AdafactorOptimizer(learning_rate=0.5)) is True
+    assert private.scale_setting(mtf.optimize.SgdOptimizer(0.1)) is True
 
 
 def test_calls_of_gradients_are_known_with_their_losses():

@@ -22,7 +22,7 @@ def in_order(learning_rate):
     Bare, it may read what it has just written; and its default decay rate reads the global step,
     which the model_fn advances beside it.
     """
-    inner = mtf.optimize.AdafactorOptimizer(learning_rate, decay_rate=0.9)
+    inner = mtf.optimize.AdafactorOptimizer(learning_rate=learning_rate, decay_rate=0.9)
     return mtf_gradsync.CrossShardOptimizer(inner)
 
 

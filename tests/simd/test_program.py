@@ -40,7 +40,7 @@ def one_processor(optimizer, rate):
     """A model, and what one processor makes of it."""
     # Behind a gate, because bare optimizers race with their own reads on a placement mesh.
     model = Regression(
-        lambda: mtf_gradsync.CrossShardOptimizer(OPTIMIZERS[optimizer](rate)), steps=3
+        lambda: mtf_gradsync.CrossShardOptimizer(OPTIMIZERS[optimizer](learning_rate=rate)), steps=3
     )
     return model, *model.on_one_processor()
 

@@ -94,7 +94,7 @@ def test_variables_whose_parts_save_no_tiles_are_not_split():
         return {v.name for v in made if wrapper.part_of(v) is not None}
 
     for opt in (
-        mtf.optimize.AdafactorOptimizer(0.1, decay_rate=0.8),
+        mtf.optimize.AdafactorOptimizer(learning_rate=0.1, decay_rate=0.8),
         mtf.optimize.AdamWeightDecayOptimizer(0.1),
     ):
         assert parts(opt) == {"wi", "b"}
@@ -102,7 +102,7 @@ def test_variables_whose_parts_save_no_tiles_are_not_split():
 
 
 def test_they_are_split_where_the_step_has_nothing_else():
-    opt = mtf.optimize.AdafactorOptimizer(0.1, decay_rate=0.8)
+    opt = mtf.optimize.AdafactorOptimizer(learning_rate=0.1, decay_rate=0.8)
     wrapper = gs.ShardedUpdateOptimizer(opt, axes=AXES)
     with tf.Graph().as_default():
         mesh = mtf.Mesh(mtf.Graph(), "mesh")

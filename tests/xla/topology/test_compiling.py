@@ -184,7 +184,7 @@ def test_an_update_that_the_compiler_splits_sends_what_one_all_reduce_does():
         loss = mtf.reduce_mean(mtf.square(mtf.cast(h, tf.float32)))
         variables = graph.trainable_variables
         grads = mtf.gradients([loss], [v.outputs[0] for v in variables])
-        updates = mtf.optimize.AdafactorOptimizer(0.01).apply_grads(grads, variables)
+        updates = mtf.optimize.AdafactorOptimizer(learning_rate=0.01).apply_grads(grads, variables)
         lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
         fetched = lowering.export_to_tf_tensor(loss)
         for update in updates:
