@@ -13,6 +13,7 @@ from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.estimator.host import MeanLossHook
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.optimizers import reported, split_by_shard, traits_of
+from mtf_gradsync.optimizers.pipeline.weights import mean_loss
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.simd.traffic import has_calls
@@ -117,7 +118,8 @@ class SpecBuilder:
         differs.
 
         Args:
-          loss: an mtf tensor; the mean is taken of one with several elements.
+          loss: an mtf tensor; the mean is taken of one with several elements, by the weights that
+            `compute_gradients` or `minimize` was given for it.
           updates: what `apply_grads`, `apply_gradients` or `minimize` returned. The global step is
             advanced after them, unless they do so themselves.
           optimizer: what it reports becomes summaries, such as gradient norms (`reported`), and so
@@ -270,7 +272,7 @@ class SpecBuilder:
         return tf.estimator.EstimatorSpec(self.mode, scaffold=scaffold and scaffold(), **spec)
 
     def _lower(self, loss: mtf.Tensor) -> tuple[mtf.Lowering, tf.Tensor]:
-        mean = mtf.cast(mtf.reduce_mean(loss), tf.float32)
+        mean = mtf.cast(mean_loss(loss), tf.float32)
         lowering = mtf.Lowering(self.graph, {self.mesh: self.mesh_impl}, autostack=self._autostack)
         return lowering, tf.cast(lowering.export_to_tf_tensor(mean), tf.float32)
 

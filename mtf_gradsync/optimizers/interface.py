@@ -78,13 +78,16 @@ class TrainOptimizerInterface:
             weights = check_weights(weights, self._stack_shard_names())
             self._check_no_groups()
         share = self._share_of_shard(loss)
-        with StepPlan.of(loss.graph).undone_on_error():
-            joined = weighted_loss(loss, weights, self._stack_shard_names())
-            joined = joined if share == 1.0 else joined * share
+        plan = StepPlan.of(loss.graph)
+        with plan.undone_on_error():
+            weighted = weighted_loss(loss, weights, self._stack_shard_names())
+            joined = weighted if share == 1.0 else weighted * share
             grads = mtf.gradients([joined], [v.value for v in variables])
             grads = self._without_scales(grads, variables)
             if weights is not None or self._is_of_shards(loss):
-                StepPlan.of(loss.graph).part(WeightsOfGradients).record(grads, weights)
+                plan.part(WeightsOfGradients).record(grads, weights)
+            if weighted is not loss:
+                plan.part(WeightsOfGradients).record_loss(loss, weighted)
             return list(zip(grads, variables))
 
     def apply_gradients(

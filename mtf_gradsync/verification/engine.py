@@ -40,12 +40,13 @@ class Outcome(NamedTuple):
 
     Attributes:
       recorded: what was seen when it was built.
-      losses: the mean loss of each update.
+      losses: the mean loss of each update, by weights where the program gives them.
       gradients: by variable, those of each update.
       values: trainable variables after the last update.
       changed_before: variables that changed in a step before its update.
       apart: variables whose copies are not equal on all processors.
       batches: how many batches each update joined.
+      weighted: whether the program says how much the loss of a step stands for.
       exchanges: whether the program exchanges float32 as bfloat16.
     """
 
@@ -56,6 +57,7 @@ class Outcome(NamedTuple):
     changed_before: list[str]
     apart: list[str]
     batches: int
+    weighted: bool
     exchanges: bool
 
 
@@ -205,7 +207,7 @@ class Engine:
                 raise ValueError(
                     f"The program made {made - number:g} updates of the batches of one."
                 )
-            losses.append(float(np.mean(of_group)))
+            losses.append(_mean_loss(of_group))
             gradients.append(_gradients(after))
         values = {name: after[name] for name in built.recorded.variables if name in after}
         return Outcome(
@@ -216,6 +218,7 @@ class Engine:
             list(dict.fromkeys(changed)),
             running.copies_apart(),
             len(of_group),
+            built.weight is not None,
             built.program is not None and exchanges_in_bfloat16(built.graph),
         )
 
@@ -296,6 +299,12 @@ class Comparison(NamedTuple):
         return max(every, key=lambda x: x.error / x.expected)
 
 
+def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
+    """Returns the mean of the losses of some steps, given with their weights."""
+    losses, weights = np.array([one for one in steps if one[1] > 0] or steps, np.float64).T
+    return float(np.average(losses, weights=weights if weights.any() else None))
+
+
 def compare_with(reference: Reference, outcome: Outcome, masked: bool) -> Comparison:
     """Compares a division with the reference."""
     more = BFLOAT16 if outcome.exchanges else 0.0
@@ -311,7 +320,7 @@ def compare_with(reference: Reference, outcome: Outcome, masked: bool) -> Compar
     values = compare(told, reference.exact.values, order, expected_values)
     losses = {"loss": np.array(outcome.losses)}
     # A masked shard's loss is in the program's mean, and microbatches may weigh differently.
-    is_another = masked or outcome.batches > 1
+    is_another = masked or (outcome.batches > 1 and not outcome.weighted)
     limit = float("inf") if is_another else reference.of_losses + more
     exact = {"loss": np.array(reference.exact.losses)}
     (loss,) = compare(losses, exact, ["loss"], {"loss": limit})

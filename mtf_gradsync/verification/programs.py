@@ -13,6 +13,7 @@ import numpy as np
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import SyncReplicasOptimizer
+from mtf_gradsync.optimizers.pipeline.weights import mean_loss
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.session import session_config
 from mtf_gradsync.simd.session import VariableAccess, copied
@@ -99,9 +100,10 @@ class UserProgram:
             build = self._build_model_fn if self.is_model_fn else self._build_step
             loss, updates = build(division, inputs, params, program)
             recorded.end()
+            weight = recorded.weight()
             blocks.close()
         return BuiltDivision(
-            division, graph, program, recorded, tf.nest.flatten(inputs), loss, updates
+            division, graph, program, recorded, tf.nest.flatten(inputs), loss, weight, updates
         )
 
     def _build_step(
@@ -116,7 +118,7 @@ class UserProgram:
             devices = [f"/device:CPU:{number}" for number in range(size)]
             mesh_impl = placement_mesh_impl(division.mesh_shape, division.layout, devices)
         loss, operations = self.function(mesh, inputs, params)
-        mean = mtf.anonymize(mtf.reduce_mean(loss))
+        mean = mtf.anonymize(mean_loss(loss))
         lowering = mtf.Lowering(graph, {mesh: mesh_impl})
         updates = [lowering.lowered_operation(op) for op in operations]
         return lowering.export_to_tf_tensor(mean), updates
@@ -148,6 +150,7 @@ class BuiltDivision(NamedTuple):
       recorded: what was seen meanwhile.
       inputs: placeholders of a batch.
       loss: the loss.
+      weight: how much the loss stands for, by the program; None if it does not say.
       updates: the operations of a step.
     """
 
@@ -157,6 +160,7 @@ class BuiltDivision(NamedTuple):
     recorded: Recorded
     inputs: list[tf.Tensor]
     loss: tf.Tensor
+    weight: tf.Tensor | None
     updates: list[Any]
 
     @contextlib.contextmanager
@@ -210,11 +214,13 @@ class Running:
         self._to_masters, self._to_slices = to_masters, to_slices
         self._masters, self._access = masters, access
 
-    def step(self, batch: Batch) -> float:
-        """Makes a step, and returns its loss."""
-        feed = dict(zip(self.built.inputs, map(copied, tf.nest.flatten(batch))))
-        loss, _ = self._session.run([self.built.loss, self.built.updates], feed)
-        return float(np.mean(loss))
+    def step(self, batch: Batch) -> tuple[float, float]:
+        """Makes a step, and returns its loss, and how much that stands for: 1 if none says."""
+        built = self.built
+        feed = dict(zip(built.inputs, map(copied, tf.nest.flatten(batch))))
+        fetches = [built.loss, *([] if built.weight is None else [built.weight])]
+        (loss, *weight), _ = self._session.run([fetches, built.updates], feed)
+        return float(np.mean(loss)), float(np.mean(weight)) if weight else 1.0
 
     def values(self) -> dict[str, np.ndarray]:
         """Returns the values of all variables by name."""

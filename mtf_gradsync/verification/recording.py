@@ -19,7 +19,8 @@ from mtf_gradsync.optimizers import (
 )
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline.order import why_not
-from mtf_gradsync.step import gated_update
+from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients
+from mtf_gradsync.step import StepPlan, gated_update
 
 # Endings of the names of variables that a program under test has besides its own.
 GRADIENT = "/verified_gradient"
@@ -76,6 +77,7 @@ class Recorded:
         self._busy: list[Any] = []
         self._held: list[Any] = []
         self._undo: list[Callable[[], None]] = []
+        self._weights: dict[int, tuple[Any, Any]] = {}  # by id: as given, and their sum
 
     @property
     def order(self) -> list[str]:
@@ -103,16 +105,19 @@ class Recorded:
     def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes gradients by the changed stack, or those of a mean where nothing is left."""
         stack = self._changed(opt)
+        given = inspect.signature(method).bind(opt, loss, *args, **kwargs).arguments
+        weights = given.get("weights")
+        self._note_weights(weights)
         if isinstance(stack, Wrapper):
             return method(stack, loss, *args, **kwargs)
-        given = inspect.signature(method).bind(opt, loss, *args, **kwargs).arguments
         variables = given.get("var_list")
         variables = list(loss.graph.trainable_variables if variables is None else variables)
-        mean, weights = loss, given.get("weights")
+        mean = loss
         if loss.shape.dims and isinstance(weights, mtf.Tensor) and weights.shape.dims:
             mean = mtf.reduce_sum(loss * weights) / mtf.reduce_sum(weights + loss * 0.0)
         elif loss.shape.dims:
             mean = mtf.reduce_mean(loss)
+        StepPlan.of(loss.graph).part(WeightsOfGradients).record_loss(loss, mean)
         grads = mtf.gradients([mean], [v.value for v in variables])
         return list(zip(grads, variables))
 
@@ -123,6 +128,8 @@ class Recorded:
         if any(opt is busy for busy in self._busy):
             return method(opt, grads, variables, *args, **kwargs)
         is_outermost = not self._busy
+        if is_outermost and isinstance(opt, Wrapper):
+            self._note_weights(kwargs.get("weights"))
         stack = self._changed(opt) if is_outermost and isinstance(opt, Wrapper) else opt
         if stack is not opt and not isinstance(stack, Wrapper):
             kwargs.pop("weights", None)
@@ -208,6 +215,25 @@ class Recorded:
             for variable in lowering.graph.trainable_variables:
                 self.variables[variable.name] = variable
                 self._positions[variable.name] = -_first_use(lowering.graph, variable.name)
+
+    def _note_weights(self, weights: Any) -> None:
+        """Notes how much the loss of a step stands for, None for nothing said."""
+        if weights is None or id(weights) in self._weights:
+            return
+        total = weights.value if isinstance(weights, mtf.Variable) else weights
+        if isinstance(total, mtf.Tensor):
+            total = mtf.anonymize(mtf.reduce_sum(mtf.cast(total, tf.float32)))
+        self._weights[id(weights)] = weights, total
+
+    def weight(self) -> tf.Tensor | None:
+        """Returns how much the loss of a step stands for, a scalar; None if no one number does."""
+        if len(self._weights) != 1:
+            return None
+        ((_, total),) = self._weights.values()
+        if not isinstance(total, mtf.Tensor):
+            return tf.cast(total, tf.float32)
+        lowering = next((x for x in self.lowerings if x.graph is total.graph), None)
+        return lowering and lowering.export_to_tf_tensor(total)
 
     @property
     def sees_gradients(self) -> bool:

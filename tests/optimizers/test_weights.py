@@ -9,6 +9,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.pipeline.weights import mean_loss
 from tests import harness
 from tests.optimizers.outer.test_checkpoints import session_of
 from tests.optimizers.outer.test_checkpoints import train as steps
@@ -96,7 +97,8 @@ def program(make, own=False, **how):
         else:
             pairs = opt.compute_gradients(loss, weights=weights)
             updates = opt.apply_grads(*zip(*pairs))
-        return updates, {k: v for k, v in gs.reported(opt).items() if "data" in k}
+        without_data = {k: v for k, v in gs.reported(opt).items() if "data" in k}
+        return updates, {"loss": mean_loss(loss), **without_data}
 
     return build
 
@@ -129,7 +131,12 @@ def test_every_wrapper(mesh_kind, name, how):
         return  # a scalar says that islands have equally many
     feeds = batches(UNEQUAL)
     expected, _ = train([name], feeds)
-    assert_close(run(mesh_kind, made(name), feeds, how=how), expected)
+    found = run(mesh_kind, made(name), feeds, how=how)
+    assert_close(found, expected)
+    # The loss that is shown is the mean over all tokens, too.
+    x, mask = (feeds[0][key].astype("d") for key in ("x", "mask"))
+    loss = np.sum(mask * (x @ START - 1.0) ** 2) / mask.sum()
+    np.testing.assert_allclose(found.fetched[0]["loss"], loss, rtol=CLOSE)
 
 
 @pytest.mark.slow

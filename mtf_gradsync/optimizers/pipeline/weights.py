@@ -13,7 +13,7 @@ from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import PartLowering, PlanPart
+from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 
 
 class Weights(NamedTuple):
@@ -47,10 +47,11 @@ class Recorded(NamedTuple):
 
 
 class WeightsOfGradients(PlanPart):
-    """A plan's record of the weights that gradients were computed with."""
+    """A plan's record of the weights that gradients, and losses of shards, have."""
 
     def __init__(self) -> None:
         self._given: dict[mtf.Tensor, Any] = {}
+        self._weighted: dict[mtf.Tensor, mtf.Tensor] = {}
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
         """See `PlanPart.begin`."""
@@ -61,6 +62,14 @@ class WeightsOfGradients(PlanPart):
         """Records weights of gradients; None for losses of shards with equal weights."""
         own = {g: weights for g in grads if g is not None}
         self._given = {**self._given, **own}  # a plan that is undone has the one before
+
+    def record_loss(self, loss: mtf.Tensor, weighted: mtf.Tensor) -> None:
+        """Records what `weighted_loss` made of a loss."""
+        self._weighted = {**self._weighted, loss: weighted}
+
+    def of_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
+        """Returns what `weighted_loss` made of a loss; the loss itself if it has no weights."""
+        return self._weighted.get(loss, loss)
 
     def behind(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
         """Returns for each gradient what is recorded of those that it was computed from."""
@@ -254,6 +263,14 @@ def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.T
     shares = mtf.cwise(lambda w, all_: w * (count / nonzero(all_)), [tensor, total], tf.float32)
     shares = mtf.broadcast(mtf.cast(shares, loss.dtype), loss.shape)
     return mtf.cwise(weigh, [loss, shares], loss.dtype)
+
+
+def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
+    """Returns the loss of a step to show, a scalar: the mean over its elements.
+
+    For losses of shards that `compute_gradients` was given weights with, it is the weighted mean.
+    """
+    return mtf.reduce_mean(StepPlan.of(loss.graph).part(WeightsOfGradients).of_loss(loss))
 
 
 def nonzero(x: tf.Tensor) -> tf.Tensor:
