@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import numbers
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Sequence, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Collection, Iterable, Iterator, Sequence, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import TypeGuard
@@ -71,6 +73,53 @@ def log_once(key: str, level: int, message: str, *args: Any) -> None:
 def reset_warnings() -> None:
     """Forgets which warnings were logged, for tests."""
     _warned.clear()
+
+
+def close_to(given: str, names: Iterable[str], most: int = 2) -> list[str]:
+    """Returns the names that come near a given one, the nearest first, by letters and digits.
+
+    A name comes near if one of its parts does, or has the given one in it.
+    """
+    wanted = _letters(given)
+
+    def nearness(name: str) -> float:
+        # "step" is far from "train_steps", by letters.
+        if given in name or (wanted and wanted in _letters(name)):
+            return 1.0
+        parts = map(_letters, {name, *name.split("/")})
+        return max(difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts)
+
+    near = [(-nearness(name), len(name), name) for name in sorted(set(names))]
+    return [name for score, _, name in sorted(near) if score <= -0.6][:most]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def did_you_mean(given: str, names: Iterable[str], most: int = 2) -> str:
+    """Returns the end of a message, such as "; did you mean a or b?"; "" if no name comes near."""
+    close = close_to(given, names, most)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def warn_of_unmatched(
+    what: str,
+    patterns: Iterable[str],
+    names: Collection[str],
+    matches: Callable[[str, str], Any] = re.search,
+) -> None:
+    """Warns once of each pattern that is in none of the names of variables."""
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            warn_once(
+                f"unmatched {what} {pattern}",
+                "%s: %r is in no name of %s%s",
+                what,
+                pattern,
+                counted(sorted(names), "variable"),
+                did_you_mean(pattern, names),
+            )
 
 
 _T = TypeVar("_T")

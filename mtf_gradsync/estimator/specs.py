@@ -11,10 +11,11 @@ import copy
 import functools
 import inspect
 import os
+import re
 import time
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import some_of
+from mtf_gradsync._common import did_you_mean, some_of, warn_of_unmatched
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
@@ -203,15 +204,19 @@ def warm_start(settings: Sequence[Any]) -> None:
     """
     path, chosen, vocabularies, earlier_names = settings
     masters = {id(v) for v in tf.global_variables()}
+    names = [v.op.name for v in tf.trainable_variables() if id(v) in masters]
+    given = [chosen] if isinstance(chosen, str) else chosen or ()
+    patterns = [x for x in given if isinstance(x, str) and x != ".*"]
     if isinstance(chosen, str):
         found = tf.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES, scope=chosen)
         chosen = [v for v in found if id(v) in masters]
     if not chosen and not vocabularies:
-        names = [v.op.name for v in tf.trainable_variables() if id(v) in masters]
+        hint = did_you_mean(patterns[0], names) if patterns else ""
         raise ValueError(
             f"warm_start_from: vars_to_warm_start = {settings[1]!r} chooses no variable; names "
-            f"look like {some_of(names)}."
+            f"look like {some_of(names)}{hint or '.'}"
         )
+    warn_of_unmatched("warm_start_from: vars_to_warm_start", patterns, names, re.match)
     tf.train.warm_start(path, chosen, vocabularies, earlier_names)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import counted, warn_once
+from mtf_gradsync._common import counted, did_you_mean, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.islands.folder import Spec
 from mtf_gradsync.simd.session import ReplicaSession, VariableAccess, lowerings_in
@@ -35,7 +35,9 @@ class Values:
         chosen = trainable if variables is None else variables
         unknown = [name for name in chosen if name not in there]
         if unknown or not chosen:
-            missing = f"no variable {unknown[0]!r}" if unknown else "no trainable variables"
+            missing = "no trainable variables"
+            if unknown:
+                missing = f"no variable {unknown[0]!r}{did_you_mean(unknown[0], there)}".rstrip("?")
             raise ValueError(
                 f"The graph has {missing}. It has: {counted(sorted(there), 'variable')}. Make an "
                 "island when the step has been built and lowered."

@@ -81,26 +81,33 @@ def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) ->
 
 
 def after_step(
-    before: LossScaleState, finite: mtf.Tensor, updated: mtf.Tensor, rule: ScaleRule
+    before: LossScaleState, finite: mtf.Tensor, has_data: mtf.Tensor | None, rule: ScaleRule
 ) -> LossScaleState:
     """Returns the variables' new values.
 
-    `finite`, a boolean scalar, says if all gradients are, and `updated` if there is an update.
+    `finite`, a boolean scalar, says if all gradients are, and `has_data` if there are any; None if
+    there always are. A step without data says nothing about the scale.
     """
+    updated = finite if has_data is None else mtf.logical_and(finite, has_data)
+    known = [] if has_data is None else [has_data]
 
     def skipped(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
         return count + tf.cast(tf.logical_not(is_finite), tf.int32)
 
-    def good_steps(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
+    def good_steps(count: tf.Tensor, is_finite: tf.Tensor, *has_data: tf.Tensor) -> tf.Tensor:
         more = (count + 1) * tf.cast(is_finite, tf.int32)
-        return more * tf.cast(more < rule.growth_steps, tf.int32)
+        more *= tf.cast(more < rule.growth_steps, tf.int32)
+        return tf.where_v2(has_data[0], more, count) if has_data else more
 
-    def scale(now: tf.Tensor, count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
+    def scale(
+        now: tf.Tensor, count: tf.Tensor, is_finite: tf.Tensor, *has_data: tf.Tensor
+    ) -> tf.Tensor:
         # A scale beyond a limit, as after a change of limits, is set to the limit.
         lower = tf.maximum(now / rule.multiplier, rule.lowest)
         higher = tf.minimum(now * rule.multiplier, rule.highest)
         grows = count + 1 >= rule.growth_steps
-        return tf.where_v2(is_finite, tf.where_v2(grows, higher, now), lower)
+        new = tf.where_v2(is_finite, tf.where_v2(grows, higher, now), lower)
+        return tf.where_v2(has_data[0], new, now) if has_data else new
 
     count = mtf.cwise(skipped, [before.skipped.value, finite], tf.int32)
     waiting = before.waiting and now_waiting(before.waiting, mtf.cast(updated, tf.int32))
@@ -108,8 +115,8 @@ def after_step(
         return LossScaleState(None, None, count, waiting)
     good = before.good_steps.value
     return LossScaleState(
-        mtf.cwise(scale, [before.scale.value, good, finite], tf.float32),
-        mtf.cwise(good_steps, [good, finite], tf.int32),
+        mtf.cwise(scale, [before.scale.value, good, finite, *known], tf.float32),
+        mtf.cwise(good_steps, [good, finite, *known], tf.int32),
         count,
         waiting,
     )
@@ -314,12 +321,17 @@ class _SkipNotFinite(Stage):
         if any(stage.tells_finite for stage in step.stages):
             # What shards have that it skips does not count.
             step.when_finite_is_known(
-                lambda finite: self._change_scale(before, finite, [], gradients, gradients, step)
+                lambda finite, has_data: self._change_scale(
+                    before, finite, has_data, [], gradients, gradients, step
+                )
             )
             return gradients
         # If a wrapper inside skips gradients that are not finite, this one only changes the scale.
         is_beside = any(traits.skips_not_finite for traits in inside)
         passed_on, axes = gradients, wrapper.axes_now(gradients.present)
+        has_data: mtf.Tensor | None = None
+        if gradients.weights is not None:
+            has_data = step.agreed(mtf.greater(gradients.weights.total, 0.0), True)
         if not is_beside or not any(traits.needs_shards for traits in inside):
             # The sum can overflow even if no shard's gradient does.
             passed_on = step.convert(gradients, Form.REDUCED, reduction)
@@ -333,7 +345,7 @@ class _SkipNotFinite(Stage):
             found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
         held = [] if is_beside else passed_on.present
-        gate = self._change_scale(before, finite, held, gradients, passed_on, step)
+        gate = self._change_scale(before, finite, has_data, held, gradients, passed_on, step)
         if not is_beside:
             step.only_when(finite, gate, as_call=False)
         return passed_on
@@ -342,6 +354,7 @@ class _SkipNotFinite(Stage):
         self,
         before: LossScaleState,
         finite: mtf.Tensor,
+        has_data: mtf.Tensor | None,
         held: list[mtf.Tensor],
         gradients: GradientSet,
         checked: GradientSet,
@@ -353,12 +366,10 @@ class _SkipNotFinite(Stage):
         """
         wrapper = self._wrapper
         axes, of_shards_only = wrapper._shards_to_name(gradients.present)
-        finite = updated = on_mesh(finite, before.skipped.mesh)
-        if gradients.weights is not None:
-            has_data = mtf.greater(gradients.weights.total, 0.0)
-            updated = mtf.logical_and(finite, on_mesh(step.agreed(has_data, True), finite.mesh))
+        finite = on_mesh(finite, before.skipped.mesh)
+        has_data = None if has_data is None else on_mesh(has_data, finite.mesh)
         gate = step.gate([*held, finite])
-        after = after_step(before, finite, updated, wrapper._rule)
+        after = after_step(before, finite, has_data, wrapper._rule)
         skips = self._skips = self._make_skips(gradients, before, axes)
         now = [after.skipped, *([] if after.scale is None else [after.scale])]
         step.run_when(

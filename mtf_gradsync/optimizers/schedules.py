@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Collection, Sequence, Union
 
 import gin
@@ -16,18 +17,20 @@ from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 _CONSTANT = "Where it changes, base the schedule on get_update_step."
 Schedule = Callable[..., Any]
 Factor = Union[float, Schedule]
+Passes = Union[int, Callable[[Any], Any]]
 
 
 @gin.configurable(module="mtf_gradsync")
 def per_update(
     schedule: Factor | Sequence[Factor] = gin.REQUIRED,
-    backward_passes_per_step: int = gin.REQUIRED,
+    backward_passes_per_step: Passes = gin.REQUIRED,
 ) -> Schedule:
     """Turns a learning-rate schedule into one that counts updates instead of microbatch steps.
 
     In `GradientAccumulationOptimizer` with a constant K and nothing skipped, microbatch step `step`
-    belongs to update `step // K`. If K changes or microbatch steps are skipped, base the schedule
-    on `get_update_step` instead.
+    belongs to update `step // K`. For a K that changes, its function is evaluated for all updates
+    of the run when the graph is built. If microbatch steps are skipped, base the schedule on
+    `get_update_step` instead (in `train`: `train.run.schedule_step = @get_update_step`).
 
     In gin, with parentheses:
 
@@ -39,17 +42,19 @@ def per_update(
       schedule: a function of `step` and `total_train_steps` as in
         `mesh_tensorflow.transformer.learning_rate_schedules`, a number, or a list of both to be
         multiplied. Its own lengths (warm-up steps and the like) count updates.
-      backward_passes_per_step: K, microbatch steps for each update.
+      backward_passes_per_step: K, microbatch steps for each update: what
+        `GradientAccumulationOptimizer` is given, a number or a function of the update step.
 
     Returns:
-      A function of `step` and `total_train_steps`, which both count microbatch steps.
+      A function of `step` and `total_train_steps`, which both count microbatch steps. If K is a
+      function, it needs `total_train_steps`; later steps have the last K.
 
     Raises:
       TypeError: schedule is neither a function, a number nor a list of them.
-      ValueError: backward_passes_per_step is not a whole number of 1 or more.
+      ValueError: backward_passes_per_step is neither a whole number of 1 or more nor a function.
     """
     passes = backward_passes_per_step
-    check_whole_number("backward_passes_per_step", passes, more=_CONSTANT)
+    check_passes(passes)
     factors: list[Any] = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
     for factor in factors:
         if not (callable(factor) or is_number(factor)):
@@ -59,8 +64,7 @@ def per_update(
             )
 
     def learning_rate(step: Any, total_train_steps: Any = None) -> Any:
-        update_step = step // passes
-        updates = None if total_train_steps is None else total_train_steps // passes
+        update_step, updates = updates_before([step, total_train_steps], passes, total_train_steps)
         rate: Any = 1.0
         for factor in factors:
             rate = rate * (factor(update_step, updates) if callable(factor) else factor)
@@ -105,6 +109,7 @@ def adafactor_decay_rate_per_update(
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
 
 
+@gin.configurable(module="mtf_gradsync", denylist=["mesh"])
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
     """Returns the number of updates made so far, for schedules of the inner optimizer.
 
@@ -112,6 +117,8 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     variable scope. Where no wrapper has that counter, the first step of the graph that a wrapper of
     this package builds advances it. Every update of the innermost optimizer counts, and no step
     without one: neither those that only accumulate nor those that are skipped.
+
+    In gin, for all schedules of `train`: `train.run.schedule_step = @get_update_step`.
 
     Call it before `apply_grads`. If nothing advances the counter in a graph that trains, lowering
     the graph raises ValueError.
@@ -172,9 +179,6 @@ def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
 
 
-Passes = Union[int, Callable[[Any], Any]]
-
-
 def check_passes(passes: Any) -> None:
     """Raises ValueError if passes is neither a whole number of 1 or more nor a function."""
     if isinstance(passes, type) or not callable(passes):
@@ -191,19 +195,100 @@ def _check_whole(passes: Callable[[Any], Any], result: mtf.Tensor | tf.Tensor) -
 
 def _evaluated(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> mtf.Tensor:
     """Evaluates a function of TensorFlow scalars on every processor."""
+    evaluate = functools.partial(_tf_passes, passes)
+    return mtf.cwise(evaluate, [update_step], tf.int32, name="passes_schedule")
+
+
+def _tf_passes(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
+    try:
+        result = tf.convert_to_tensor(passes(step))
+    except Exception as error:
+        raise ValueError(
+            f"backward_passes_per_step {passes!r} failed with the update step as an mtf scalar "
+            f"and as a tf scalar: {error}. Make it a function of one of these."
+        ) from error
+    _check_whole(passes, result)
+    return tf.reshape(tf.cast(result, tf.int32), [])
+
+
+def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], Any]) -> mtf.Tensor:
+    """Returns the learning rate of an update, a float32 mtf scalar.
+
+    Args:
+      schedule: a function of `step` and `total_train_steps` that returns a number or tf scalar.
+      update_step: the number of updates so far, an mtf scalar.
+      updates: returns how many updates the run makes; called when the graph is lowered.
+    """
 
     def evaluate(step: tf.Tensor) -> tf.Tensor:
-        try:
-            result = tf.convert_to_tensor(passes(step))
-        except Exception as error:
-            raise ValueError(
-                f"backward_passes_per_step {passes!r} failed with the update step as an mtf scalar "
-                f"and as a tf scalar: {error}. Make it a function of one of these."
-            ) from error
-        _check_whole(passes, result)
-        return tf.reshape(tf.cast(result, tf.int32), [])
+        rate = schedule(step=step, total_train_steps=updates())
+        return tf.reshape(tf.cast(rate, tf.float32), [])
 
-    return mtf.cwise(evaluate, [update_step], tf.int32, name="passes_schedule")
+    return mtf.cwise(evaluate, [update_step], tf.float32, name="learning_rate")
+
+
+def updates_before(steps: Sequence[Any], passes: Passes, total: int | None) -> list[Any]:
+    """Returns how many updates are made in the microbatch steps before each of some steps.
+
+    No step is skipped. A step is a number, an integer tf tensor, or None, which stays None. If
+    `passes` is a function, `total` is the number of microbatch steps of the run.
+    """
+    if not callable(passes):
+        return [None if step is None else step // passes for step in steps]
+    if total is None:
+        raise ValueError(
+            "per_update with a function as backward_passes_per_step needs total_train_steps, the "
+            "number of microbatch steps, for which it evaluates the function; got None."
+        )
+    # As many updates as have the same K in a row are one stretch.
+    each = _passes_of_updates(passes, int(total))
+    first = np.flatnonzero(np.diff(each, prepend=0))  # the first update of each stretch
+    begins = np.concatenate([[0], np.cumsum(each)])[first]
+    lengths = np.append(np.diff(first), np.iinfo(np.int64).max)
+
+    def before(step: Any) -> Any:
+        if step is None:
+            return None
+        if not isinstance(step, tf.Tensor):
+            return int(np.sum(np.clip((step - begins) // each[first], 0, lengths)))
+        inside = (tf.cast(step, tf.int64) - begins) // each[first]
+        made = tf.reduce_sum(tf.minimum(tf.maximum(inside, np.int64(0)), lengths))
+        return tf.cast(made, step.dtype)
+
+    return [before(step) for step in steps]
+
+
+def _passes_of_updates(passes: Callable[[Any], Any], total: int) -> np.ndarray:
+    """Evaluates a function of the update step for all updates that `total` steps begin."""
+    found: list[np.ndarray] = []
+    count = min(total + 1, 4096)
+    with tf.Graph().as_default():
+        first = tf.placeholder(tf.int32, [])
+        values = _of_each(passes, first + tf.range(count), count)
+        with tf.Session(config=tf.ConfigProto(device_count={"GPU": 0})) as session:
+            while sum(int(x.sum()) for x in found) <= total:
+                chunk = session.run(values, {first: len(found) * count})
+                found.append(np.maximum(chunk, 1).astype(np.int64))
+    return np.concatenate(found)
+
+
+def _of_each(passes: Callable[[Any], Any], updates: tf.Tensor, count: int) -> tf.Tensor:
+    """Returns what a function of one update step, mtf or tf, makes of each of several."""
+    mesh, dim = mtf.Mesh(mtf.Graph(), "updates"), mtf.Dimension("update", count)
+    try:
+        result = passes(mtf.import_tf_tensor(mesh, updates, mtf.Shape([dim])))
+    except (TypeError, ValueError, AttributeError):
+        result = None
+    if isinstance(result, mtf.Tensor):
+        result = mtf.broadcast(mtf.cast(result, tf.int32), mtf.Shape([dim]))
+        alone = mtf.placement_mesh_impl.PlacementMeshImpl(mtf.Shape([]), "", [""])
+        return mtf.Lowering(mesh.graph, {mesh: alone}).export_to_tf_tensor(result)
+    if isinstance(result, (int, float, np.number)):
+        _check_constant(passes, result)
+        check_passes(result)
+        return tf.fill([count], int(result))
+    each = functools.partial(_tf_passes, passes)
+    return tf.map_fn(tf.autograph.experimental.do_not_convert(each), updates)
 
 
 class _Probe:

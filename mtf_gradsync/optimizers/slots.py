@@ -6,8 +6,9 @@ import contextlib
 import copy
 from typing import Any, Collection, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import counted, warn_of_unmatched, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import patterns_of
 from mtf_gradsync._private.patches import patch
 from mtf_gradsync.optimizers.restoring import note_state
 from mtf_gradsync.session import root_scope
@@ -278,6 +279,27 @@ def check_bare_update(
         plan.part(SlotOwners).check(optimizer, written, variables, is_bare=True)
 
 
+def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:
+    """Warns once of an optimizer's patterns that are in no name, and of variables in few bits."""
+    names = {v.name for v in (*variables, *variables[0].graph.trainable_variables)}
+    for argument, patterns in patterns_of(optimizer).items():
+        warn_of_unmatched(f"{type(optimizer).__name__}: {argument}", patterns, names)
+    narrow = [v for v in variables if v.slice_dtype.is_floating and v.slice_dtype.size < 4]
+    if narrow:
+        dtype = narrow[0].slice_dtype
+        warn_once(
+            "narrow variables",
+            "Stored in %s, so that updates of less than 1/%d of a value are lost: %s. Store "
+            "variables in float32 and compute in %s: mtf.VariableDType(tf.float32, tf.float32, "
+            "tf.%s), in gin utils.get_variable_dtype.slice_dtype = 'float32'.",
+            dtype.name,
+            2 ** (9 if dtype == tf.bfloat16 else 12),
+            counted([v.name for v in narrow if v.slice_dtype == dtype], "variable"),
+            dtype.name,
+            dtype.name,
+        )
+
+
 def check_bare_optimizers() -> None:
     """Makes Mesh-TensorFlow's optimizers without a wrapper keepers of their slots, too."""
 
@@ -286,6 +308,8 @@ def check_bare_optimizers() -> None:
             self: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
         ) -> list[mtf.Operation]:
             updates = apply(self, grads, variables, *args, **kwargs)
+            if updates:
+                tell_of_names_and_dtypes(self, variables)
             check_bare_update(self, updates, variables)
             return updates
 

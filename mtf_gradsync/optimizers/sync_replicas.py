@@ -413,10 +413,16 @@ class _AggregateReplicas(Stage):
         return skips.report([mtf.anonymize(found)])
 
 
-def _any_or_none_wanted(contributions: mtf.Tensor, wanted: mtf.Tensor) -> mtf.Tensor:
-    """Whether a replica contributes, or none was asked to: then no gradient stopped one."""
+def _any_or_none_wanted(
+    contributions: mtf.Tensor, wanted: mtf.Tensor
+) -> tuple[mtf.Tensor, mtf.Tensor]:
+    """Whether a replica contributes, or none was asked to, and whether one was asked to.
+
+    If none was, no gradient stopped one.
+    """
     number = mtf.reduce_sum(mtf.anonymize(mtf.cast(wanted, tf.int32)))
-    return mtf.logical_or(mtf.greater(contributions, 0), mtf.equal(number, 0))
+    asked = mtf.greater(number, 0)
+    return mtf.logical_or(mtf.greater(contributions, 0), mtf.logical_not(asked)), asked
 
 
 # For some gradients, by position, each replica's parts of the sums that they are made of.

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Collection, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import ACCEPT_FLAG, ConfigError, TrainingError, first_line, some_of
+from mtf_gradsync._common import (
+    ACCEPT_FLAG,
+    ConfigError,
+    TrainingError,
+    close_to,
+    first_line,
+    some_of,
+)
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.resharding import STATE_COLLECTION, changes
 from mtf_gradsync.optimizers.restoring import ReshardingSaver
@@ -81,6 +88,12 @@ def _unlike(variable: Any, shapes: Any, dtypes: Any) -> str:
     return ""
 
 
+def _renamed(name: str, unused: Collection[str]) -> str:
+    """Returns which variable of a checkpoint, of those of other names, may be one of the model."""
+    close = close_to(name, unused, 1)
+    return f" (it has {close[0]})" if close else ""
+
+
 def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     """Replaces the initial values of variables by a checkpoint's, where shapes and types agree.
 
@@ -104,7 +117,9 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     there = {v.op.name: (v, _unlike(v, shapes, dtypes)) for v in variables if v.op.name in shapes}
     chosen = {name: variable for name, (variable, unlike) in there.items() if not unlike}
     unlike = [sentence for _, sentence in there.values() if sentence]
-    lacking = sorted({v.op.name for v in variables} - set(shapes))
+    here = {v.op.name for v in variables}
+    unused = set(shapes) - here
+    lacking = [f"{name}{_renamed(name, unused)}" for name in sorted(here - set(shapes))]
     if not chosen:
         raise _error(
             f"train.run.init_checkpoint = {init_checkpoint!r} has no variable of this model; it "

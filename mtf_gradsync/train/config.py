@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import logging
@@ -15,7 +14,7 @@ from typing import Any, Callable, Collection, Dict, Literal, NamedTuple, Sequenc
 import gin
 import numpy as np
 
-from mtf_gradsync._common import ConfigError, is_number, is_whole_number
+from mtf_gradsync._common import ConfigError, close_to, is_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, mesh_text
 
@@ -174,7 +173,7 @@ class MeshSettings(NamedTuple):
         for name, axis in self.rules:
             if name in given or axis not in sizes:
                 continue
-            close = difflib.get_close_matches(name, given, n=1)
+            close = close_to(name, given, 1)
             hint = f" (did you mean {close[0]}?)" if close else ""
             if sizes[axis] > 1 and not any(axes.get(one) == axis for one in given):
                 raise ConfigError(
@@ -438,6 +437,9 @@ class RunConfig:
       layout_rules: for example "batch:batch,d_ff:model,heads:model,vocab:model".
       learning_rate_schedule: a number, a function of step and total_train_steps, a list of both
         to be multiplied, or None for the optimizer's own.
+      schedule_step: the step that schedules get: @get_update_step for the number of updates, so
+        that steps that only accumulate, or are skipped, do not count; the lengths that schedules
+        have are then updates, too. None for the global step, which counts all steps.
       optimizer: a class or function called with learning_rate=.
       variable_filter: which variables train: a regular expression or a function of an mtf
         variable; None for all.
@@ -481,6 +483,7 @@ class RunConfig:
     mesh_impl: Callable[..., Any] | None = None
     layout_rules: LayoutLike = gin.REQUIRED
     learning_rate_schedule: LearningRate | list[Any] = None
+    schedule_step: Callable[[Any], Any] | None = None
     optimizer: Callable[..., Any] = gin.REQUIRED
     variable_filter: VariableFilter = None
     keep_best: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import difflib
 import logging
 import re
 import tokenize
@@ -19,7 +18,7 @@ import mtf_gradsync.islands.island
 import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
 import mtf_gradsync.train.evaluation  # noqa: F401
-from mtf_gradsync._common import ConfigError, configs_dir
+from mtf_gradsync._common import ConfigError, configs_dir, did_you_mean
 from mtf_gradsync._private.gin import bindings, note_written, registered, take, unused_macros
 from mtf_gradsync.train.config import RunConfig, transformer_utils
 
@@ -59,7 +58,7 @@ def load(
     more = [name for name in unused_macros() if name in given and name not in unused]
     if more:
         names = sorted({scope for scope, selector, _ in bindings() if selector == "gin.macro"})
-        hint = _close_to(more[0], [name for name in names if name not in more])
+        hint = did_you_mean(more[0], [name for name in names if name not in more])
         raise ConfigError(f"--gin_param: nothing in the config uses the macro {more[0]!r}{hint}")
     left = [parameter for _, selector, parameter in bindings() if selector == _UTILS_RUN]
     ignored += [f"utils.run.{name}" for name in left]
@@ -154,16 +153,8 @@ def _with_hint(said: str) -> str:
         names = {name.split(".")[-1] for name in known}
     else:
         return said
-    hint = _close_to(given, sorted(names))
+    hint = did_you_mean(given, names)
     return f"{said.rstrip('.')}{hint}" if hint else said
-
-
-def _close_to(given: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(given, names, n=2)
-    # "step" is far from "train_steps", by letters.
-    close += sorted((name for name in names if given in name and name not in close), key=len)
-    close = close[:2]
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 @contextlib.contextmanager

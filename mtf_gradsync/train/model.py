@@ -198,7 +198,9 @@ class TrainingJob(NamedTuple):
         returns mtf operations. It, and each optimizer inside a wrapper, may have
         ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
         loss, and ``update_step_now``, such a scalar that counts updates.
-      learning_rate: None, a number, or a function of ``step``.
+      learning_rate: None, a number, or a `functools.partial` with ``total_train_steps`` of a
+        function of ``step``.
+      schedule_step: see `RunConfig`.
       variable_filter: see `RunConfig`.
       train_steps: see `RunConfig`.
       reports: whether the step returns what its optimizers report.
@@ -215,6 +217,7 @@ class TrainingJob(NamedTuple):
     reports: bool = False
     noise_scale: bool = False
     examples_before: int = 0
+    schedule_step: Callable[[Any], Any] | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -246,6 +249,7 @@ def resolve_job(config: RunConfig) -> TrainingJob:
     check_positive("outer_batch_size", config.outer_batch_size, optional=True)
     check_positive("total_run_steps", config.total_run_steps, optional=True)
     check_callable("optimizer", config.optimizer, "@CrossShardOptimizer")
+    check_callable("schedule_step", config.schedule_step, "@get_update_step", optional=True)
     check_callable("train_dataset_fn", config.train_dataset_fn, "@python_topics")
     check_vocabulary(config.vocabulary)
     lengths = resolve_sequence_length(config.sequence_length)
@@ -272,6 +276,7 @@ def resolve_job(config: RunConfig) -> TrainingJob:
         ),
         variable_filter=config.variable_filter,
         train_steps=config.train_steps,
+        schedule_step=config.schedule_step,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from typing import Any, Callable, ContextManager, Iterable, Iterator, NamedTuple, Sequence
 
 import gin
 
 from mtf_gradsync import simd
-from mtf_gradsync._common import ConfigError
+from mtf_gradsync._common import ConfigError, did_you_mean
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import (
     GradientAccumulationOptimizer,
@@ -19,10 +20,11 @@ from mtf_gradsync.optimizers import (
     reported,
     traits_of,
 )
+from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at, updates_before
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.simd import CommunicationReport
 from mtf_gradsync.simd.traffic import has_calls
-from mtf_gradsync.step import gated_update
+from mtf_gradsync.step import StepPlan, gated_update
 from mtf_gradsync.train.config import VariableFilter, rate_of_step, transformer_utils
 from mtf_gradsync.train.model import MeshModel, TrainingJob, placeholders
 
@@ -157,12 +159,17 @@ def _update(
     opt: Any, pairs: Sequence[tuple[mtf.Tensor, mtf.Variable]], is_placement: bool
 ) -> list[mtf.Operation]:
     grads = [grad for grad, _ in pairs]
+    is_bare = not isinstance(opt, Wrapper)
 
     def apply() -> list[mtf.Operation]:
-        return list(opt.apply_grads(grads, [variable for _, variable in pairs]))
+        variables = [variable for _, variable in pairs]
+        updates = list(opt.apply_grads(grads, variables))
+        if is_bare:  # wrappers do so themselves
+            graph, meshes = variables[0].graph, {v.mesh for v in variables}
+            updates += StepPlan.of(graph).part(UpdateCounters).advances(graph, meshes)
+        return updates
 
     # On a placement mesh the updates of an optimizer without a wrapper race with reads.
-    is_bare = not isinstance(opt, Wrapper)
     return gated_update(apply, grads) if is_bare and is_placement else apply()
 
 
@@ -179,12 +186,36 @@ def model_and_optimizer(
     chosen = _variable_chooser(job.variable_filter)
     pairs = [(g, v) for g, v in zip(grads, model.graph.trainable_variables) if chosen(v)]
     if not pairs:
+        names = [v.name for v in model.graph.trainable_variables]
+        given = job.variable_filter
+        hint = did_you_mean(given, names) if isinstance(given, str) else ""
         raise ConfigError(
             f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
-            f"names look like {model.graph.trainable_variables[0].name!r}"
+            f"names look like {names[0]!r}{hint}"
         )
-    rate = rate_of_step(job.learning_rate, step)
-    return loss, pairs, _make_optimizer(job.optimizer, rate), rate
+    stack: list[Any] = []
+    schedule = job.learning_rate
+    if job.schedule_step is None or not callable(schedule):
+        rate = rate_of_step(schedule, step)
+    else:
+        # How many updates a run makes is known when the optimizer is.
+        total = schedule.keywords["total_train_steps"]
+        rate = rate_at(
+            lambda step, **length: rate_of_step(functools.partial(schedule, **length), step),
+            job.schedule_step(loss.mesh),
+            lambda: _updates_in(total, stack),
+        )
+    opt = _make_optimizer(job.optimizer, rate)
+    stack += (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
+    return loss, pairs, opt, rate
+
+
+def _updates_in(steps: int, stack: Sequence[Any]) -> int:
+    """Returns how many updates a stack makes in some steps, none of them skipped."""
+    for one in stack:
+        if isinstance(one, GradientAccumulationOptimizer):
+            steps, _ = updates_before([steps, None], one.backward_passes_per_step, steps)
+    return steps
 
 
 def build_on(

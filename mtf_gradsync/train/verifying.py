@@ -46,7 +46,7 @@ def verify_config(
         (size, *_) = {int(x.shape[0]) for x in features.values()}
         shape, layout = params["mesh_shape"], params["layout"]
         with gin_files.bound_to_mesh(shape, layout):
-            divided = job_on(config, shape, layout, size)
+            divided = job_on(config, shape, layout, size)._replace(schedule_step=None)
             model = MeshModel(divided.model, params.get("mesh_impl"))
             step = tf.constant(_STEP, tf.int64)
             loss, pairs, opt, _ = model_and_optimizer(divided, model, features, step)

@@ -209,6 +209,42 @@ def test_narrow_slots_of_tensorflows_optimizers_are_told(caplog):
     assert not [x for x in caplog.records if "slots" in x.getMessage()]
 
 
+WIDE = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [*(dtype for dtype, _, _ in DTYPES.values()), WIDE])
+@pytest.mark.parametrize("wrap", [lambda opt: opt, gs.CrossShardOptimizer], ids=["bare", "wrapped"])
+def test_variables_in_few_bits_are_told_at_the_first_update(wrap, dtype, caplog):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    shape = mtf.Shape([mtf.Dimension("d", 8)])
+    w = mtf.get_variable(mesh, "w", shape, dtype).operation
+    mtf.get_variable(mesh, "v", shape, WIDE)
+    for _ in range(2):
+        grads = [mtf.ones(mesh, shape, v.activation_dtype) for v in mesh.graph.trainable_variables]
+        opt = wrap(mtf.optimize.SgdOptimizer(0.1))
+        opt.apply_grads(grads, mesh.graph.trainable_variables)
+    told = [line for line in caplog.messages if line.startswith("Stored in bfloat16")]
+    assert len(told) == (w.slice_dtype == tf.bfloat16)
+    assert all("1/512 of a value are lost: variable w." in line for line in told)
+
+
+def test_what_the_line_says_of_bfloat16_is_so():
+    """An update of 1/1024 is lost for ever, and one of 1/64 is not."""
+    values = {}
+    for rate in (2.0**-10, 2.0**-6):
+
+        def build(mesh, inputs, rate=rate):
+            ones = tf.ones_initializer()
+            w = mtf.get_variable(mesh, "w", mtf.Shape([]), DTYPES["all"][0], initializer=ones)
+            opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(rate))
+            grad = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([]))
+            return opt.apply_grads([mtf.cast(grad, tf.bfloat16)], [w.operation]), {}
+
+        found = harness.run("simd", SHAPE, LAYOUT, build, [{"x": np.float32(1)}] * 16)
+        values[rate] = float(np.float32(found.variables["w"]))
+    assert values == {2.0**-10: 1.0, 2.0**-6: 1.0 - 16 * 2.0**-6}
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_decay_by_mesh_tensorflows_adam_is_refused_before_anything_is_built(dtype):
     """It adds what is in the dtype of activations to an update in float32."""

@@ -476,3 +476,27 @@ def test_a_step_on_a_placement_mesh_has_no_races(optimizer):
     with tf.Graph().as_default():
         graph = train_graph.build_on(OnDevices(), resolve_job(gin_files.bound_run_config()))
         assert not ordering.races([graph.step.op, graph.loss.op])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "repeats"), [("GradientAccumulationOptimizer", 3), ("AdafactorOptimizer", 1)]
+)
+@pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
+def test_schedules_follow_updates_by_one_binding(train, optimizer, repeats, runtime):
+    """The rate of update u of U falls by (U - u) / U, and U is as many as the run's steps make."""
+    _, directory, _ = train(
+        NO_EVAL,
+        "train.run.train_steps = 6",
+        f"train.run.runtime = '{runtime}'",
+        f"train.run.optimizer = @{optimizer}",
+        "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+        "GradientAccumulationOptimizer.backward_passes_per_step = 3",
+        "train.run.learning_rate_schedule = [0.5, @learning_rate_schedules.linear_decay]",
+        "linear_decay.steps_or_fraction = 1.0",
+        "train.run.schedule_step = @get_update_step",
+    )
+    rates = [row["learning_rate"] for row in read_metrics(directory / held_out.METRICS_FILE)]
+    updates = 6 // repeats
+    expected = [0.5 * (updates - step // repeats) / updates for step in range(6)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)  # the file has six digits

@@ -27,7 +27,12 @@ from mtf_gradsync.optimizers.pipeline.forms import (
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.schedules import UpdateCounters
-from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners, scalar_state
+from mtf_gradsync.optimizers.slots import (
+    SlotBook,
+    SlotOwners,
+    scalar_state,
+    tell_of_names_and_dtypes,
+)
 from mtf_gradsync.step import (
     Branch,
     Conditional,
@@ -139,7 +144,7 @@ class StepConditions:
         self._branches = contextlib.ExitStack()
         self.updated: mtf.Tensor | None = None
         self.agree: Callable[[mtf.Tensor, bool], mtf.Tensor] | None = None
-        self._if_finite: list[Callable[[mtf.Tensor], object]] = []
+        self._if_finite: list[Callable[[mtf.Tensor, mtf.Tensor | None], object]] = []
 
     def add(self, operations: Sequence[mtf.Operation]) -> None:
         """Adds operations to the step, or to its open branch."""
@@ -172,23 +177,24 @@ class StepConditions:
         """
         return holds if self.agree is None else self.agree(holds, by_any)
 
-    def when_finite_is_known(self, then: Callable[[mtf.Tensor], object]) -> None:
+    def when_finite_is_known(self, then: Callable[[mtf.Tensor, mtf.Tensor | None], object]) -> None:
         """Registers a function to call with what a stage inside gives `tell_finite`.
 
         That stage (`Stage.tells_finite`) knows which shards it skips.
         """
         self._if_finite.append(then)
 
-    def tell_finite(self, make: Callable[[], mtf.Tensor]) -> None:
-        """Says whether the step is one with finite gradients, a boolean scalar that `make` makes.
+    def tell_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
+        """Says whether the step is one with finite gradients, and whether it has any.
 
+        `make` makes these boolean scalars; None in place of the second if it always has some.
         What a skipped shard has does not count, unless no shard is left for it. Call it before the
         branch of the update is opened.
         """
         if self._if_finite:
-            finite = make()
+            finite, has_data = make()
             for then in self._if_finite:
-                then(finite)
+                then(finite, has_data)
 
     @contextlib.contextmanager
     def branch_when(
@@ -533,4 +539,5 @@ class StepBuilder(StepConditions):
         written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
         self.plan.part(SlotOwners).check(self._keeper, written, gradients.variables)
         self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
+        tell_of_names_and_dtypes(self._opt, gradients.variables)
         return updates

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import faulthandler
 import gc
 import importlib
@@ -19,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import ConfigError, TrainingError, configs_dir
+from mtf_gradsync._common import ConfigError, TrainingError, configs_dir, did_you_mean
 
 if TYPE_CHECKING:
     from mtf_gradsync.cluster import Task
@@ -294,8 +293,8 @@ def _check_is_there(name: str, paths: Sequence[str]) -> None:
     package = Path(name).parts[0]
     if package.isidentifier() and importlib.util.find_spec(package) is not None:
         return
-    close = difflib.get_close_matches(Path(name).name, [p.name for p in configs_dir().iterdir()])
-    hint = f"; did you mean {close[0]}?" if close else " (mtf-gradsync init lists configs)"
+    hint = did_you_mean(Path(name).name, [p.name for p in configs_dir().iterdir()], 1)
+    hint = hint or " (mtf-gradsync init lists configs)"
     raise ConfigError(f"--gin_file={name}: there is no such file{hint}")
 
 

@@ -29,10 +29,15 @@ def good_feeds():
 
 
 def scales(bad, initial_scale=8.0, growth_steps=2, min_scale=2.0, max_scale=16.0, multiplier=2.0):
-    """The law of the scale: (scale, good steps, skipped steps) after each step."""
+    """The law of the scale: (scale, good steps, skipped steps) after each step.
+
+    `bad` says for each step whether it is skipped; None if it has no data.
+    """
     scale, good, skipped, after = initial_scale, 0, 0, []
     for is_bad in bad:
-        if is_bad:
+        if is_bad is None:
+            pass
+        elif is_bad:
             scale, good, skipped = max(scale / multiplier, min_scale), 0, skipped + 1
         else:
             good += 1
@@ -272,7 +277,7 @@ def test_what_a_skipped_shard_has_is_no_overflow(
         ([4.0, 1.0], [yes, no], True, []),
         ([4.0, 1.0], [yes, no], False, [0]),
         ([4.0, 1.0], [yes, yes], False, [0, 1]),
-        ([nan, nan], [no, no], False, []),
+        ([nan, nan], [no, no], None, []),
         ([nan, nan], [yes, yes], True, []),
     ]
 
@@ -319,6 +324,56 @@ def test_what_a_skipped_shard_has_is_no_overflow(
     lines = [*capfd.readouterr().err.splitlines(), *(r.getMessage() for r in caplog.records)]
     named = [line.partition("not finite: ")[2] for line in lines if "step skipped" in line]
     assert [line.partition(".")[0] for line in named] == ["w (shard 0)", "w (shard 0), w (shard 1)"]
+
+
+# Whether steps have an overflow; None where their weight is 0.
+WITHOUT_DATA = [None, None, False, None, None, False, False, None, True, None, False, False, None]
+AROUND = {
+    "alone": (lambda opt: opt, 1),
+    "in accumulation": (lambda opt: gs.GradientAccumulationOptimizer(opt, 2), 2),
+    "around accumulation": (
+        lambda opt: gs.GradientAccumulationOptimizer(
+            opt, 2, should_skip_update_fn=gs.skip_not_finite
+        ),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.mostly_slow
+def test_a_step_without_data_is_no_progress_of_the_scale(name, kind):
+    if kind == "xla":
+        pytest.importorskip("jax")
+    wrap, times = AROUND[name]
+    scaled = []
+
+    def build(mesh, inputs):
+        x, weight = (mtf.import_tf_tensor(mesh, inputs[k], mtf.Shape([])) for k in ("x", "weight"))
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.zeros_initializer())
+        inner = mtf.optimize.SgdOptimizer(1.0)
+        if name == "around accumulation":
+            scaled.append(gs.LossScaleOptimizer(wrap(inner), **RULE))
+            opt = scaled[-1]
+        else:
+            scaled.append(gs.LossScaleOptimizer(inner, **RULE))
+            opt = wrap(scaled[-1])
+        updates = opt.minimize(x * w, weights=weight)
+        told = gs.reported(scaled[-1])
+        names = ("loss_scale/scale", "loss_scale/good_steps", "loss_scale/skipped")
+        return updates, {name: told[name] for name in names}
+
+    feeds = [
+        {"x": np.float32(np.inf if bad else 1.0), "weight": np.float32(bad is not None)}
+        for bad in WITHOUT_DATA
+        for _ in range(times)
+    ]
+    result = harness.run(kind, "b:2", "", build, feeds)
+    found = [
+        tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched[times - 1 :: times]
+    ]
+    assert found == scales(WITHOUT_DATA)
 
 
 def test_all_shards_decide_alike():

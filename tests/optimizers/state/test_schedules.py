@@ -3,6 +3,7 @@
 import functools
 import logging
 
+import gin
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.schedules import (
     adafactor_decay_rate_per_update,
     per_update,
+    rate_at,
 )
 from tests import harness, models, reference
 
@@ -68,10 +70,49 @@ def test_offset_counts_updates():
     np.testing.assert_array_equal(at_offset, fresh)
 
 
+# Functions of the update step, and the same in numpy.
+CHANGING = [
+    (lambda step: mtf.minimum(8, step // 3 + 1), lambda step: min(8, step // 3 + 1)),
+    (lambda step: tf.where(step < 5, 2, 7), lambda step: 2 if step < 5 else 7),
+    (lambda step: step - 2, lambda step: max(1, step - 2)),  # below 1 counts as 1
+    (lambda step: 3, lambda step: 3),
+]
+
+
+@pytest.mark.parametrize(("passes", "same"), CHANGING)
+def test_per_update_takes_a_number_that_changes(passes, same):
+    total, expected, made, left = 30, [], 0, same(0)
+    for _ in range(total + 1):
+        expected.append(made)
+        left -= 1
+        if left == 0:
+            made += 1
+            left = same(made)
+    seen = []
+
+    def schedule(step, total_train_steps):
+        seen.append((step, total_train_steps))
+        return step
+
+    made = per_update(schedule, passes)
+    assert [made(step, total) for step in range(total)] == expected[:total]
+    assert {updates for _, updates in seen} == {expected[total]}
+    rate = per_update(lambda step, _: tf.cast(step, tf.float32), passes)
+    assert evaluate(lambda step: rate(step.value(), total), range(total + 1)) == expected
+    with pytest.raises(ValueError, match="needs total_train_steps"):
+        made(0)
+
+
+def test_a_function_that_branches_in_python_is_refused():
+    with pytest.raises(ValueError, match="Make it a function of one of these"):
+        per_update(0.1, lambda step: 2 if step < 5 else 3)(0, 10)
+
+
 @pytest.mark.parametrize("passes", [0, -1, 2.0, True, None, lambda step: 2])
 def test_passes_must_be_a_number(passes):
-    with pytest.raises(ValueError, match="base the schedule on get_update_step"):
-        per_update(0.1, passes)
+    if not callable(passes):
+        with pytest.raises(ValueError, match="backward_passes_per_step must be a whole number"):
+            per_update(0.1, passes)
     with pytest.raises(ValueError, match="backward_passes_per_step"):
         adafactor_decay_rate_per_update(passes)
 
@@ -213,6 +254,42 @@ def test_the_update_step_counts_updates_under_every_wrapper(name, mesh_kind):
         expected.append((w, made))
     counter = "GradientAccumulationOptimizer/update_step"
     np.testing.assert_array_equal([(v["w"], v[counter]) for v in found], expected)
+
+
+def test_gin_names_the_counter_and_gives_it_as_a_function():
+    with gin.unlock_config():
+        gin.clear_config()
+        try:
+            gin.parse_config("import mtf_gradsync\nget_update_step.name = 'mine'")
+            mesh = mtf.Mesh(mtf.Graph(), "mesh")
+            gs.get_update_step(mesh)
+        finally:
+            gin.clear_config()
+    assert "mine/update_step" in mesh.graph.name_to_variable
+
+
+@pytest.mark.mostly_slow
+def test_the_rate_of_a_schedule_follows_updates(mesh_kind):
+    """The first three of eight steps overflow: they are no steps of the schedule."""
+    seen = []
+
+    def schedule(step, total_train_steps):
+        seen.append(total_train_steps)
+        return 1.0 / (tf.cast(step, tf.float32) + 1.0)
+
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([]))
+        w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
+        rate = rate_at(schedule, gs.get_update_step(mesh), lambda: 5)
+        opt = gs.LossScaleOptimizer(mtf.optimize.SgdOptimizer(rate))
+        return opt.minimize(x * w), {"rate": rate}
+
+    feeds = [{"x": np.float32(x)} for x in [np.inf] * 3 + [1] * 5]
+    found = harness.run(mesh_kind, "b:2", "", build, feeds)
+    rates = [float(np.ravel(step["rate"])[0]) for step in found.fetched]
+    np.testing.assert_allclose(rates, [1, 1, 1, 1, 1 / 2, 1 / 3, 1 / 4, 1 / 5], rtol=1e-6)
+    np.testing.assert_allclose(found.variables["w"], -sum(rates[3:]), rtol=1e-6)
+    assert set(seen) == {5}
 
 
 def test_a_counter_that_nothing_advances_is_an_error():

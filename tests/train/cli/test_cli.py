@@ -57,7 +57,7 @@ def test_help(capsys, arguments):
         ("train.run.model_type = 'mind'", "train.run.model_type must be one of lm"),
         ("Unitransformer.max_length = 4", "Unitransformer|max_length"),
         ("Unitransformer.d_model = 'wide'", "size='wide'"),
-        ("train.run.variable_filter = 'nothing'", "leaves no variable to train"),
+        ("train.run.variable_filter = 'embeding'", "did you mean transformer/embedding"),
         ("train.run.variable_filter = '('", "not a regular expression"),
         ("train.run.init_checkpoint = '/no/such'", "train.run.init_checkpoint = '/no/such'"),
         ("train.sample.prompt_tokens = 99", "train.sample.prompt_tokens must leave room"),
