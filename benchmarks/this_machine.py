@@ -9,6 +9,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import math
 import tempfile
 import time
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
@@ -363,6 +364,7 @@ class CpuMachine:
         programs are kept in `cache_dir`.
         """
         self.name, self.cores = name, cores
+        self.slices, self.dcn_bytes_per_second = 1, math.inf
         self.memory_per_core: int | None = None
         self.peak_flops_per_core: float | None = None
         self.bytes_per_second_per_core: float | None = None

@@ -2,8 +2,8 @@
 
 from mtf_gradsync.planning.machines import bytes_sent, factorizations
 from mtf_gradsync.planning.plan import plan
-from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused
-from mtf_gradsync.planning.search import Built
+from mtf_gradsync.planning.result import AxisTraffic, FewerMessages, Plan, PlanRow, Refused
+from mtf_gradsync.planning.search import Built, model_flops
 from mtf_gradsync.xla.topology.chips import CHIPS, Chip
 
 __all__ = [
@@ -11,10 +11,12 @@ __all__ = [
     "AxisTraffic",
     "Built",
     "Chip",
+    "FewerMessages",
     "Plan",
     "PlanRow",
     "Refused",
     "bytes_sent",
     "factorizations",
+    "model_flops",
     "plan",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Protocol, Sequence
 
@@ -21,6 +22,8 @@ _HLO_NAMES = {
     "XlaReduceScatter": "reduce-scatter",
 }
 _OTHER = "other groups"
+#: The name of the data center network in place of a mesh axis.
+DCN = "DCN"
 
 Groups = Sequence[Sequence[int]]
 
@@ -51,20 +54,26 @@ def exchanges_of(
     axes: Mapping[Any, str],
     cores: int,
     conditions: bool = True,
+    slices: int = 1,
 ) -> list[Exchange]:
     """Returns the collectives of a step with all conditions true or false, and how often each runs.
 
     Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
     loops from `report`, which is of the program before compilation and says how often a loop turns
     (once if not known). Those of each core with itself are not listed. `axes` is what
-    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step.
+    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step. Of
+    `slices` the first mesh axis joins the cores; what goes between them has the axis `DCN`.
     """
-    everyone = (tuple(range(cores)),)
+    of_slice = cores // slices
+    everyone = (tuple(range(of_slice)),)
     found = []
     for one in compiled:
-        if not one.is_in_loop:
+        if one.crosses_slices:
+            counterparts = tuple(tuple(range(i, cores, of_slice)) for i in range(of_slice))
+            found.append(Exchange(one.operation, DCN, counterparts, one.bytes_per_core, 1))
+        elif not one.is_in_loop:
             groups = one.groups or everyone
-            axis = axes.get(_connected(groups), _OTHER)
+            axis = axes.get(_connected(groups)) or (_axis_around(groups, axes, slices) or _OTHER)
             found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
     by_axis = {axis: key for key, axis in axes.items()}
     for row in report.rows:
@@ -75,8 +84,38 @@ def exchanges_of(
             named = by_axis[axis] if axis in by_axis else json.loads(f"[{row.group}]") or everyone
             groups = tuple(sorted(tuple(sorted(group)) for group in named))
             times = 1 if row.turns is None else row.turns
-            found.append(Exchange(operation, axis, groups, row.bytes_per_core or 0, times))
+            one_of_loop = Exchange(operation, axis, groups, row.bytes_per_core or 0, times)
+            found += _by_slice(one_of_loop, of_slice)
     return [one for one in found if any(len(group) > 1 for group in one.groups)]
+
+
+def _axis_around(groups: Groups, axes: Mapping[Any, str], slices: int) -> str | None:
+    """Returns the axes whose groups, of several slices, have these of one slice in them."""
+    around = [
+        (max(map(len, key)), axis)
+        for key, axis in axes.items()
+        if slices > 1 and all(any(group >= set(own) for group in key) for own in groups)
+    ]
+    return min(around)[1] if around else None
+
+
+def _by_slice(one: Exchange, of_slice: int) -> list[Exchange]:
+    """Returns a collective as its parts within slices and between them, as the compiler does."""
+    members = [sum(core // of_slice == group[0] // of_slice for core in group)
+               for group in one.groups]  # fmt: skip
+    if all(count == len(group) for count, group in zip(members, one.groups)):
+        return [one]
+    count = max(members)
+    within = tuple(tuple(x for x in g if x // of_slice == g[0] // of_slice) for g in one.groups)
+    between = tuple(tuple(g[i::count]) for g in one.groups for i in range(count))
+    if one.operation != "all-reduce":
+        return [one._replace(groups=within), one._replace(axis=DCN, groups=between)]
+    part = one.size // count
+    return [
+        one._replace(operation="reduce-scatter", groups=within),
+        one._replace(axis=DCN, groups=between, size=part),
+        one._replace(operation="all-gather", groups=within, size=part),
+    ]
 
 
 def bytes_sent(operation: str, members: int, size: float) -> float:
@@ -236,6 +275,8 @@ class Machine(Protocol):
 
     name: str  # the topology, as the user spelled it
     cores: int
+    slices: int  # that a data center network joins
+    dcn_bytes_per_second: float  # that a chip sends over it
     memory_per_core: int | None  # bytes that a program may use; None where there is no limit
     peak_flops_per_core: float | None  # per second; None where that is not known
     bytes_per_second_per_core: float | None  # of its memory; None where that is not known
@@ -252,15 +293,29 @@ class Machine(Protocol):
 
 
 class TpuMachine:
-    """A TPU slice, which this machine need not have; see `Machine`."""
+    """A TPU slice, or several that are alike, which this machine need not have; see `Machine`."""
 
-    def __init__(self, topology: str):
-        """Asks the compiler where the cores of a topology, as in "v5e:4x4", are."""
-        named, places = slice_of(topology), places_of(topology)
+    def __init__(self, topology: str, dcn_bytes_per_second: float | None = None):
+        """Asks the compiler where the cores of a topology, as in "v5e:4x4", are.
+
+        Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`: what a chip sends over the data
+        center network.
+        """
+        named = slice_of(topology)
+        if named.count > 1 and dcn_bytes_per_second is None:
+            raise ValueError(
+                f"The {named.count} slices of {topology!r} exchange data over a data center "
+                "network: give what a chip sends over it, as dcn_bandwidth (in GB/s)."
+            )
+        places = places_of(topology)
         self.name = topology
         self.cores = len(places)
+        self.slices = named.count
+        self._of_slice = self.cores // self.slices
+        self.chips = self.slices * len({place[:-1] for place in places})
         self.memory_per_core: int | None = named.generation.memory_per_core
-        self._torus = Torus(named.chip, places)
+        self._torus = Torus(named.chip, places[: self._of_slice])
+        self.dcn_bytes_per_second = dcn_bytes_per_second or math.inf
         self.peak_flops_per_core: float | None = named.rates.flops
         self.bytes_per_second_per_core: float | None = named.rates.bytes
         self.estimate_source = "roofline"
@@ -292,8 +347,19 @@ class TpuMachine:
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`. The estimate counts a collective's bytes in memory, and no links."""
-        return self._torus.seconds(operation, groups, size)
+        """See `Machine`. The estimate counts a collective's bytes in memory, and no links.
+
+        Groups are of one slice, or of cores of several at one place: all cores of a chip share what
+        the chip sends over the network.
+        """
+        if any(group[0] // self._of_slice != group[-1] // self._of_slice for group in groups):
+            count = max(map(len, groups))
+            sent = bytes_sent(operation, count, size)
+            if operation == "all-to-all":  # a network, unlike a ring, passes nothing on
+                sent = (count - 1) / count * size
+            return self._torus.cores_per_chip * sent / self.dcn_bytes_per_second
+        local = [[core % self._of_slice for core in group] for group in groups]
+        return self._torus.seconds(operation, local, size)
 
 
 def _skipped_step(
@@ -325,6 +391,20 @@ def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
         ";".join(f"{axis}:{size}" for axis, size in zip(axes, sizes))
         for sizes in _sizes(cores, len(axes))
     ]
+
+
+def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
+    """Returns `factorizations`; of several slices each axis that they divide comes first once.
+
+    The first axis is the one that crosses the data center network.
+    """
+    found = []
+    for shape in factorizations(cores, axes):
+        dims = shape.split(";")
+        firsts = [dim for dim in dims if slices > 1 and int(dim.split(":")[1]) % slices == 0]
+        for first in firsts or dims[:1]:
+            found.append(";".join([first, *(dim for dim in dims if dim != first)]))
+    return found
 
 
 def _sizes(cores: int, axes: int) -> Iterator[tuple[int, ...]]:

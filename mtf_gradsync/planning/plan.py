@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from tqdm import tqdm
 
 from mtf_gradsync._common import is_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.planning.machines import TpuMachine, factorizations
-from mtf_gradsync.planning.result import Plan, Refused
+from mtf_gradsync.planning.machines import TpuMachine, shapes_of
+from mtf_gradsync.planning.result import Plan, PlanRow, Refused
 from mtf_gradsync.planning.search import Built, Candidate, search
 from mtf_gradsync.simd.program import Program, compiled_only
 from mtf_gradsync.xla.topology.chips import slice_of
@@ -29,6 +30,9 @@ def plan(
     jobs: int = 1,
     progress: bool = False,
     refusals: tuple[type[BaseException], ...] = (ValueError,),
+    price: float | Mapping[str, float] | None = None,
+    dcn_bandwidth: float | None = None,
+    inner_steps: Sequence[int] = (10, 36, 100),
 ) -> Plan:
     """A table of what a training step costs on each mesh of each topology, without the chips.
 
@@ -41,14 +45,22 @@ def plan(
         program, or a `Built` with the fetches and the number of tokens of a step. It is called
         with a mesh shape ("batch:4;model:2") and a layout, in a graph of its own. A ValueError
         means that the mesh is not possible; its message becomes the reason in the plan.
-      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8".
+      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8"; "2xv5e:4x4"
+        for two slices that a data center network joins.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
-        `axes`.
+        `axes`. Of several slices the first axis of a mesh shape crosses the network: each axis that
+        they divide comes first once.
       axes: names of the mesh axes; None for those that the first layout names, in its order.
       jobs: the number of compilers that run at once. Each takes a processor, and memory.
       progress: whether to show a progress bar on terminals.
       refusals: further types of errors by which `build` says that a mesh is not possible.
+      price: dollars for an hour of one chip, one number for all topologies or one for each
+        generation, as in ``{"v5e": 1.2, "v5p": 4.2}``. There is no default: look it up where you
+        rent.
+      dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several slices.
+      inner_steps: for several slices, each number of steps for which the plan says what it would
+        save to exchange values only once in so many (`PlanRow.fewer_messages`).
 
     Returns:
       The plan, sorted by predicted speed. Stopped by Ctrl-C or SIGTERM it has the meshes planned
@@ -59,6 +71,9 @@ def plan(
       XlaMissingError: when there is no TPU compiler.
       ValueError: when an argument is out of range, or there is no such topology.
     """
+    for steps in inner_steps:
+        if not is_whole_number(steps):
+            raise ValueError(f"inner_steps must be positive integers; got {list(inner_steps)!r}.")
     if not is_whole_number(jobs):
         raise ValueError(f"jobs must be a positive integer; got {jobs!r}")
     given = [layouts] if isinstance(layouts, str) else layouts
@@ -70,18 +85,27 @@ def plan(
             f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
         )
     axes = list(axes) if axes is not None else _axes_of(layouts[0])
+    dcn = () if dcn_bandwidth is None else (1e9 * _positive("dcn_bandwidth", dcn_bandwidth),)
+    chip_hours = [_chip_hour(price, slice_of(name).chip.name) for name in names]
     with _environment_kept(), Interruption() as stop:
-        machines = [TpuMachine(name) for name in names]
+        machines = [TpuMachine(name, *dcn) for name in names]
         candidates, refused = [], []
         for layout in layouts:
             for machine in machines:
-                for shape in mesh_shapes or factorizations(machine.cores, axes):
-                    size = mtf.convert_to_shape(shape).size
-                    if size == machine.cores:
-                        candidates.append(Candidate(shape, layout, machine))
-                    else:
-                        reason = f"the mesh has {size} cores and the topology {machine.cores}"
+                for shape in mesh_shapes or shapes_of(machine.cores, axes, machine.slices):
+                    dims = mtf.convert_to_shape(shape)
+                    reason = ""
+                    if dims.size != machine.cores:
+                        reason = f"the mesh has {dims.size} cores and the topology {machine.cores}"
+                    elif machine.slices > 1 and dims.dims[0].size % machine.slices:
+                        reason = (
+                            f"its first axis, {dims.dims[0].name}:{dims.dims[0].size}, crosses the "
+                            f"data center network, and {machine.slices} slices do not divide it"
+                        )
+                    if reason:
                         refused.append(Refused(shape, layout, machine.name, reason))
+                    else:
+                        candidates.append(Candidate(shape, layout, machine, tuple(inner_steps)))
 
         def built(mesh_shape: str, layout: str) -> Built:
             with compiled_only():
@@ -93,7 +117,31 @@ def plan(
             total=len(candidates), desc="planning", unit="mesh", leave=False, disable=hidden
         ) as bar:
             found = search(built, candidates, jobs, (ValueError, *refusals), bar.update, stop)
-    return dataclasses.replace(found, refused=(*refused, *found.refused))
+    hourly = {machine.name: hours and hours * machine.chips
+              for machine, hours in zip(machines, chip_hours)}  # fmt: skip
+    rows = tuple(_priced(row, hourly.get(row.machine)) for row in found.rows)
+    return dataclasses.replace(found, rows=rows, refused=(*refused, *found.refused))
+
+
+def _chip_hour(price: float | Mapping[str, float] | None, chip: str) -> float | None:
+    """Returns the dollars for an hour of a chip, or raises a ValueError if they are none."""
+    if isinstance(price, Mapping):
+        if chip not in price:
+            raise ValueError(f"price has {', '.join(price)}, and no {chip}; got {dict(price)!r}.")
+        price = price[chip]
+    return None if price is None else _positive("price", price)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a number above 0; got {value!r}.")
+    return float(value)
+
+
+def _priced(row: PlanRow, hourly: float | None) -> PlanRow:
+    rate = row.tokens_per_second
+    per_dollar = rate * 3600 / hourly if rate and hourly else None
+    return dataclasses.replace(row, dollars_per_hour=hourly, tokens_per_dollar=per_dollar)
 
 
 # What devices of this machine are asked for by, and how jax is kept from looking for a TPU.

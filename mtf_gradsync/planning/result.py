@@ -17,6 +17,11 @@ _UNKNOWN = (
     "input take, nor other traffic on the links."
 )
 
+_SHARES = (
+    "MFU: of the chips' peak, what the model needs (6 operations for each weight and token, and "
+    "attention). HFU: what the program makes by the compiler's count, recomputation included."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class AxisTraffic:
@@ -33,6 +38,23 @@ class AxisTraffic:
     collectives: int
     bytes_per_core: int
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FewerMessages:
+    """What a step takes where slices exchange values only once in some steps, over the network.
+
+    Attributes:
+      way: "OuterOptimizer", or "islands" (programs that meet in a folder).
+      inner_steps: the number of steps of a round.
+      step_seconds: the mean step of a round.
+      exchange_seconds: what the exchange of a round takes over the data center network.
+    """
+
+    way: str
+    inner_steps: int
+    step_seconds: float
+    exchange_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +80,9 @@ class PlanRow:
       overlapped_seconds: the longer of the two: the time of a step that hides all of the other.
       tokens_per_second: predicted, over the steps of `mean_step_seconds`; None if the tokens of a
         step are unknown.
-      share_of_peak: operations per second as a share of the chip's peak, over the same steps; None
-        if that is unknown.
+      share_of_peak: operations per second by the compiler's count as a share of the chip's peak,
+        over the same steps; None if that is unknown. What is computed a second time counts twice:
+        it is the "hardware FLOPs utilization" (HFU), and `mfu` is what compares programs.
       build_seconds: how long building the program took.
       compile_seconds: how long the compiler took.
       is_repeated: whether an equal program had been compiled before.
@@ -79,6 +102,16 @@ class PlanRow:
       roofline_seconds: the roofline of the whole step: `flops` at the peak or `bytes_accessed` at
         the memory's bandwidth, whichever takes longer; None if the rates are unknown.
       doubt: why the estimate cannot be right beside that; "" if it can. Such rows come last.
+      model_flops: operations that the model needs in a step on all cores together, by
+        `Built.model_flops`; None if unknown.
+      mfu: `model_flops` per second as a share of all chips' peak, over the same steps ("model FLOPs
+        utilization"); None if either is unknown.
+      dollars_per_hour: what the machine's chips cost, by the price that was given; None without.
+      tokens_per_dollar: by that price and `tokens_per_second`; None if either is unknown.
+      slices: the number of slices that a data center network joins.
+      dcn_seconds: the part of `link_seconds` that is over this network (the axis "DCN").
+      fewer_messages: what a step would take with fewer exchanges over it; empty for one slice, and
+        where the axis that crosses the network does not split the batch.
     """
 
     mesh_shape: str
@@ -111,6 +144,13 @@ class PlanRow:
     estimate_source: str = "roofline"
     roofline_seconds: float | None = None
     doubt: str = ""
+    model_flops: float | None = None
+    mfu: float | None = None
+    dollars_per_hour: float | None = None
+    tokens_per_dollar: float | None = None
+    slices: int = 1
+    dcn_seconds: float = 0.0
+    fewer_messages: tuple[FewerMessages, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +194,8 @@ class Plan:
             lines = [*_table(self.rows), "", *_parameters(self.rows), _UNKNOWN]
         else:
             lines = ["no mesh was planned" if self.is_partial else "no mesh can be planned"]
+        if any(row.mfu is not None for row in self.rows):
+            lines.append(_SHARES)
         unknown = [row for row in self.rows if row.unknown_operations]
         if unknown:
             most = max(row.unknown_operations for row in unknown)
@@ -175,9 +217,10 @@ class Plan:
         if max(means, default=1) > 1:
             steps = " or ".join(map(str, sorted(means)))
             lines.append(
-                f'"mean ms", tokens/s and the share of the peak are means over {steps} steps, one '
+                f'"mean ms", tokens/s, MFU and HFU are means over {steps} steps, one '
                 "with the update and the others without."
             )
+        lines += _fewer_messages(self.rows)
         if self.refused:
             several = len({r.layout for r in self.rows} | {r.layout for r in self.refused}) > 1
             lines += ["", "skipped:", *_reasons(self.refused, several)]
@@ -247,6 +290,50 @@ def _name(row: PlanRow | Refused, with_layout: bool) -> str:
     return f"{row.mesh_shape}{layout} on {row.machine}"
 
 
+def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
+    """A table of what fewer messages between slices would save, with words on when they pay."""
+    table, words = [], []
+    several = len({row.layout for row in rows}) > 1
+    for row in rows:
+        if not row.fewer_messages:
+            continue
+        mean = row.step_seconds if row.mean_step_seconds is None else row.mean_step_seconds
+        cells = {"mesh": _name(row, several), "every step": f"{1e3 * mean:,.4g}"}
+        cells["of it DCN"] = f"{1e3 * row.dcn_seconds:,.4g}"
+        for one in row.fewer_messages:
+            name = f"{one.way}, {one.inner_steps}"
+            cells[name] = f"{1e3 * one.step_seconds:,.4g}"
+        table.append(cells)
+        outer = [one for one in row.fewer_messages if one.way == "OuterOptimizer"]
+        least = outer[0].exchange_seconds / row.dcn_seconds if row.dcn_seconds else math.inf
+        best = min(row.fewer_messages, key=lambda one: one.step_seconds)
+        saved = 1 - best.step_seconds / mean
+        name = _name(row, several)
+        if saved < _LEAST_SAVED:
+            words.append(f"  {name}: fewer messages do not pay (at most {100 * saved:.2g}%).")
+        else:
+            words.append(
+                f"  {name}: OuterOptimizer takes less than a sum in each step from "
+                f"{math.floor(least) + 1} inner steps on; {best.way} with {best.inner_steps} "
+                f"saves {100 * saved:.2g}% of a step."
+            )
+    if not table:
+        return []
+    headers = list(table[0])
+    return [
+        "",
+        "ms a step with fewer messages between slices (by way and inner steps):",
+        *text_table(headers, [[cells[name] for name in headers] for cells in table], {"mesh"}),
+        *words,
+        "With fewer messages the same tokens train a little less well, and an island's exchange is "
+        "hidden behind its steps if they take longer: docs/plan.md.",
+    ]
+
+
+# Of a step, below which fewer messages are not worth what they cost in loss.
+_LEAST_SAVED = 0.05
+
+
 def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
     """Lines that say each reason once."""
     meshes: dict[str, list[str]] = {}
@@ -295,8 +382,14 @@ def _table(rows: tuple[PlanRow, ...]) -> list[str]:
             cells["mean ms"] = f"{1e3 * (row.mean_step_seconds or 0.0):,.4g}"
         if row.tokens_per_second is not None:
             cells["tokens/s"] = f"{row.tokens_per_second:,.0f}"
+        if row.mfu is not None:
+            cells["MFU"] = f"{100 * row.mfu:.3g}%"
         if row.share_of_peak is not None:
-            cells["of peak"] = f"{100 * row.share_of_peak:.3g}%"
+            cells["HFU"] = f"{100 * row.share_of_peak:.3g}%"
+        if row.tokens_per_dollar is not None:
+            cells["$ / 1e9 tokens"] = f"{1e9 / row.tokens_per_dollar:,.4g}"
+        elif row.dollars_per_hour is not None:
+            cells["$ / hour"] = f"{row.dollars_per_hour:,.4g}"
         table.append(cells)
     left = {"mesh", "on", "layout", "fits", "by"}
     headers = list(dict.fromkeys(name for cells in table for name in cells))

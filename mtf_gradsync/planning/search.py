@@ -5,15 +5,31 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import hashlib
+import math
+import re
 import subprocess
 import threading
 import time
 from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._signals import Interruption, signal_of
-from mtf_gradsync.planning.machines import Compiled, Exchange, Machine, SkippedStep, exchanges_of
-from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused, sorted_rows
+from mtf_gradsync.planning.machines import (
+    DCN,
+    Compiled,
+    Exchange,
+    Machine,
+    SkippedStep,
+    exchanges_of,
+)
+from mtf_gradsync.planning.result import (
+    AxisTraffic,
+    FewerMessages,
+    Plan,
+    PlanRow,
+    Refused,
+    sorted_rows,
+)
 from mtf_gradsync.simd.collectives import groups_by_axes, list_collectives
 from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
@@ -38,6 +54,8 @@ class Built(NamedTuple):
       parameters: the number of trainable parameters; None if unknown.
       steps_per_update: of so many steps one has the program's conditions true, and the others have
         them false, as in accumulation over so many steps. The plan's means are over these.
+      model_flops: operations that the model needs in a step on all cores, as `model_flops` counts
+        them; None for 6 for each parameter and token, without attention.
     """
 
     program: Program
@@ -45,6 +63,61 @@ class Built(NamedTuple):
     tokens: int | None = None
     parameters: int | None = None
     steps_per_update: int = 1
+    model_flops: float | None = None
+
+
+def model_flops(loss: mtf.Tensor) -> float:
+    """Counts the operations that a model needs in a training step, whatever the program makes.
+
+    They are 6 for each weight and each token that it is multiplied with (2 forward, 4 backward) and
+    12 for each layer, head dimension, token and token that it attends to, masked ones included:
+    6 N D and 12 L H Q T D of Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311, appendix B.
+    Looking up an embedding and dispatching tokens to experts are no products here, although
+    Mesh-TensorFlow makes them as such; what is computed a second time counts once.
+
+    Args:
+      loss: the loss, a tensor of an mtf graph; what was added to the graph before it counts.
+
+    Returns:
+      The number of floating-point operations of a step on all cores together.
+
+    Raises:
+      ValueError: when the model is in a loop, which hides how often it runs. Count the model that
+        is built without it.
+    """
+    selects: dict[mtf.Tensor, bool] = {}
+
+    def is_selection(x: mtf.Tensor) -> bool:
+        """Whether a tensor picks others, as one-hot vectors do, scaled or not."""
+        if x not in selects:
+            op = x.operation
+            passes_on = len(op.inputs) == 1 or (
+                isinstance(op, mtf.EinsumOperation) and not _summed(op)
+            )
+            selects[x] = isinstance(op, mtf.OneHotOperation) or (
+                passes_on and any(map(is_selection, op.inputs))
+            )
+        return selects[x]
+
+    operations = loss.mesh.graph.operations
+    found = 0.0
+    for op in operations[: operations.index(loss.operation) + 1]:
+        if isinstance(op, mtf.WhileLoopOperation):
+            raise ValueError(
+                f"The loss {loss.name!r} is computed in a loop, {op.name!r}; give the loss of the "
+                "model without it (one microbatch)."
+            )
+        is_product = isinstance(op, mtf.EinsumOperation) and _summed(op)
+        if is_product and not any(map(is_selection, op.inputs)):
+            found += 6.0 * math.prod(d.size for d in {d for x in op.inputs for d in x.shape})
+    return found
+
+
+def _summed(einsum: mtf.EinsumOperation) -> bool:
+    """Returns whether a product sums over a dimension of several of its operands."""
+    return any(
+        dim not in einsum.outputs[0].shape.dims for x in einsum.inputs for dim in x.shape.dims
+    )
 
 
 class Candidate(NamedTuple):
@@ -53,6 +126,7 @@ class Candidate(NamedTuple):
     mesh_shape: str  # as in "batch:4;model:2"
     layout: str
     machine: Machine
+    inner_steps: tuple[int, ...] = ()  # of rounds with fewer messages between slices
 
 
 class _Work(NamedTuple):
@@ -63,6 +137,7 @@ class _Work(NamedTuple):
     tokens: int | None
     parameters: int | None
     steps_per_update: int
+    model_flops: float | None
     report: CommunicationReport
     axes: dict[frozenset, str]
     build_seconds: float
@@ -157,7 +232,11 @@ class _Search:
             for candidate in group:
                 self._refuse(candidate, str(error))
             return []
-        facts = built.tokens, built.parameters, built.steps_per_update, report, axes, seconds
+        needed = built.model_flops
+        if needed is None and built.parameters and built.tokens:
+            needed = 6.0 * built.parameters * built.tokens
+        steps = built.steps_per_update
+        facts = built.tokens, built.parameters, steps, needed, report, axes, seconds
         return [_Work(c, lowered[type(c.machine)], *facts) for c in group]
 
     def _start(self, pool: concurrent.futures.Executor, work: _Work) -> None:
@@ -205,8 +284,8 @@ class _Search:
         reason = " ".join(reason.strip().split("\n  In call to ")[0].split())
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "..."
-        shape, layout, machine = candidate
-        self._refused.append(Refused(shape, layout, machine.name, reason))
+        shape, layout = candidate.mesh_shape, candidate.layout
+        self._refused.append(Refused(shape, layout, candidate.machine.name, reason))
         self._done()
 
     def _begun(self, process: subprocess.Popen[str]) -> None:
@@ -233,7 +312,7 @@ def _by_program(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
 
 
 def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
-    mesh_shape, layout, machine = work.candidate
+    mesh_shape, layout, machine, _ = work.candidate
     traffic = _traffic_of(compiled.collectives, work, True)
     links = sum(t.seconds for t in traffic)
     step = mean = compiled.estimate_seconds + links
@@ -245,6 +324,7 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         skipped_step = skipped.estimate_seconds + others
         mean = (step + (steps - 1) * skipped_step) / steps
         flops = (compiled.flops + (steps - 1) * skipped.flops) / steps
+    dcn = sum(t.seconds for t in traffic if t.axis == DCN)
     peak, limit = machine.peak_flops_per_core, machine.memory_per_core
     roofline, doubt = _roofline(compiled, machine), ""
     if roofline is not None:
@@ -273,6 +353,10 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         overlapped_seconds=max(compiled.estimate_seconds, links),
         tokens_per_second=tokens / mean if tokens and mean else None,
         share_of_peak=flops / (mean * peak) if peak and mean else None,
+        model_flops=work.model_flops,
+        mfu=work.model_flops / (mean * peak * machine.cores)
+        if work.model_flops and peak and mean
+        else None,
         build_seconds=work.build_seconds,
         compile_seconds=compiled.seconds,
         is_repeated=is_repeated,
@@ -283,6 +367,35 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         estimate_source=machine.estimate_source,
         roofline_seconds=roofline,
         doubt=doubt,
+        slices=machine.slices,
+        dcn_seconds=dcn,
+        fewer_messages=_fewer_messages(work, step - dcn),
+    )
+
+
+# Names of the dimensions of tensors that hold examples.
+_BATCH = ("batch", "outer_batch")
+
+
+def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
+    """Returns what a step takes if slices, apart for `apart` seconds a step, meet once a round.
+
+    An outer step adds up float32 values of each core over the slices. An island, one process of
+    which reads and writes, sends its change and reads the merged values, beside its steps.
+    """
+    machine, parameters = work.candidate.machine, work.parameters
+    (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))
+    rules = [rule.split(":") for rule in re.split("[ ,.;]", work.candidate.layout) if rule]
+    if machine.slices < 2 or not parameters or not any([b, first] in rules for b in _BATCH):
+        return ()
+    of_core = 4.0 * parameters * int(size) / machine.cores
+    everywhere = [tuple(range(0, machine.cores, machine.cores // machine.slices))]
+    outer = machine.seconds("all-reduce", everywhere, of_core)
+    island = 2 * 4.0 * parameters / machine.dcn_bytes_per_second
+    steps = work.candidate.inner_steps
+    return (
+        *(FewerMessages("OuterOptimizer", h, apart + outer / h, outer) for h in steps),
+        *(FewerMessages("islands", h, max(apart, island / h), island) for h in steps),
     )
 
 
@@ -298,7 +411,9 @@ def _traffic_of(
     collectives: Sequence[HloCollective], work: _Work, conditions: bool
 ) -> tuple[AxisTraffic, ...]:
     machine = work.candidate.machine
-    exchanges = exchanges_of(collectives, work.report, work.axes, machine.cores, conditions)
+    exchanges = exchanges_of(
+        collectives, work.report, work.axes, machine.cores, conditions, machine.slices
+    )
     return _traffic(exchanges, machine)
 
 

@@ -242,6 +242,12 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
     return graph, place.program
 
 
+def forward_loss(job: TrainingJob) -> mtf.Tensor:
+    """Adds a job's model, without gradients and in one microbatch, to the default graph."""
+    model = MeshModel(job.model)
+    return model(model.import_features(placeholders(job)), "train")[1]
+
+
 def steps_per_update(optimizers: Sequence[Any]) -> int:
     """Of how many steps one makes all that a stack of optimizers does, and the others a part.
 

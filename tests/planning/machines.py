@@ -53,6 +53,9 @@ class Counting:
     peak_flops_per_core = 100.0
     bytes_per_second_per_core = 25.0
     estimate_source = "made up"
+    slices = 1
+    chips = 2
+    dcn_bytes_per_second = float("inf")
 
     def __init__(self, name="four", cores=4, module=None, memory=1000, before=None, skipped=None):
         self.name, self.cores, self.memory_per_core = name, cores, memory

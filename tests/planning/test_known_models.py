@@ -101,7 +101,7 @@ def flops_by_hand(layers, weights, lookups, pairs):
     products = sum(6 * size * tokens for size, tokens in weights)
     embedded = sum(4 * size * tokens for size, tokens in lookups)
     met = sum(3 * 2 * 2 * WIDTH * queries * keys for queries, keys in pairs)
-    return products + embedded + layers * met
+    return products + layers * met, embedded
 
 
 def gpt2_small(count):
@@ -163,10 +163,15 @@ ORDER = ["v5p:2x2x2", "v6e:2x4", "v4:2x2x2", "v5e:2x4", "v3:2x2", "v2:2x2"]
 )
 def test_known_models(config, by_hand, layers, of_twelve, chips, tmp_path):
     assert by_hand(LAYERS)[0] == of_twelve
-    parameters, flops = by_hand(layers)
+    parameters, (needed, embedded) = by_hand(layers)
+    flops = needed + embedded
     ((_, row),) = planned(config, chips, tmp_path).items()
     check_roofline(chips, row)
     assert row["parameters"] == parameters
+    # Lookups are no products that the model needs. The model is counted in float64.
+    assert row["model_flops"] == CORES * needed
+    peak = slice_of(chips).chip.peak_flops / slice_of(chips).generation.cores_per_chip
+    assert row["mfu"] == pytest.approx(needed / (row["step_seconds"] * peak))
     # The compiler counts what is no product, too.
     assert flops <= row["flops"] <= 1.05 * flops
     # A weight of four bytes is read by the forward and by the backward pass; its gradient is

@@ -78,6 +78,53 @@ def test_places_are_those_of_libtpu():
     assert machine.seconds("all-reduce", [[0, 2], [1, 3]], 1e9) > 0
 
 
+def test_between_slices_the_cores_of_a_chip_share_what_it_sends(monkeypatch):
+    # Two slices of two chips of two cores.
+    places = [(x, 0, 0, core) for x in range(2) for core in range(2)]
+    monkeypatch.setattr(machines, "places_of", lambda topology: tuple(places * 2))
+    machine = TpuMachine("2xv3:2x1", 1e9)
+    assert (machine.cores, machine.slices, machine.chips) == (8, 2, 4)
+    counterparts = [[0, 4], [1, 5], [2, 6], [3, 7]]
+    # 2 * 1/2 of a GB, of two cores.
+    assert machine.seconds("all-reduce", counterparts, 1e9) == pytest.approx(2.0)
+    assert machine.seconds("all-to-all", counterparts, 1e9) == pytest.approx(1.0)
+    # Within a slice it is the torus, whichever slice it is.
+    groups = [[0, 2], [1, 3]], [[4, 6], [5, 7]]
+    first, second = (machine.seconds("all-reduce", group, 82e6) for group in groups)
+    assert first == second == pytest.approx(2e-3)
+    with pytest.raises(ValueError, match="The 2 slices of '2xv3:2x1' .*give what a chip sends"):
+        TpuMachine("2xv3:2x1")
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+@pytest.mark.slow
+def test_two_slices_are_compiled_as_such():
+    def known(shape, layout):
+        return build(shape, layout, batch=8)._replace(parameters=64)
+
+    plan = planning.plan(known, "2xv5e:2x2", LAYOUT, dcn_bandwidth=3.0, inner_steps=[10], price=2)
+    rows = {row.mesh_shape: row for row in plan.rows}
+    assert set(rows) == {
+        "batch:8;model:1", "batch:4;model:2", "model:2;batch:4", "batch:2;model:4",
+        "model:4;batch:2", "model:8;batch:1",
+    }  # fmt: skip
+    for shape, row in rows.items():
+        assert (row.slices, row.cores, row.dollars_per_hour) == (2, 8, 16.0)
+        (crossing,) = [t for t in row.traffic if t.axis == "DCN"]
+        assert row.dcn_seconds == crossing.seconds > 0
+        ways = [one.way for one in row.fewer_messages]
+        assert ways == (["OuterOptimizer", "islands"] if shape.startswith("batch") else [])
+    # A gradient of eight rows of eight numbers, in four parts within the slice, and the loss.
+    of_slice = next(t for t in rows["batch:8;model:1"].traffic if t.axis == "DCN")
+    assert 8 * 8 * 4 / 4 <= of_slice.bytes_per_core <= 8 * 8 * 4 + 4
+    assert of_slice.seconds == pytest.approx(of_slice.bytes_per_core / 3e9)
+    given = planning.plan(known, "2xv5e:2x2", LAYOUT, ["model:1;batch:8"], dcn_bandwidth=3.0)
+    assert (
+        "model:1, crosses the data center network, and 2 slices do not" in given.refused[0].reason
+    )
+
+
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
 @pytest.mark.slow

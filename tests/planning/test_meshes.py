@@ -3,6 +3,7 @@
 import pytest
 
 from mtf_gradsync import planning
+from mtf_gradsync.planning.machines import shapes_of
 
 
 def test_all_factorizations_over_two_axes():
@@ -21,3 +22,10 @@ def test_all_factorizations_over_three_axes():
 def test_what_cannot_be_is_an_error(cores, axes):
     with pytest.raises(ValueError, match="must be"):
         planning.factorizations(cores, axes)
+
+
+def test_of_several_slices_each_axis_that_they_divide_crosses_the_network_once():
+    assert shapes_of(4, ["a", "b"], 1) == planning.factorizations(4, ["a", "b"])
+    assert shapes_of(4, ["a", "b"], 2) == ["a:4;b:1", "a:2;b:2", "b:2;a:2", "b:4;a:1"]
+    # Where they divide none, the plan says so.
+    assert shapes_of(6, ["a", "b"], 6) == ["a:6;b:1", "a:3;b:2", "a:2;b:3", "b:6;a:1"]

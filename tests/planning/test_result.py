@@ -1,5 +1,6 @@
 """A plan as text, as JSON and as a picture."""
 
+import dataclasses
 import json
 
 from mtf_gradsync import planning
@@ -44,7 +45,7 @@ def test_as_text():
     lines = str(PLAN).splitlines()
     assert " ".join(lines[0].split()) == (
         "mesh on fits GB/core GFLOP GB touched estimate ms by links: MB, ms step ms at best "
-        "tokens/s of peak"
+        "tokens/s HFU"
     )
     assert " ".join(lines[2].split()) == (
         "batch:8 v5e:2x4 yes 4 (25%) 3,000 2 10 roofline batch 5, 10 20 10 50,000 25%"
@@ -53,6 +54,18 @@ def test_as_text():
     assert "Up to 2 custom calls of a program count with their bytes alone (kernel)." in lines
     assert "It does not know what overlaps" in str(PLAN)
     assert "stopped" not in str(PLAN)
+
+
+def test_a_price_adds_what_tokens_cost():
+    known = {"mfu": 0.2, "dollars_per_hour": 9.0}
+    priced = row("batch:8", 0.02, tokens_per_dollar=2e7, **known)
+    (_, _, line, *_) = lines = str(planning.Plan((priced,))).splitlines()
+    assert lines[0].split()[-7:] == ["tokens/s", "MFU", "HFU", "$", "/", "1e9", "tokens"]
+    assert line.split()[-4:] == ["50,000", "20%", "25%", "50"]
+    assert any(line.startswith("MFU: of the chips' peak, what the model needs") for line in lines)
+    by_hour = str(planning.Plan((row("batch:8", 0.02, tokens_per_second=None, **known),)))
+    assert by_hour.splitlines()[0].endswith("$ / hour")
+    assert "$" not in str(PLAN)
 
 
 def test_a_reason_that_several_meshes_have_is_said_once():
@@ -98,12 +111,38 @@ def test_an_empty_plan_says_so():
     assert str(planning.Plan(())).startswith("no mesh can be planned")
 
 
+def test_it_says_when_fewer_messages_pay():
+    def slices(dcn, outer, step):
+        ways = [("OuterOptimizer", outer), ("islands", step / 2)]
+        fewer = tuple(planning.FewerMessages(way, 10, s, 0.03) for way, s in ways)
+        return row("batch:8", step, slices=2, dcn_seconds=dcn, fewer_messages=fewer)
+
+    lines = str(planning.Plan((slices(0.01, 0.016, 0.02), slices(0.001, 0.039, 0.04)))).splitlines()
+    (at,) = [i for i, x in enumerate(lines) if x.startswith("ms a step with fewer messages")]
+    assert lines[at + 1].split() == (
+        "mesh every step of it DCN OuterOptimizer, 10 islands, 10".split()
+    )
+    assert lines[at + 3].split() == "batch:8 on v5e:2x4 20 10 16 10".split()
+    words = "OuterOptimizer takes less than a sum in each step from"
+    assert lines[at + 5 : at + 7] == [
+        f"  batch:8 on v5e:2x4: {words} 4 inner steps on; islands with 10 saves 50% of a step.",
+        f"  batch:8 on v5e:2x4: {words} 31 inner steps on; islands with 10 saves 50% of a step.",
+    ]
+    alone = dataclasses.replace(
+        slices(0.001, 0.039, 0.04),
+        fewer_messages=(planning.FewerMessages("OuterOptimizer", 10, 0.039, 0.03),),
+    )
+    assert "do not pay (at most 2.5%)" in str(planning.Plan((alone,)))
+    assert "fewer messages" not in str(PLAN)
+
+
 def test_as_json():
     content = json.loads(PLAN.to_json())
     assert set(content) == {"rows", "refused", "is_partial", "not_reached", "stopped_by"}
     assert content["rows"][0] == {
         **{name: getattr(PLAN.rows[0], name) for name in PLAN.rows[0].__dataclass_fields__},
         "unknown_names": [],
+        "fewer_messages": [],
         "traffic": [
             {"axis": "batch", "collectives": 3, "bytes_per_core": 5_000_000, "seconds": 0.01}
         ],

@@ -1,5 +1,6 @@
 """Building and compiling candidates: each program once, until somebody stops it."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from mtf_gradsync import planning
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.planning.machines import Compiled, SkippedStep
 from mtf_gradsync.planning.search import Candidate, search
 from mtf_gradsync.xla.runner.devices import make_cpu_devices
@@ -34,6 +36,81 @@ def test_a_row_adds_links_to_the_estimate():
     assert row.share_of_peak == 200.0 / (5.0 * 100.0)
     assert row.fits
     assert not plan.is_partial
+
+
+def test_mfu_is_of_what_the_model_needs():
+    """Four cores of 100 operations a second; the step takes 5 s."""
+    machine = Counting()
+    shape = "batch:2;model:2"
+
+    def known(shape, layout, **facts):
+        return build(shape, layout)._replace(**facts)
+
+    for facts, needed in (
+        ({"model_flops": 500.0, "parameters": 3}, 500.0),
+        ({"parameters": 3}, 6.0 * 3 * 12),
+        ({}, None),
+    ):
+        (row,) = search(functools.partial(known, **facts), candidates(machine, shape)).rows
+        assert row.model_flops == needed
+        assert row.mfu == (None if needed is None else needed / (5.0 * 100.0 * 4))
+
+
+def test_what_fewer_messages_between_slices_take():
+    """Two slices of two cores; a chip sends a byte a second, and each sum takes a second a byte."""
+    machine = Counting()
+    machine.slices, machine.dcn_bytes_per_second = 2, 1.0
+
+    def known(shape, layout):
+        return build(shape, layout)._replace(parameters=20)
+
+    def planned(shape):
+        (row,) = search(known, [Candidate(shape, LAYOUT, machine, (4, 100))]).rows
+        return row
+
+    row = planned("batch:2;model:2")
+    apart = row.step_seconds - row.dcn_seconds
+    # Half of the values on each core, in float32: of an island all, there and back.
+    outer, islands = 4 * 20 / 2, 2 * 4 * 20
+    assert row.fewer_messages == (
+        planning.FewerMessages("OuterOptimizer", 4, apart + outer / 4, outer),
+        planning.FewerMessages("OuterOptimizer", 100, apart + outer / 100, outer),
+        planning.FewerMessages("islands", 4, islands / 4, islands),
+        planning.FewerMessages("islands", 100, apart, islands),
+    )
+    assert planned("model:2;batch:2").fewer_messages == ()
+
+
+def test_operations_that_a_model_needs():
+    with tf.Graph().as_default():
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        batch, width, wide = (mtf.Dimension(n, s) for n, s in zip("bio", (2, 8, 4)))
+        experts, length = mtf.Dimension("e", 3), mtf.Dimension("l", 5)
+        x = mtf.import_tf_tensor(mesh, tf.ones([2, 5, 8]), [batch, length, width])
+        w = mtf.get_variable(mesh, "w", [width, wide])
+
+        def layer(x):
+            return mtf.einsum([x, w], reduced_dims=[width])
+
+        h = mtf.recompute_grad(layer, [x])
+        keys = mtf.rename_dimension(h, "l", "m")
+        weights = mtf.softmax(mtf.einsum([h, keys], reduced_dims=[wide]), keys.shape.dims[1])
+        h = mtf.einsum([weights, keys], reduced_dims=[keys.shape.dims[1]])
+        # A lookup, and dispatching to experts by a gate.
+        table = mtf.get_variable(mesh, "table", [experts, wide])
+        chosen = mtf.argmax(mtf.einsum([h, table], reduced_dims=[wide]), experts)
+        h += mtf.gather(table, chosen, experts)
+        gate = mtf.one_hot(chosen, experts) * mtf.reduce_sum(h, reduced_dim=wide)
+        sent = mtf.einsum([h, gate], reduced_dims=[length])
+        loss = mtf.reduce_sum(mtf.square(sent))
+        mtf.gradients([loss], [w.value if hasattr(w, "value") else w])
+        # w, both products of attention, and the table for the gate.
+        by_hand = 6 * 2 * 5 * (8 * 4 + 2 * 5 * 4 + 3 * 4)
+        assert planning.model_flops(loss) == by_hand
+        (looped,) = mtf.while_loop(lambda x: mtf.less(x, 1.0), lambda x: [x + 1.0], [loss])
+        with pytest.raises(ValueError, match="is computed in a loop"):
+            planning.model_flops(looped)
 
 
 def test_under_accumulation_the_means_are_over_all_steps_of_an_update():

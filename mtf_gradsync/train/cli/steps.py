@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from typing import Any, Callable, Sequence
 
@@ -14,6 +15,7 @@ from mtf_gradsync.train.cli.arguments import (
     loaded_config,
     make_output_folder,
     named_write_errors,
+    number,
     output_path,
     output_paths,
     whole_number,
@@ -219,8 +221,48 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="compilers at once (default: 1)"
     )
+    parser.add_argument(
+        "--dcn_bandwidth",
+        type=number,
+        metavar="GB/S",
+        help="what a chip sends over the data center network between slices, needed for topologies "
+        "of several, as in 2xv5e:4x4",
+    )
+    parser.add_argument(
+        "--inner_steps",
+        type=_whole_numbers,
+        default=(10, 36, 100),
+        metavar="H[,H...]",
+        help="steps after which slices would exchange values, to say when fewer messages pay "
+        "(default: 10,36,100)",
+    )
+    parser.add_argument(
+        "--price",
+        type=_price,
+        metavar="CHIP_HOUR",
+        help="dollars for an hour of a chip, one number or one for each generation, as in "
+        "v5e:1.2,v5p:4.2: adds what a billion tokens cost (default: no price)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
     parser.add_argument("--png", metavar="FILE", help="draw it")
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    """Reads --inner_steps."""
+    return tuple(map(whole_number(1), text.split(",")))
+
+
+def _price(text: str) -> float | dict[str, float]:
+    """Reads --price."""
+    try:
+        if ":" not in text:
+            return number(text)
+        pairs = (part.split(":") for part in text.split(","))
+        return {generation: number(dollars) for generation, dollars in pairs}
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(
+            f"expected dollars for an hour of a chip, like 1.2 or v5e:1.2,v5p:4.2; got {text!r}"
+        ) from None
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -234,7 +276,14 @@ def _plan(args: argparse.Namespace) -> int:
 
             check_drawing()
         plan = plan_config(
-            args.topologies, args.mesh_shape, args.layout, args.jobs, begins=stop.check
+            args.topologies,
+            args.mesh_shape,
+            args.layout,
+            args.jobs,
+            begins=stop.check,
+            price=args.price,
+            dcn_bandwidth=args.dcn_bandwidth,
+            inner_steps=args.inner_steps,
         )
     print(plan)
     if json_file:
@@ -254,18 +303,21 @@ def plan_config(
     layouts: Sequence[str] | None = None,
     jobs: int = 1,
     begins: Callable[[], None] = lambda: None,
+    **more: Any,
 ) -> Any:
     """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
 
     Without mesh_shapes it takes all factorizations over the axes of the config's mesh, without
-    layouts the config's. `begins` is called when all is imported and checked.
+    layouts the config's. `begins` is called when all is imported and checked. `more` are price,
+    dcn_bandwidth and inner_steps of `mtf_gradsync.plan`.
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla
+    from mtf_gradsync._private.libraries import tf
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.config import axes_of
     from mtf_gradsync.train.model import TrainingJob, resolve_job
-    from mtf_gradsync.train.train_graph import build_simd, steps_per_update
+    from mtf_gradsync.train.train_graph import build_simd, forward_loss, steps_per_update
 
     config = gin_files.bound_run_config()
 
@@ -277,7 +329,7 @@ def plan_config(
         )
 
     # One core divides everything: what is wrong here is wrong on each mesh.
-    job_on("all:1", layout="")
+    alone = job_on("all:1", layout="")
     axes = None if mesh_shapes else axes_of(config.mesh_shape)
 
     def build(mesh_shape: str, layout: str) -> planning.Built:
@@ -290,10 +342,15 @@ def plan_config(
             job.tokens_per_step,
             graph.num_parameters,
             steps_per_update(graph.optimizers),
+            needed,
         )
 
     rules = list(layouts or [_as_text(config.layout_rules)])
     begins()
+    needed: float | None = None
+    # A model in a loop has no count, and the plan takes its parameters.
+    with tf.Graph().as_default(), contextlib.suppress(ValueError):
+        needed = planning.model_flops(forward_loss(alone))
     try:
         return planning.plan(
             build,
@@ -304,6 +361,7 @@ def plan_config(
             jobs,
             progress=True,
             refusals=(ConfigError,),
+            **more,
         )
     except xla.XlaMissingError as error:
         raise TrainingError(str(error)) from error

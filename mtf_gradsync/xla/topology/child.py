@@ -33,6 +33,8 @@ def main(private: Any, folder: str) -> dict[str, Any]:
         request = json.load(file)
     name, config = request["topology"], request["chip_config"]
     options = {**_hosts(name), **({"chip_config_name": config} if config else {})}
+    if request["slices"] > 1:
+        options["num_slices"] = request["slices"]
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except RuntimeError as error:

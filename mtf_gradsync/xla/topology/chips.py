@@ -374,12 +374,14 @@ class Slice(NamedTuple):
       config: libtpu's name of a way to see their cores, as in "megacore"; "" for its own choice.
       generation: the generation, with the memory of a core that is seen so.
       chip: the published figures of the chip.
+      count: the number of such slices, which a data center network joins.
     """
 
     topology: str
     config: str
     generation: Generation
     chip: Chip
+    count: int = 1
 
     @property
     def rates(self) -> Rates:
@@ -422,12 +424,13 @@ def peak_flops_of(device_kind: str) -> float | None:
 
 
 def slice_of(topology: str) -> Slice:
-    """Reads the name of a slice.
+    """Reads the name of a slice, or of several that are alike.
 
     Args:
       topology: libtpu's name of a topology ("v5e:4x4"), or Google Cloud's of a slice
-        ("v5litepod-16"). On v4 a core is a chip, as with the runtimes of TensorFlow and JAX; behind
-        a topology "/two_cores" makes it half a chip.
+        ("v5litepod-16"); "2xv5e:4x4" for two that a data center network joins. On v4 a core is a
+        chip, as with the runtimes of TensorFlow and JAX; behind a topology "/two_cores" makes it
+        half a chip.
 
     Returns:
       The slice.
@@ -436,6 +439,9 @@ def slice_of(topology: str) -> Slice:
       ValueError: when there is no such generation, or a name of Google Cloud does not say how its
         chips are arranged.
     """
+    several = re.fullmatch(r"([1-9]\d*)x([a-z].*)", topology) if isinstance(topology, str) else None
+    if several:
+        return slice_of(several[2])._replace(count=int(several[1]))
     first, slash, config = topology.partition("/") if isinstance(topology, str) else ("", "", "")
     name = _topology_of_cloud(first)
     kind, _, shape = name.partition(":")

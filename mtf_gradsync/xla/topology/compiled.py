@@ -44,6 +44,9 @@ class HloCollective:
       computation: the name of the computation that contains it.
       inside: the branches and loops around it, outermost first, as in ("branch true of cond.5",
         "body of while.7"); empty for a collective that runs once on every step.
+      crosses_slices: whether it is of cores at one place of all slices, over the data center
+        network: the compiler writes a sum over several slices as one within each, a transfer
+        between them, and one within each. Its `groups` are empty; other groups are of one slice.
     """
 
     operation: str
@@ -52,6 +55,7 @@ class HloCollective:
     groups: tuple[tuple[int, ...], ...]
     computation: str
     inside: tuple[str, ...]
+    crosses_slices: bool = False
 
     @property
     def is_conditional(self) -> bool:
@@ -62,6 +66,10 @@ class HloCollective:
     def is_in_loop(self) -> bool:
         """Whether it is inside a loop, and so may run many times in a step."""
         return any(not part.startswith("branch ") for part in self.inside)
+
+
+# What the runtime that joins slices does with what a program sends to the host.
+_TRANSFER = "_xla_megascale_transfer_type"
 
 
 def find_hlo_collectives(module: bytes) -> list[HloCollective]:
@@ -106,6 +114,17 @@ def _walk(
                 groups=core_groups(instruction),
                 computation=computation.name,
                 inside=inside,
+            )
+        elif instruction.opcode == "send" and _TRANSFER in instruction.frontend_attributes.map:
+            kind = instruction.frontend_attributes.map[_TRANSFER].lower().replace("_", "-")
+            yield HloCollective(
+                operation=kind if kind in COLLECTIVES else "collective-permute",
+                name=instruction.name,
+                bytes_per_core=shape_bytes(shapes[instruction.operand_ids[0]]),
+                groups=(),
+                computation=computation.name,
+                inside=inside,
+                crosses_slices=True,
             )
         elif not instruction.opcode.endswith(("-update", "-done")):
             # A collective calls only the sum of two numbers; other operations may call collectives.

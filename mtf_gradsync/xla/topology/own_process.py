@@ -57,6 +57,7 @@ def ask(
     request = {
         "topology": named.topology,
         "chip_config": named.config,
+        "slices": named.count,
         "num_cores": num_cores,
         "compile": module is not None,
         "estimate": list(estimate),

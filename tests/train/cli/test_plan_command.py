@@ -84,12 +84,16 @@ def test_parameters_and_the_steps_of_an_update_are_those_of_the_config(monkeypat
         "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
         "GradientAccumulationOptimizer.backward_passes_per_step = 4",
     ]
-    for bindings_ in ([], accumulates):
+    recomputes = ["transformer.LayerStack.recompute_grads = True"]
+    for bindings_ in ([], accumulates, recomputes):
         cli.main(["plan", f"--gin_file={TINY}", *(f"--gin_param={one}" for one in bindings_)])
     # Embeddings of 260 bytes and 16 positions, four projections, two dense layers, three norms.
     by_hand = 260 * 16 + 16 * 16 + 4 * 16 * 16 + 2 * 16 * 32 + 3 * 16
-    assert [one.parameters for one in made] == [by_hand] * 2
-    assert [one.steps_per_update for one in made] == [1, 4]
+    assert [one.parameters for one in made] == [by_hand] * 3
+    assert [one.steps_per_update for one in made] == [1, 4, 1]
+    # Of each token all weights but positions and norms, and the 16 that it attends to, twice.
+    of_a_token = 6 * (260 * 16 + 4 * 16 * 16 + 2 * 16 * 32) + 12 * 16 * 16
+    assert [one.model_flops for one in made] == [of_a_token * made[0].tokens] * 3
 
 
 def test_steps_of_an_update_are_not_known_where_there_are_more_than_two_kinds():
@@ -101,9 +105,28 @@ def test_steps_of_an_update_are_not_known_where_there_are_more_than_two_kinds():
     assert [steps_per_update(stack) for stack in stacks] == [1, 4, 8, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("given", "price"), [("1.2", 1.2), ("v5e:1,v5p:4.2", {"v5e": 1.0, "v5p": 4.2}), (None, None)]
+)
+def test_a_price_is_one_number_or_one_for_each_generation(monkeypatch, given, price):
+    asked = []
+    monkeypatch.setattr(steps, "plan_config", lambda *_, **given: asked.append(given["price"]))
+    flags = [] if given is None else [f"--price={given}"]
+    with pytest.raises(AttributeError):  # as that is no plan
+        cli.main(["plan", f"--gin_file={TINY}", *flags])
+    assert asked == [price]
+
+
+@pytest.mark.parametrize("given", ["cheap", "-1", "v5e", "v5e:", "v5e:1,2", "v5e:1:2"])
+def test_what_is_no_price_is_an_error(capsys, given):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", f"--gin_file={TINY}", f"--price={given}"])
+    assert "dollars for an hour of a chip, like 1.2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--json", "--png"])
 def test_a_full_disk_is_an_error_of_one_line_below_the_plan(capsys, monkeypatch, flag):
-    monkeypatch.setattr(steps, "plan_config", lambda *unused, begins: planning.Plan(()))
+    monkeypatch.setattr(steps, "plan_config", lambda *unused, **unused_options: planning.Plan(()))
     status = cli.main(["plan", f"--gin_file={TINY}", f"{flag}=/dev/full"])
     printed = capsys.readouterr()
     assert status == cli.EXIT_FAILED
@@ -126,7 +149,7 @@ def test_a_signal_that_python_drops_before_the_plan_begins_stops_it(capsys, monk
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_exit_code_of_a_partial_plan_has_the_signal(capsys, monkeypatch, number):
     partial = planning.Plan((), (), True, 4, number)
-    monkeypatch.setattr(steps, "plan_config", lambda *unused, begins: partial)
+    monkeypatch.setattr(steps, "plan_config", lambda *unused, **unused_options: partial)
     assert cli.main(["plan", f"--gin_file={TINY}"]) == 128 + number
     assert "stopped: 4 not looked at" in capsys.readouterr().out
 
