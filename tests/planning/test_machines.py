@@ -92,7 +92,7 @@ def test_between_slices_the_cores_of_a_chip_share_what_it_sends(monkeypatch):
     groups = [[0, 2], [1, 3]], [[4, 6], [5, 7]]
     first, second = (machine.seconds("all-reduce", group, 82e6) for group in groups)
     assert first == second == pytest.approx(2e-3)
-    with pytest.raises(ValueError, match="The 2 slices of '2xv3:2x1' .*give what a chip sends"):
+    with pytest.raises(ValueError, match=r"The 2 slices of '2xv3:2x1' .*give what a chip sends"):
         TpuMachine("2xv3:2x1")
 
 
@@ -115,9 +115,9 @@ def test_two_slices_are_compiled_as_such():
         assert row.dcn_seconds == crossing.seconds > 0
         ways = [one.way for one in row.fewer_messages]
         assert ways == (["OuterOptimizer", "islands"] if shape.startswith("batch") else [])
-    # A gradient of eight rows of eight numbers, in four parts within the slice, and the loss.
+    # A quarter of 64 numbers and of a row of 128, to which the compiler may fill up.
     of_slice = next(t for t in rows["batch:8;model:1"].traffic if t.axis == "DCN")
-    assert 8 * 8 * 4 / 4 <= of_slice.bytes_per_core <= 8 * 8 * 4 + 4
+    assert 64 / 4 * 4 <= of_slice.bytes_per_core <= 128 * 4
     assert of_slice.seconds == pytest.approx(of_slice.bytes_per_core / 3e9)
     given = planning.plan(known, "2xv5e:2x2", LAYOUT, ["model:1;batch:8"], dcn_bandwidth=3.0)
     assert (

@@ -120,9 +120,9 @@ def test_it_says_when_fewer_messages_pay():
     lines = str(planning.Plan((slices(0.01, 0.016, 0.02), slices(0.001, 0.039, 0.04)))).splitlines()
     (at,) = [i for i, x in enumerate(lines) if x.startswith("ms a step with fewer messages")]
     assert lines[at + 1].split() == (
-        "mesh every step of it DCN OuterOptimizer, 10 islands, 10".split()
+        ["mesh", "every", "step", "of", "it", "DCN", "OuterOptimizer,", "10", "islands,", "10"]
     )
-    assert lines[at + 3].split() == "batch:8 on v5e:2x4 20 10 16 10".split()
+    assert lines[at + 3].split() == ["batch:8", "on", "v5e:2x4", "20", "10", "16", "10"]
     words = "OuterOptimizer takes less than a sum in each step from"
     assert lines[at + 5 : at + 7] == [
         f"  batch:8 on v5e:2x4: {words} 4 inner steps on; islands with 10 saves 50% of a step.",
