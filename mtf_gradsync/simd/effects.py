@@ -16,6 +16,7 @@ from mtf_gradsync.simd.facts import (
     UnsupportedProgramError,
     common_context,
 )
+from mtf_gradsync.simd.randomness import STATELESS
 
 COLLECTIVE_TYPES = ("CrossReplicaSum", "AllToAll", "CollectivePermute", "XlaReduceScatter")
 
@@ -220,6 +221,9 @@ class _Finder:
                     self.effects.shared_writes.add(name)
             if (handles and op not in _READS) or op in _OTHER_EFFECTS:
                 self.effects.last[cluster].update(self._ends(name, ()))
+            elif op in STATELESS:
+                # The turns of a loop draw their numbers one after the other.
+                self._ends(name, ())
         for key in last_write:
             for name in all_reads[key]:
                 # A loop's next iteration may write what this one reads.

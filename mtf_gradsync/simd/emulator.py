@@ -34,6 +34,7 @@ from mtf_gradsync.simd.facts import (
     untie,
     without_pass,
 )
+from mtf_gradsync.simd.randomness import STATELESS, RandomSteps, StatelessDraws
 
 
 def clone_name(prefix: str, name: str, core: int) -> str:
@@ -49,6 +50,7 @@ class EmulatedGraph:
       num_replicas: name of each TPU program -> its number of cores.
       done: name of each TPU program -> the operation that runs all of it, on all cores.
       agreements: name of each comparing operation -> what it compares.
+      random_steps: what tells random operations the step; None if there are none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class EmulatedGraph:
         prefix: str,
         done: dict[str, str],
         agreements: dict[str, Agreement],
+        random_steps: RandomSteps | None,
     ):
         self._facts = facts
         self._prefix = prefix
@@ -65,6 +68,7 @@ class EmulatedGraph:
         self.num_replicas = dict(facts.num_replicas)
         self.done = done
         self.agreements = agreements
+        self.random_steps = random_steps
 
     def program_of(self, name: str) -> str:
         """Returns the TPU program that an operation or tensor belongs to.
@@ -185,6 +189,10 @@ class _Rewriter:
         while any(clone_name(self._prefix, "", i)[:-1] in tops for i in range(cores)):
             self._prefix += "_"
         self._done = {c: self._free_name(c + "_done") for c in facts.num_replicas}
+        random = "random_numbers"
+        while random in tops:
+            random += "_"
+        self._draws = StatelessDraws(facts, self._add, random)
 
     def run(self) -> EmulatedGraph:
         for name in self._facts.order:
@@ -201,7 +209,10 @@ class _Rewriter:
         self._add_done()
         for predicate, agreements in self._checks.items():
             self._compare(predicate, agreements)
-        return EmulatedGraph(self._facts, self._out, self._prefix, self._done, self._agreements)
+        return EmulatedGraph(
+            self._facts, self._out, self._prefix, self._done, self._agreements,
+            self._draws.finish(),
+        )  # fmt: skip
 
     def _free_name(self, name: str) -> str:
         while name in self._facts.node:
@@ -321,12 +332,14 @@ class _Rewriter:
                 # TensorFlow wants one LoopCond in a frame.
                 copy.op = "Identity"
                 copy.attr["T"].type = tf.bool.as_datatype_enum
-        if core and "seed" in copy.attr and "seed2" in copy.attr:
+        if copy.op not in STATELESS and core and "seed" in copy.attr and "seed2" in copy.attr:
             seed, seed2 = copy.attr["seed"], copy.attr["seed2"]
             if seed.i or seed2.i:  # both 0: every clone draws its own numbers anyway
                 seed2.i = (seed2.i + core * _SEED_STRIDE) % (1 << 62)
         del copy.input[:]
         copy.input.extend(data_first(without_pass(copy, data) + control))
+        if copy.op in STATELESS:
+            self._draws.rewrite(copy, node.name, core)
 
     def _exchange(self, node: tf.NodeDef, collective: CollectiveOperation) -> None:
         kind = node.attr["T"].type

@@ -17,6 +17,7 @@ from mtf_gradsync.session import ref_variables_explained
 from mtf_gradsync.simd.checks import check_can_be_emulated, values_name
 from mtf_gradsync.simd.emulator import EmulatedGraph, emulate
 from mtf_gradsync.simd.facts import BranchDivergenceError, GraphFacts, UnsupportedProgramError
+from mtf_gradsync.simd.randomness import StepOfDraws
 from mtf_gradsync.simd.session import MasterOps, ReplicaSession, copied, lowerings_in
 
 
@@ -57,6 +58,11 @@ class CpuReplicaSession(ReplicaSession):
     def __init__(self, prepared: PreparedGraph, config: tf.ConfigProto | None = None):
         self._prepared = prepared
         self._emulated = prepared.emulated
+        self._step_of_draws: StepOfDraws | None = None
+        if self._emulated.random_steps is not None:
+            counter = tf.train.get_global_step(prepared.source)
+            name = None if counter is None else prepared.ops.masters.get(counter.op.name)
+            self._step_of_draws = StepOfDraws(self._emulated.random_steps, name)
         super().__init__(
             tf.Session(graph=prepared.graph, config=config or cpu_config()), prepared.ops
         )
@@ -94,6 +100,9 @@ class CpuReplicaSession(ReplicaSession):
         for name in self._ops.watches.counts:
             if self._emulated.done[self._emulated.program_of(name)] in also:
                 counts[name] = self._emulated.names_on_replicas(name)[0]
+        runs = not set(also).isdisjoint(self._emulated.done.values())
+        if runs and self._step_of_draws is not None:
+            self._step_of_draws.begin(self._session)
         try:
             values, told, _ = self._session.run([mapped, counts, sorted(set(also))], feeds)
         except tf.errors.InvalidArgumentError as error:
@@ -119,6 +128,11 @@ class CpuReplicaSession(ReplicaSession):
             also.extend(names)
             return names[0]
         return names if per_replica and program else names[0]
+
+    def _read(self, path: str) -> None:
+        super()._read(path)
+        if self._step_of_draws is not None:
+            self._step_of_draws.restart()
 
     def _is_inside(self, name: str) -> bool:
         return bool(self._emulated.program_of(name))

@@ -20,6 +20,7 @@ from mtf_gradsync._private.tensorflow import (
 from mtf_gradsync.simd.effects import COLLECTIVE_TYPES
 from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.functional import StandIn, rebuild
+from mtf_gradsync.simd.randomness import mixed
 from mtf_gradsync.xla.hlo import aliases_of, read_module
 from mtf_gradsync.xla.replica_program import ReplicaProgram
 
@@ -38,7 +39,6 @@ _PHILOX = 1
 STATE_WORDS = 3
 _STEP_BITS = 40
 _RUN_BITS = 23
-_MASK = (1 << 64) - 1
 
 
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -112,7 +112,7 @@ class Randomness:
         if any(seeds):
             count = tf.bitwise.bitwise_and(count, tf.constant([(1 << _STEP_BITS) - 1], tf.int64))
         # A constant of 64 bits: TensorFlow's seeds may not fit into less.
-        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([_combined(*seeds)], tf.int64))
+        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([mixed(*seeds)], tf.int64))
         return {
             "key": tf.bitcast(key, tf.uint64),
             "counter": tf.bitcast(tf.concat([before[:1], count], 0), tf.uint64),
@@ -162,7 +162,7 @@ def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
     Operations without a seed follow `entropy`.
     """
     run = entropy % (1 << _RUN_BITS)
-    return np.array([0, step | run << _STEP_BITS, _combined(core, 1)], np.int64)
+    return np.array([0, step | run << _STEP_BITS, mixed(core, 1)], np.int64)
 
 
 def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
@@ -172,18 +172,6 @@ def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
             node, "XLA has to know the shape of what it draws", "give the shape as a constant"
         )
     return value.tolist()
-
-
-def _combined(seed: int, seed2: int) -> int:
-    """Returns one signed 64-bit number for an operation's two seeds."""
-    word = 0
-    for part in (seed, seed2):
-        # The mixing step of splitmix64.
-        word = (word + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-        word ^= word >> 31
-    return word - (1 << 64) if word >> 63 else word
 
 
 class Hlo(NamedTuple):

@@ -6,8 +6,16 @@ import pytest
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 
-pytestmark = pytest.mark.xla
 CORES, SIZE = 4, 4000
+
+
+@pytest.fixture(params=["cpu_replicas", pytest.param("xla", marks=pytest.mark.xla)])
+def session(request):
+    """Makes a session of a program, on each of the runtimes of SIMD programs."""
+    if request.param == "xla":
+        return lambda program: xla.session(program, cache_dir=None)
+    return lambda program: program.session()
+
 
 DRAWS = {
     "uniform": lambda seed: tf.random.uniform([SIZE], seed=seed),
@@ -21,18 +29,27 @@ DRAWS = {
 }
 
 
-def drawn(make, seed, runs=1, graph_seed=None):
+@pytest.fixture
+def drawn(session):
     """Values ``[run, core, size]`` of a program of its own."""
+
+    def run(make, seed, runs=1, graph_seed=None):
+        return values_of(session, make, seed, runs, graph_seed)
+
+    return run
+
+
+def values_of(session, make, seed, runs, graph_seed):
     with tf.Graph().as_default():
         tf.set_random_seed(graph_seed)
         with simd.tpu_program(f"all:{CORES}", "") as program:
             x = make(seed)
-        with xla.session(program, cache_dir=None) as session:
-            return np.array([session.run(x, per_replica=True) for _ in range(runs)])
+        with session(program) as opened:
+            return np.array([opened.run(x, per_replica=True) for _ in range(runs)])
 
 
 @pytest.mark.parametrize("kind", list(DRAWS))
-def test_numbers_differ_by_core_and_step_and_follow_the_seed(kind):
+def test_numbers_differ_by_core_and_step_and_follow_the_seed(kind, drawn):
     values = drawn(DRAWS[kind], seed=7, runs=3).reshape(3 * CORES, SIZE)
     for i in range(len(values)):
         for j in range(i):
@@ -44,14 +61,14 @@ def test_numbers_differ_by_core_and_step_and_follow_the_seed(kind):
     assert np.mean(values == drawn(DRAWS[kind], seed=8, runs=3).reshape(values.shape)) < 0.5
 
 
-def test_the_graphs_seed_counts_and_no_seed_means_other_numbers_every_time():
+def test_the_graphs_seed_counts_and_no_seed_means_other_numbers_every_time(drawn):
     draw = DRAWS["uniform"]
     np.testing.assert_array_equal(drawn(draw, None, graph_seed=1), drawn(draw, None, graph_seed=1))
     assert not np.any(drawn(draw, None, graph_seed=1) == drawn(draw, None, graph_seed=2))
     assert np.mean(drawn(draw, None) == drawn(draw, None)) < 0.01
 
 
-def test_distributions():
+def test_distributions(drawn):
     """Moments, within five standard errors."""
     count = CORES * SIZE
     error = 5 / np.sqrt(count)
@@ -73,13 +90,19 @@ def test_distributions():
     np.testing.assert_array_equal(np.sort(shuffled, axis=1), [np.arange(SIZE)] * CORES)
 
 
-def test_two_operations_and_turns_of_a_loop_draw_other_numbers():
-    def make(seed):
-        def turn(i, found):
-            return i + 1, tf.concat([found[1:], tf.random.uniform([1, SIZE], seed=seed)], 0)
+def turns(seed):
+    """What each of three turns of a loop draws."""
 
-        _, found = tf.while_loop(lambda i, _: i < 3, turn, [0, tf.zeros([3, SIZE])])
-        twice = tf.random.uniform([1, SIZE], seed=seed)
+    def turn(i, found):
+        return i + 1, tf.concat([found[1:], tf.random.uniform([1, SIZE], seed=seed)], 0)
+
+    return tf.while_loop(lambda i, _: i < 3, turn, [0, tf.zeros([3, SIZE])])[1]
+
+
+def test_two_operations_and_turns_of_a_loop_draw_other_numbers(drawn):
+    def make(seed):
+        found = turns(seed)
+        twice = tf.random.uniform([1, SIZE], seed=seed + 2)
         return tf.concat([found, twice, tf.random.uniform([1, SIZE], seed=seed + 1)], 0)
 
     values = drawn(make, seed=5)[0, 0]
@@ -88,25 +111,45 @@ def test_two_operations_and_turns_of_a_loop_draw_other_numbers():
             assert np.mean(values[i] == values[j]) < 0.01
 
 
-def test_narrow_floats():
+def test_narrow_floats(drawn):
     values = drawn(lambda seed: tf.random.uniform([SIZE], dtype=tf.bfloat16, seed=seed), 1)
     assert values.dtype == tf.bfloat16.as_numpy_dtype
     assert abs(values.astype(np.float32).mean() - 0.5) < 0.02
 
 
-def test_a_restored_session_goes_on_with_the_numbers_of_its_step(tmp_path):
+def test_a_restored_session_goes_on_with_the_numbers_of_its_step(session, tmp_path):
     tf.set_random_seed(3)
     counter = tf.train.get_or_create_global_step()
     with simd.tpu_program("all:2", "") as program:
-        x = tf.random.uniform([4])
-        with tf.control_dependencies([x]):
+        x = [make(None) for name, make in DRAWS.items() if name != "shuffled"]
+        x.append(turns(None))
+        with tf.control_dependencies(x):
             step = counter.assign_add(1)
     fetches = [x, step]
-    with xla.session(program, cache_dir=None) as session:
-        values = [session.run(fetches)[0] for _ in range(2)]
-        path = session.save(str(tmp_path / "model"))
-        values += [session.run(fetches)[0] for _ in range(2)]
-    with xla.session(program, cache_dir=None) as session:
-        session.restore(path)
-        again = [session.run(fetches)[0] for _ in range(2)]
-    np.testing.assert_array_equal(again, values[2:])
+    with session(program) as opened:
+        values = [opened.run(fetches)[0] for _ in range(2)]
+        path = opened.save(str(tmp_path / "model"))
+        values += [opened.run(fetches)[0] for _ in range(2)]
+    with session(program) as opened:
+        opened.restore(path)
+        again = [opened.run(fetches)[0] for _ in range(2)]
+    for found, expected in zip(again, values[2:]):
+        for one, other in zip(found, expected):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_steps_at_which_the_global_step_stands_still(session):
+    tf.set_random_seed(3)
+    counter = tf.train.get_or_create_global_step()
+    with simd.tpu_program("all:2", "") as program:
+        x = tf.random.uniform([SIZE])
+    advance = counter.assign_add(1).op
+    values = []
+    with session(program) as opened:
+        for advances in (0, 0, 1, 0, 1):
+            values.append(opened.run(x))
+            if advances:
+                opened.run(advance)
+    for i in range(len(values)):
+        for j in range(i):
+            assert np.mean(values[i] == values[j]) < 0.01
