@@ -34,7 +34,7 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
     State, by name: `<variable>/adam_m` and `<variable>/adam_v`, laid out like the variable and at
     least float32, and `<variable>/adam_t`, the int32 number of updates of the variable. The first
     two have the names and values of `AdamWeightDecayOptimizer`: its checkpoints continue, with t as
-    the number of updates that they count.
+    the number of updates that they count, or, if they count none, with no correction.
 
     References:
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;

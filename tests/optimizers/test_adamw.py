@@ -217,37 +217,81 @@ def test_islands_count_their_own_updates(mesh_kind, monkeypatch):
     assert [list(x["w1/adam_t/island"]) for x in after] == [[1, 1], [2, 0], [3, 1], [4, 2]]
 
 
-def test_a_checkpoint_without_bias_correction_goes_on(tmp_path):
-    """Its slots are means of many gradients, whose number is that of updates."""
-
-    def session(make, path, steps):
-        with tf.Graph().as_default():
+def adam_session(make, path, steps, directory, has_step=True):
+    """Makes steps on a weight whose gradient is half of it; returns variables and a checkpoint."""
+    with tf.Graph().as_default():
+        if has_step:
             tf.train.get_or_create_global_step()
-            graph = mtf.Graph()
-            mesh, mesh_impl = mtf.Mesh(graph, "mesh"), harness.placement("all:1", "")
-            w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
-            operations = make().apply_grads([w * 0.5], [w.operation])
-            lowering = mtf.Lowering(graph, {mesh: mesh_impl})
-            updates = [lowering.lowered_operation(op) for op in operations]
+        graph = mtf.Graph()
+        mesh, mesh_impl = mtf.Mesh(graph, "mesh"), harness.placement("all:1", "")
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
+        operations = make().apply_grads([w * 0.5], [w.operation])
+        lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+        updates = [lowering.lowered_operation(op) for op in operations]
+        if has_step:
             updates.append(tf.train.get_global_step().assign_add(1))
-            hook = mtf.MtfRestoreHook(lowering)
-            saver = gs.ReshardingSaver()
-            restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
-            del hook
-            with tf.Session() as sess:
-                sess.run(tf.global_variables_initializer())
-                if path:
-                    saver.restore(sess, path)
-                sess.run(restore)
-                for _ in range(steps):
-                    sess.run(updates)
-                sess.run(collect)
-                values = sess.run({v.op.name: v for v in tf.global_variables()})
-                return values, saver.save(sess, str(tmp_path / "model"))
+        hook = mtf.MtfRestoreHook(lowering)
+        saver = gs.ReshardingSaver()
+        restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
+        del hook
+        with tf.Session() as sess:
+            sess.run(tf.global_variables_initializer())
+            if path:
+                saver.restore(sess, path)
+            sess.run(restore)
+            for _ in range(steps):
+                sess.run(updates)
+            sess.run(collect)
+            values = sess.run({v.op.name: v for v in tf.global_variables()})
+            return values, saver.save(sess, f"{directory}/model")
 
-    _, path = session(lambda: mtf.optimize.AdamWeightDecayOptimizer(0.1, 0.1), None, 3)
-    values, _ = session(lambda: gs.AdamWOptimizer(0.1, 0.1), path, 1)
-    assert values["w/adam_t"] == 4
+
+def alone(opt):
+    return gs.CrossShardOptimizer(opt)
+
+
+def with_outer_steps(opt):
+    return gs.OuterOptimizer(opt, 1, outer_learning_rate=1.0, outer_momentum=0.0, outer_dims=())
+
+
+def accumulating(opt):
+    return gs.GradientAccumulationOptimizer(opt, lambda step: 1)
+
+
+@pytest.mark.parametrize("then", [alone, with_outer_steps, accumulating])
+@pytest.mark.parametrize("first", [alone, with_outer_steps, accumulating])
+@pytest.mark.mostly_slow(every=3)
+def test_a_checkpoint_without_bias_correction_goes_on(first, then, tmp_path):
+    """Its slots are means of many gradients, whose number is that of updates."""
+    make = lambda: first(mtf.optimize.AdamWeightDecayOptimizer(0.1, 0.1, epsilon=1e-3))  # noqa: E731
+    before, path = adam_session(make, None, 3, tmp_path)
+    make = lambda: then(gs.AdamWOptimizer(0.1, 0.1, epsilon=1e-3))  # noqa: E731
+    after, _ = adam_session(make, path, 1, tmp_path)
+    end = "/island" if then is with_outer_steps else ""
+    assert after[f"w/adam_t{end}"] == 4
+    slots = "/island" if first is with_outer_steps else ""
+    w, m, v = (before[k].astype("d") for k in ("w", f"w/adam_m{slots}", f"w/adam_v{slots}"))
+    m, v = 0.9 * m + 0.1 * 0.5 * w, 0.999 * v + 0.001 * (0.5 * w) ** 2
+    step = m / (1 - 0.9**4) / (np.sqrt(v / (1 - 0.999**4)) + 1e-3)
+    np.testing.assert_allclose(after["w"], w - 0.1 * (step + 0.1 * w), rtol=0, atol=2e-6)
+
+
+def test_the_number_of_updates_belongs_to_slots_that_are_taken_over(tmp_path):
+    sgd = lambda: alone(mtf.optimize.SgdOptimizer(0.1))  # noqa: E731
+    adam = lambda: alone(mtf.optimize.AdamWeightDecayOptimizer(0.1))  # noqa: E731
+    _, without_slots = adam_session(sgd, None, 3, tmp_path / "sgd")
+    _, without_steps = adam_session(adam, None, 3, tmp_path / "adam", has_step=False)
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
+        gs.AdamWOptimizer(0.1).apply_grads([w * 0.5], [w.operation])
+        found = [
+            tf.train.load_variable(gs.adapt_checkpoint(path, str(tmp_path)), "w/adam_t")
+            for path in (without_slots, without_steps)
+        ]
+    # Of slots of an unknown number of gradients the first ones are over.
+    assert found[0] == 0
+    assert found[1] > 10**6
 
 
 def test_gin_binds_it():

@@ -201,7 +201,7 @@ CASES_OF_WEIGHTS = [
 
 @pytest.mark.parametrize("first", [True, False], ids=["off", "on"])
 @pytest.mark.parametrize(("islands", "place", "mesh", "average"), CASES_OF_WEIGHTS)
-@pytest.mark.mostly_slow(every=6)
+@pytest.mark.mostly_slow
 def test_weights_that_begin_or_end_in_mid_accumulation(
     islands, place, mesh, average, first, tmp_path
 ):

@@ -101,3 +101,29 @@ def test_a_variable_of_another_type_is_named(adafactor, tmp_path):
     bfloat16 = ["utils.get_variable_dtype.master_dtype = 'bfloat16'"]
     with pytest.raises(ConfigError, match="has the type float32 there and bfloat16 here"):
         go_on(directory, *bfloat16, accepted=True)
+
+
+def test_sums_in_islands_go_on_without_islands(tmp_path):
+    """As they would have gone on: without an update all gradients are those of the same values."""
+    passes = "GradientAccumulationOptimizer.backward_passes_per_step = 20"
+    outer = [
+        "train.run.optimizer = @OuterOptimizer",
+        "OuterOptimizer.opt = @GradientAccumulationOptimizer",
+        "OuterOptimizer.inner_steps = 1",
+        "OuterOptimizer.mesh_shape = 'batch:2;model:1'",
+        "OuterOptimizer.layout = 'batch:batch'",
+    ]
+    name = "transformer/embedding/gradient_accumulator"
+    gin_files.load([TINY], [*QUICK, NO_EVAL, *ACCUMULATE, *outer, passes])
+    run(gin_files.bound_run_config(), str(tmp_path / "plain"), [].append)
+    directory = shutil.copytree(tmp_path / "plain", tmp_path / "islands")
+    go_on(directory, *ACCUMULATE, *outer, passes, accepted=False)
+    right = values(directory)[f"{name}/island"].mean(0, dtype=np.float64)
+    said = go_on(tmp_path / "plain", *ACCUMULATE, passes, accepted=True)
+    dropped = said.split("dropped, if accepted")[1]
+    assert "OuterOptimizer/inner_step" in dropped
+    assert f"{name}/island" not in dropped
+    found = values(tmp_path / "plain")[name].sum(0, dtype=np.float64)
+    assert np.abs(right).max() > 0
+    # 13 gradients, each rounded by what sums of tokens in float32 round.
+    np.testing.assert_allclose(found, right, rtol=0, atol=1e-5 * np.abs(right).max())
