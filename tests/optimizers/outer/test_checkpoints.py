@@ -185,6 +185,25 @@ def test_a_checkpoint_of_a_plain_run_starts_all_islands(mesh_kind, tmp_path):
     assert found["OuterOptimizer/inner_step"] == 0
 
 
+@pytest.mark.parametrize("steps", [ROUND, ROUND + 1])
+@pytest.mark.mostly_slow
+def test_a_run_without_islands_has_the_mean_of_their_slots(steps, tmp_path, caplog):
+    """In the middle of a round it is told that variables go on from the last outer step."""
+    made = plain("simd")
+    with session_of(made) as session:
+        train(made, session, batches(steps))
+        saved = session.variables()
+        path = session.save(str(tmp_path / "islands"))
+    with session_of(built("simd", "4", inner_steps=0)) as session:
+        session.restore(path)
+        found = session.variables()
+    assert "w1_momentum_v" in found
+    for name, value in found.items():
+        right = saved[name] if name in saved else saved[f"{name}/island"].mean(0, dtype="d")
+        np.testing.assert_allclose(value, right, rtol=2**-23, atol=0, err_msg=name)
+    assert ("the middle of a round" in caplog.text) == (steps != ROUND)
+
+
 def test_evaluation_reads_the_outer_values(tmp_path):
     made = plain("simd")
     with session_of(made) as session:

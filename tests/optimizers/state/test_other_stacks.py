@@ -172,8 +172,11 @@ def assert_goes_on(made, paths, label=""):
 @pytest.mark.parametrize("stack", STACKS, ids=str)
 def test_every_stack_goes_on_with_the_sums_of_every_other(written, stack):
     made = built("simd", *stack)
-    for other in STACKS:
-        assert_goes_on(made, written(*other), f"from {other} to {stack}:")
+    for number, other in enumerate(STACKS, STACKS.index(stack)):
+        # Empty sums, which take as long, in a third of the pairs, and of each pair of islands.
+        cuts = CUTS[: 1 + (number % 3 == 0)]
+        paths = {cut: path for cut, path in written(*other).items() if cut in cuts}
+        assert_goes_on(made, paths, f"from {other} to {stack}:")
 
 
 @pytest.mark.parametrize("kind", ["simd", "placement", pytest.param("xla", marks=pytest.mark.xla)])
