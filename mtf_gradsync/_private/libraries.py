@@ -33,10 +33,14 @@ from mtf_gradsync._private import estimator_stand_ins as _data
 
 __all__ = [
     "ESTIMATOR_AVAILABLE",
+    "TF_VALUES",
     "EstimatorRemovedError",
     "mtf",
     "tf",
 ]
+
+#: Tensors and variables of TensorFlow. Resource variables are no `tf.compat.v1.Variable`s.
+TF_VALUES: tuple[type, ...] = (tf.Tensor, _tf2.Variable)
 
 _LAST_WITH_ESTIMATOR = "2.15"
 _TPU_PACKAGE = "tensorflow.python.tpu"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Container, NamedTuple, Sequence, Union
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from mtf_gradsync._common import is_number, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
+from mtf_gradsync.gradients.arguments import Bounds, is_tensor, scalar_of_step
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
 from mtf_gradsync.gradients.pending import gradient_name
 from mtf_gradsync.gradients.stage import (
@@ -26,7 +26,7 @@ from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 
-ClipNorm = Union[float, tf.Tensor, mtf.Tensor]
+ClipNorm = Union[float, tf.Tensor, tf.Variable, mtf.Tensor, mtf.Variable]
 
 
 class Clipping(NamedTuple):
@@ -77,14 +77,15 @@ class ScaleGradients(StageOperation):
 
 def check_clip_norm(clip_norm: Any) -> None:
     """Raises ValueError or TypeError if clip_norm is neither a positive number nor a scalar."""
-    number = is_number(clip_norm)
-    if number and not (clip_norm > 0 and math.isfinite(clip_norm)):
-        raise ValueError(f"clip_norm must be finite and greater than 0, got {clip_norm!r}.")
-    if not number and not isinstance(clip_norm, (mtf.Tensor, tf.Tensor)):
+    if is_number(clip_norm):
+        if not clip_norm > 0:
+            raise ValueError(f"clip_norm must be greater than 0, got {clip_norm!r}.")
+    elif not is_tensor(clip_norm):
         raise TypeError(
-            f"clip_norm must be a number, a scalar tf.Tensor or mtf.Tensor, got {clip_norm!r}."
+            "clip_norm must be a number, or a scalar tensor or variable of TensorFlow or Mesh-TF, "
+            f"got {clip_norm!r}."
         )
-    if isinstance(clip_norm, mtf.Tensor) and clip_norm.shape.ndims:
+    elif clip_norm.shape.ndims != 0:
         raise ValueError(f"clip_norm must be a scalar, got {clip_norm!r}.")
 
 
@@ -142,35 +143,45 @@ def clip_together(
     clip_norm: ClipNorm,
     axes: ReplicaAxes | None,
     strategy: Strategy,
+    owner: str,
     behind: Sequence[mtf.Tensor] | None = None,
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips gradients, checked and reduced, or per shard if `axes` are given, by one norm.
 
-    `behind` are the gradients that they were made of, if operations do not tell; the result is that
-    of `clip_by_global_norm`.
+    `owner` is whose clip_norm it is, and `behind` are the gradients that they were made of, if
+    operations do not tell; the result is that of `clip_by_global_norm`.
     """
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads), None
     StepPlan.of(present[0].graph).part(_Groups).add(behind or present)
     norm = global_norm(present, strategy) if axes is None else shard_norms(present, axes, strategy)
-    if isinstance(clip_norm, mtf.Tensor) and clip_norm.dtype != norm.dtype:
-        clip_norm = mtf.cast(clip_norm, norm.dtype)
-    elif isinstance(clip_norm, tf.Tensor):
-        clip_norm = mtf.import_tf_tensor(norm.mesh, tf.cast(clip_norm, norm.dtype), [])
-    if isinstance(clip_norm, mtf.Tensor):
-        clip_norm = on_mesh(clip_norm, norm.mesh)
-    factor = mtf.divide(clip_norm, mtf.maximum(norm, clip_norm), output_shape=norm.shape)
-    # As in TensorFlow, a norm that is not finite makes all entries NaN.
-    factor = mtf.cwise(
-        lambda f, n: tf.where_v2(tf.math.is_finite(n), f, tf.cast(np.nan, f.dtype)), [factor, norm]
-    )
+    if is_tensor(clip_norm):
+        limit = scalar_of_step(clip_norm, norm.mesh, norm.dtype, "clip_norm", owner, Bounds(0.0))
+        factor = mtf.cwise(_factor, [norm, limit])
+    else:
+        factor = mtf.cwise(functools.partial(_factor, limit=float(clip_norm)), [norm])
     clipping = Clipping(norm, factor, len(present))
 
     def scaled(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         return ScaleGradients(some, on_mesh(factor, mesh), clipping).outputs
 
     return on_present(grads, lambda some: each_mesh(some, scaled)), norm
+
+
+def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
+    """Returns what brings gradients of a norm to a limit: 1 for those below, and without a limit.
+
+    As in TensorFlow, a norm that is not finite makes it NaN, and so does a norm so large that the
+    factor is no normal number of the dtype.
+    """
+    limit = tf.cast(limit, norm.dtype)
+    factor = limit * tf.math.reciprocal(norm)
+    # A limit of 0 makes all gradients 0.
+    is_exact = tf.logical_or(factor >= np.finfo(norm.dtype.as_numpy_dtype).tiny, limit <= 0)
+    factor = tf.where_v2(tf.logical_and(is_exact, tf.math.is_finite(norm)), factor, np.nan)
+    keeps = tf.logical_or(norm <= limit, tf.math.is_inf(limit))
+    return tf.where_v2(keeps, tf.ones_like(factor), factor)
 
 
 def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
@@ -199,12 +210,15 @@ def clip_by_shard_norm(
 
     Huge gradients of one shard do not scale down those of others. Where a gradient is split over a
     replica axis by its own layout (an expert's), each part counts for the shard that holds it.
-    Norms are float32 (float64 for float64 gradients). A norm that is not finite, because squares
-    overflow for example, makes all gradients of its shard NaN.
+    Norms are float32 (float64 for float64 gradients), and right where squares of gradients overflow
+    or underflow. A norm that is not finite, or 2^126 times clip_norm (float32), makes all gradients
+    of its shard NaN.
 
     Args:
       grads: gradients, pending or per shard; None passes through.
-      clip_norm: largest norm of a shard's gradients, greater than 0.
+      clip_norm: largest norm of a shard's gradients, greater than 0: a number, or a scalar tensor
+        or variable, in whose value the step raises an error if it is less than 0 or NaN. Infinity
+        clips nothing.
       axes: the replica axes.
       reducer: the reduction strategy for mesh axes that are not replica axes; None takes
         `FusedAllReduce()`.
@@ -230,7 +244,7 @@ def clip_by_shard_norm(
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     common_shard_dims([g for g in grads if g is not None], axes)
     shards = per_shard(grads, axes, strategy, accept_summed)
-    return clip_together(shards, clip_norm, axes, strategy)
+    return clip_together(shards, clip_norm, axes, strategy, "clip_by_shard_norm")
 
 
 def clip_by_global_norm(
@@ -240,7 +254,7 @@ def clip_by_global_norm(
 
     Args:
       grads: gradients of shape `var dims`; pending ones are reduced first. None passes through.
-      clip_norm: largest norm of the result, greater than 0.
+      clip_norm: largest norm of the result; as for `clip_by_shard_norm`.
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
@@ -257,4 +271,5 @@ def clip_by_global_norm(
     grads = check_gradients(grads)
     check_clip_norm(clip_norm)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    return clip_together(sum_shards(grads, None, strategy), clip_norm, None, strategy)
+    sums = sum_shards(grads, None, strategy)
+    return clip_together(sums, clip_norm, None, strategy, "clip_by_global_norm")

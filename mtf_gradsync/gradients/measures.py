@@ -19,6 +19,7 @@ from mtf_gradsync.gradients.stage import (
 from mtf_gradsync.gradients.stages import each_mesh, shard_dims_in
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.reduce.compressed import CompressedAllReduce, GradientStrategy
 from mtf_gradsync.reduce.sums import ordered_add_n
 
 
@@ -26,19 +27,43 @@ def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
     return tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
 
 
-# From slices of gradients, the dims of each to sum over, and a dtype to one number.
+# From slices of gradients, the dims of each to sum over, and a dtype to one number, or to several
+# along the last dimension.
 Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
 
 
-def _sum_of_squares(
+def _scales(dtype: tf.DType) -> tuple[float, float]:
+    """Returns factors whose squares of small and of large values are in the range of a dtype.
+
+    They are powers of two, which add no rounding. For float32 the first is for norms below 2^24:
+    2^12 values as small as 2^-97 still count. With the second, all norms that are numbers of the
+    dtype are right.
+    """
+    exponents = math.frexp(dtype.max)[1]  # 128 for float32
+    return 2.0 ** (exponents * 5 // 16), 2.0 ** -(exponents // 2 + 1)
+
+
+def _sums_of_squares(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
+    """Returns two sums, of squares of values times each of `_scales`; see `_root`."""
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
         # l2_loss is one operation in place of two; its factor of a half is exact.
-        return 2.0 * ordered_add_n([tf.nn.l2_loss(x) for x in values])
-    sums = [tf.reduce_sum(tf.square(x), dims) for x, dims in zip(values, over)]
-    return ordered_add_n([_flat(x) for x in sums])
+        sums = [[tf.nn.l2_loss(x * scale) for x in values] for scale in _scales(dtype)]
+        return 2.0 * tf.stack([ordered_add_n(some) for some in sums])
+    sums = [
+        [_flat(tf.reduce_sum(tf.square(x * scale), dims)) for x, dims in zip(values, over)]
+        for scale in _scales(dtype)
+    ]
+    return tf.stack([ordered_add_n(some) for some in sums], axis=-1)
+
+
+def _root(sums: tf.Tensor) -> tf.Tensor:
+    """Returns the norm of which `_sums_of_squares` are given."""
+    small, large = tf.unstack(sums, axis=-1)
+    up, down = _scales(sums.dtype)
+    return tf.where_v2(tf.math.is_finite(small), tf.sqrt(small) / up, tf.sqrt(large) / down)
 
 
 def _any_not_finite(
@@ -48,6 +73,15 @@ def _any_not_finite(
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
     return tf.cast(tf.logical_not(together), dtype)
+
+
+def _exact(strategy: Strategy) -> Strategy:
+    """Returns a strategy that sends numbers as they are: float16 does not hold sums of squares."""
+    if isinstance(strategy, CompressedAllReduce):
+        return _exact(strategy.reducer)
+    if isinstance(strategy, GradientStrategy) and isinstance(strategy.reducer, CompressedAllReduce):
+        return _exact(strategy.reducer)
+    return strategy
 
 
 def _flat(x: tf.Tensor) -> tf.Tensor:
@@ -64,9 +98,11 @@ class SumOverGradients(StageOperation):
         shard_dims: Sequence[mtf.Dimension],
         axes: ReplicaAxes | None,
         strategy: Strategy,
-        measure: Measure = _sum_of_squares,
+        measure: Measure,
+        numbers: Sequence[mtf.Dimension] = (),
     ):
         self._measure = measure
+        self._numbers = list(numbers)
         self._shard_dims = list(shard_dims)
         self._axes = axes
         self._strategy = strategy
@@ -74,7 +110,7 @@ class SumOverGradients(StageOperation):
         PendingSums.want(grads, True, batch_dims, strategy)
         super().__init__(
             grads,
-            [mtf.Shape(self._shard_dims)],
+            [mtf.Shape([*self._shard_dims, *self._numbers])],
             name="sum_over_gradients",
             dtypes=[_norm_dtype(grads)],
         )
@@ -90,7 +126,8 @@ class SumOverGradients(StageOperation):
         values = reduced_values(lowering, self.inputs)
         # Only processors with different slices of a gradient add up their measures, not copies.
         by_axes: dict[tuple[int, ...], list[tuple[Any, list[int]]]] = {}
-        names = {d.name for d in self._shard_dims if math.prod(slice_shape) > 1}
+        of_shards = slice_shape[: len(self._shard_dims)]
+        names = {d.name for d in self._shard_dims if math.prod(of_shards) > 1}
         for grad, value in zip(self.inputs, values):
             split = set(mesh_impl.tensor_layout(grad.shape)) - {None} - shard_axes
             over = [i for i, d in enumerate(grad.shape.dims) if d.name not in names]
@@ -103,7 +140,7 @@ class SumOverGradients(StageOperation):
                 return tf.reshape(self._measure(slices, overs, output.dtype), slice_shape)
 
             sums.append(PartialSum(mesh_impl.slicewise(add_up, *laid_out), mesh_axes))
-        parts = reduce_partial_sums(mesh_impl, sums, self._strategy)
+        parts = reduce_partial_sums(mesh_impl, sums, _exact(self._strategy))
         total = mesh_impl.slicewise(lambda *xs: ordered_add_n(xs), *parts)
         self.set_outputs(lowering, [total])
 
@@ -157,22 +194,49 @@ class NotFinite(StageOperation):
         self.set_outputs(lowering, [found])
 
 
+# The last dimension of `_sums_of_squares`.
+_RANGES = mtf.Dimension("ranges_of_squares", 2)
+
+
 def _measured(
     grads: Sequence[mtf.Tensor],
     reducer: Strategy | None,
-    measure: Measure = _sum_of_squares,
+    measure: Measure,
     shard_dims: Sequence[mtf.Dimension] = (),
     axes: ReplicaAxes | None = None,
+    numbers: Sequence[mtf.Dimension] = (),
 ) -> mtf.Tensor:
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     dtype = _norm_dtype(grads)
 
     def of_mesh(mesh: mtf.Mesh) -> mtf.Tensor:
         some = [g for g in grads if g.mesh is mesh]
-        total = SumOverGradients(some, shard_dims, axes, strategy, measure).outputs[0]
+        total = SumOverGradients(some, shard_dims, axes, strategy, measure, numbers).outputs[0]
         return on_mesh(total if total.dtype == dtype else mtf.cast(total, dtype), grads[0].mesh)
 
     return functools.reduce(mtf.add, map(of_mesh, dict.fromkeys(g.mesh for g in grads)))
+
+
+def _norms(
+    grads: Sequence[mtf.Tensor],
+    reducer: Strategy | None,
+    shard_dims: Sequence[mtf.Dimension] = (),
+    axes: ReplicaAxes | None = None,
+) -> mtf.Tensor:
+    sums = _measured(grads, reducer, _sums_of_squares, shard_dims, axes, [_RANGES])
+    return _Root(sums).outputs[0]
+
+
+class _Root(StageOperation):
+    """Makes norms of `_sums_of_squares`, `[..., ranges]`."""
+
+    def __init__(self, sums: mtf.Tensor):
+        super().__init__([sums], [sums.shape - _RANGES], "norm")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        sums = reduced_values(lowering, self.inputs)
+        self.set_outputs(lowering, [lowering.mesh_impl(self).slicewise(_root, *sums)])
 
 
 def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
@@ -181,7 +245,7 @@ def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) ->
     Pending gradients are reduced first; shard dims are dimensions like any other. The norm is an
     mtf scalar on the first gradient's mesh, float32, or float64 if a gradient is.
     """
-    return mtf.sqrt(_measured(grads, reducer))
+    return _norms(grads, reducer)
 
 
 def shard_norms(
@@ -193,7 +257,18 @@ def shard_norms(
     ValueError.
     """
     shard_dims = common_shard_dims(grads, axes)
-    return mtf.sqrt(_measured(grads, reducer, _sum_of_squares, shard_dims, axes))
+    return _norms(grads, reducer, shard_dims, axes)
+
+
+def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
+    """Returns the norms of several sets of gradients together; each has the same shape."""
+
+    def join(*norms: tf.Tensor) -> tf.Tensor:
+        by_scale = [[tf.square(x * scale) for x in norms] for scale in _scales(norms[0].dtype)]
+        return _root(tf.stack([ordered_add_n(some) for some in by_scale], axis=-1))
+
+    dtype = _norm_dtype(norms)
+    return mtf.cwise(join, [mtf.cast(x, dtype) for x in norms], dtype)
 
 
 def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
 from mtf_gradsync._private.tensorflow import (
     calls_function,
     variable_key,
@@ -168,7 +168,7 @@ def _member_with_argument(mesh_impl: Any, members: list[int], arguments: Sequenc
     if len(members) > 1:
         devices = {full_name(mesh_impl.devices[member]): member for member in members}
         for argument in arguments:
-            if isinstance(argument, (tf.Tensor, tf.Variable)):
+            if isinstance(argument, TF_VALUES):
                 member = devices.get(full_name(argument.device))
                 if member is not None:
                     return member

@@ -16,6 +16,7 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizer, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
+from mtf_gradsync.gradients.arguments import is_scalar
 from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
@@ -176,7 +177,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
             only.
           backward_passes_per_step: microbatch steps for each update: a whole number of 1 or more,
             or a function from the update step (mtf int32 scalar) to one. A function is evaluated
-            when an accumulation begins; the number does not change before the update.
+            when an accumulation begins; the number does not change before the update. A tensor that
+            is less than 1 is an error of the step.
           average_aggregated_gradients: whether to divide the sum by its number of microbatch steps.
           should_skip_update_fn: a function from the list of gradients to a boolean mtf scalar,
             whether to skip the microbatch step: `skip_not_finite`, `skip_large_updates(norm)`, or
@@ -205,10 +207,10 @@ class GradientAccumulationOptimizer(ReportsSkips):
           max_steps_without_update: most microbatch steps in a row without an update, with
             should_skip_update_fn, or with weights, where there is no data; one more raises an error
             that names variables and shards (see `NoUpdateError`). None for no limit.
-          flush: a boolean scalar, tf or mtf, or a function without arguments that makes one when
-            gradients are applied: whether to update on this step even if the sums have fewer
-            microbatch steps, as on the last step of a training. Where that step is skipped, the
-            update is that of the steps before. None never does.
+          flush: a boolean scalar, a tf or mtf tensor or variable, or a function without arguments
+            that makes one when gradients are applied: whether to update on this step even if the
+            sums have fewer microbatch steps, as on the last step of a training. Where that step is
+            skipped, the update is that of the steps before. None never does.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -418,7 +420,7 @@ class _Accumulate(Stage):
         if weights is not None:
             waiting = before.waiting or wrapper._waiting_state(mesh)
             before = before._replace(weight=wrapper._weight_state(mesh), waiting=waiting)
-        mini_step, update_step, skipped = (on_mesh(c.value, mesh) for c in before[:3])
+        mini_step, skipped = (on_mesh(c.value, mesh) for c in (before.mini_step, before.skipped))
         for state in before[:3]:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
         checked = gradients
@@ -447,7 +449,9 @@ class _Accumulate(Stage):
             weight=wrapper._weight_name,
         )
         count = mini_step + counted
-        passes = passes_at(wrapper.backward_passes_per_step, update_step)
+        with step.plan.outside_of_branches():
+            given = wrapper.backward_passes_per_step
+            passes = passes_at(given, before.update_step.value, wrapper.name)
         passes = on_mesh(passes, mesh) if isinstance(passes, mtf.Tensor) else passes
         due = mtf.greater_equal(count, passes)
         if wrapper._skip_fn is not None:
@@ -568,8 +572,7 @@ def _floating(dtype: Any) -> tf.DType | None:
 def _check_flush(flush: Any) -> None:
     if flush is None or callable(flush) or isinstance(flush, (bool, np.bool_)):
         return
-    is_tensor = isinstance(flush, (mtf.Tensor, tf.Tensor))
-    if not is_tensor or flush.dtype != tf.bool or flush.shape.ndims:
+    if not is_scalar(flush) or flush.dtype.base_dtype != tf.bool:
         raise TypeError(
             "flush must be a boolean scalar, such as tf.placeholder_with_default(False, []), got "
             f"{flush!r}."
@@ -577,6 +580,7 @@ def _check_flush(flush: Any) -> None:
 
 
 def _flag_on_mesh(flag: Any, mesh: mtf.Mesh) -> mtf.Tensor:
+    flag = flag.value if isinstance(flag, mtf.Variable) else flag
     if isinstance(flag, mtf.Tensor):
         return on_mesh(flag, mesh)
     return mtf.import_tf_tensor(mesh, tf.convert_to_tensor(flag), mtf.Shape([]))

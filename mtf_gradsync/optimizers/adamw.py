@@ -11,9 +11,11 @@ import gin
 
 from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
 from mtf_gradsync.optimizers.slots import check_bare_update, named_state
 from mtf_gradsync.step import gated_update
+
+_RATES = Bounds(0.0, math.inf)
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -53,8 +55,8 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
         """Sets what an update takes.
 
         Args:
-          learning_rate: a number, or a scalar tf or mtf tensor, such as a schedule of
-            `get_update_step`.
+          learning_rate: a number of 0 or more, or a scalar tf or mtf tensor or variable, such as a
+            schedule of `get_update_step`, which is checked in each step.
           weight_decay_rate: the part of its value, times the learning rate, that a variable loses
             in an update; 0 or more. 0 is Adam.
           beta_1: decay of the mean of gradients, from 0 up to 1 (not included).
@@ -135,10 +137,9 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
         if self._decays(var.name):
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
         rate = self.learning_rate
-        if isinstance(rate, mtf.Tensor):
-            rate = mtf.cast(on_mesh(rate, var.mesh), wide)
-        elif not is_number(rate):
-            rate = tf.cast(rate, wide)
+        if not is_number(rate):
+            name = type(self).__name__
+            rate = scalar_of_step(rate, var.mesh, wide, "learning_rate", name, _RATES)
         return [
             # Not `assign`, as the value may be in a narrower dtype than the variable.
             mtf.assign_sub(var, update * rate),
@@ -161,14 +162,13 @@ def _weight(beta: float, count: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
 
 def _checked_rate(rate: Any) -> Any:
     if is_number(rate):
+        if not _RATES.hold(rate):
+            raise ValueError(f"learning_rate must be {_RATES}, got {rate!r}.")
         return float(rate)
-    if isinstance(rate, mtf.Variable):
-        rate = rate.value
-    is_tensor = isinstance(rate, (mtf.Tensor, tf.Tensor, tf.Variable))
-    if not is_tensor or rate.shape.ndims or not rate.dtype.is_floating:
+    if not is_scalar(rate) or not rate.dtype.is_floating:
         raise TypeError(
-            "learning_rate must be a number or a floating scalar, a tf or mtf tensor, got "
-            f"{rate!r}. For a schedule give the tensor that it returns, such as "
+            "learning_rate must be a number or a floating scalar, a tf or mtf tensor or variable, "
+            f"got {rate!r}. For a schedule give the tensor that it returns, such as "
             "schedule(gs.get_update_step(mesh))."
         )
     return rate

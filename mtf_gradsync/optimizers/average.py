@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 import tempfile
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import gin
 
-from mtf_gradsync._common import is_number
+from mtf_gradsync._common import is_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import moving_average_settings
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.stage import check_variables
+from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
+from mtf_gradsync.gradients.stage import check_variables, on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline import Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.restoring import note_state, write_changed
+from mtf_gradsync.optimizers.schedules import update_counter
 from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners, unstacked
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -73,40 +77,70 @@ def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
         yield target
 
 
+class AverageRule(NamedTuple):
+    """How moving averages follow; see the arguments of `AverageOptimizer`."""
+
+    decay: Any
+    num_updates: Any = None
+    zero_debias: bool = False
+
+
+_DECAYS, _COUNTS = Bounds(0.0, 1.0), Bounds(0.0, math.inf)
+
+
 def check_averages(
     variable_averages: Any, variables_to_average: Sequence[mtf.Variable] | None
-) -> tuple[float, list[mtf.Variable]]:
-    """Returns the decay and the variables to average, checked; 0 and none without averages."""
+) -> tuple[AverageRule, list[mtf.Variable]]:
+    """Returns the rule and the variables to average, checked; none without averages."""
     if (variable_averages is None) != (variables_to_average is None):
         raise ValueError(
             "variable_averages and variables_to_average must be given together, got "
             f"{variable_averages!r} and {variables_to_average!r}."
         )
     if variable_averages is None:
-        return 0.0, []
-    decay = decay_of("variable_averages", variable_averages)
-    return decay, check_variables(variables_to_average or ())
+        return AverageRule(0.0), []
+    rule = rule_of("variable_averages", variable_averages)
+    return rule, check_variables(variables_to_average or ())
 
 
-def decay_of(argument: str, average: Any) -> float:
-    """Returns the decay that `average`, a number or a `tf.train.ExponentialMovingAverage`, gives.
+def rule_of(
+    argument: str, average: Any, num_updates: Any = None, zero_debias: Any = False
+) -> AverageRule:
+    """Returns the rule that `average`, a decay or a `tf.train.ExponentialMovingAverage`, gives.
 
-    `argument` is its name in the ValueError about another decay or setting.
+    Raises:
+      ValueError: the decay is out of range, or settings contradict each other. It names `argument`.
+      TypeError: a setting has the wrong type.
     """
     decay = average
     if isinstance(average, tf.train.ExponentialMovingAverage):
-        decay, num_updates, zero_debias = moving_average_settings(average)
-        if num_updates is not None or zero_debias:
-            raise ValueError(
-                f"{argument} has num_updates or zero_debias, which averages on a mesh do not have: "
-                f"got {average!r}. Give tf.train.ExponentialMovingAverage(decay)."
-            )
-    if not is_number(decay) or not 0 <= decay < 1:
+        decay, of_updates, debias = moving_average_settings(average)
+        if num_updates is None and not zero_debias:
+            num_updates, zero_debias = of_updates, debias
+        elif of_updates is not None or debias:
+            raise ValueError(f"Give num_updates and zero_debias once: {argument} has them already.")
+    is_right = _DECAYS.hold(decay) if is_number(decay) else is_scalar(decay)
+    if not is_right:
         raise ValueError(
-            f"{argument} must be a decay from 0 up to 1 (not included), or a "
+            f"{argument} must be a decay {_DECAYS}, a number or a scalar tensor or variable, or a "
             f"tf.train.ExponentialMovingAverage, got {average!r}."
         )
-    return float(decay)
+    if not isinstance(zero_debias, bool):
+        raise TypeError(f"zero_debias must be a boolean, got {zero_debias!r}.")
+    counts = num_updates is not None and num_updates is not False
+    is_count = num_updates is True or is_scalar(num_updates) or is_whole_number(num_updates, 0)
+    if counts and not is_count:
+        raise TypeError(
+            "num_updates must be True for the updates that the optimizer counts itself, or a "
+            f"scalar tensor or variable, got {num_updates!r}."
+        )
+    if zero_debias and (counts or not is_number(decay)):
+        raise ValueError(
+            f"zero_debias needs a decay that is a number, and no num_updates, got {average!r} and "
+            f"num_updates={num_updates!r}: a decay that num_updates lowers has no bias to speak of."
+        )
+    decay = float(decay) if is_number(decay) else decay
+    return AverageRule(decay, num_updates if counts else None, zero_debias)
 
 
 def moving_average(variable: mtf.Variable) -> mtf.Variable:
@@ -144,13 +178,27 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
 
 
 class MoveAverages(Stage):
-    """After each update, makes `average -= (1 - decay) * (average - variable)`."""
+    """After each update, makes `average -= weight * (average - variable)`."""
 
     reads_shown = True
 
-    def __init__(self, decay: float, variables: Sequence[mtf.Variable] | None, slots: SlotBook):
+    def __init__(
+        self,
+        rule: AverageRule,
+        variables: Sequence[mtf.Variable] | None,
+        slots: SlotBook,
+        name: str,
+    ):
         """Takes the variables to average, or None for all that get a gradient."""
-        self._decay, self._variables, self._slots = decay, variables, slots
+        self._rule, self._variables, self._slots, self._name = rule, variables, slots, name
+        self._counts = rule.zero_debias or rule.num_updates is True
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """See `Stage.apply`."""
+        del step
+        if self._counts:  # before the update, which advances the counter
+            self._slots.record([update_counter(gradients.mesh, self._name)], [])
+        return gradients
 
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
@@ -163,15 +211,67 @@ class MoveAverages(Stage):
         self._slots.record(averages, variables)
         cure = "Keep its average in one of them: a variable has one, in any scope"
         step.plan.part(SlotOwners).check(self._slots, averages, variables, cure)
-
-        def move(average: Any, value: tf.Tensor) -> tf.Operation:
-            # New values exist only after the gate; this reads the average of the last step.
-            with tf.control_dependencies([value]):
-                now = tf.convert_to_tensor(average)
-            return tf.assign(average, now - (now - tf.cast(value, now.dtype)) * (1 - self._decay))
-
         values = step.value_after(variables, updates)
-        return [WriteInPlace(averages, values, move, "moving_averages")]
+        weight = self._weight(step.received[0].mesh)
+        if not isinstance(weight, mtf.Tensor):
+            move = functools.partial(_move, weight=weight)
+            return [WriteInPlace(averages, values, move, "moving_averages")]
+        writes: list[mtf.Operation] = []
+        for mesh in dict.fromkeys(x.mesh for x in averages):
+            some = [(a, v) for a, v in zip(averages, values) if a.mesh is mesh]
+            scalars = [on_mesh(weight, mesh)]
+            writes.append(WriteInPlace(*zip(*some), _move, "moving_averages", scalars))
+        return writes
+
+    def _weight(self, mesh: mtf.Mesh) -> float | mtf.Tensor:
+        """Returns the weight of a new value, a number or a float32 scalar."""
+        decay, num_updates, zero_debias = self._rule
+        if not self._counts and num_updates is None and is_number(decay):
+            return 1 - decay
+        scalars: dict[str, mtf.Tensor] = {}
+        if not is_number(decay):
+            scalars["decay"] = scalar_of_step(
+                decay, mesh, tf.float32, "the decay of averages", self._name, _DECAYS
+            )
+        if self._counts:
+            count = update_counter(mesh, self._name).value + 1
+            scalars["count"] = mtf.cast(on_mesh(count, mesh), tf.float32)
+        elif num_updates is not None:
+            given = tf.constant(num_updates) if is_number(num_updates) else num_updates
+            scalars["count"] = scalar_of_step(
+                given, mesh, tf.float32, "num_updates", self._name, _COUNTS
+            )
+
+        def weight(*given: tf.Tensor) -> tf.Tensor:
+            by = {"decay": decay, **dict(zip(scalars, given))}
+            if zero_debias:
+                return _debiased(decay, by["count"])
+            if "count" in by:
+                by["decay"] = tf.minimum(by["decay"], (1 + by["count"]) / (10 + by["count"]))
+            return 1 - by["decay"]
+
+        return mtf.cwise(weight, list(scalars.values()), tf.float32)
+
+
+def _debiased(decay: float, count: tf.Tensor) -> tf.Tensor:
+    """Returns the weight of the last of some values in a mean that has nothing else in it."""
+    if not decay:
+        return tf.ones_like(count)
+    # 1 - decay^count, without the rounding of a power near 1.
+    together = -tf.math.expm1(count * math.log(decay))
+    return tf.where_v2(count <= 1, tf.ones_like(count), (1 - decay) / together)
+
+
+def _move(average: Any, value: tf.Tensor, weight: float | tf.Tensor) -> tf.Operation:
+    # New values exist only after the gate; this reads the average of the last step.
+    with tf.control_dependencies([value]):
+        now = tf.convert_to_tensor(average)
+    value = tf.cast(value, now.dtype)
+    if not isinstance(weight, tf.Tensor):
+        return tf.assign(average, now - (now - value) * weight)
+    weight = tf.cast(weight, now.dtype)
+    # The first of all values takes the place of what the average begins with.
+    return tf.assign(average, tf.where_v2(weight >= 1, value, now - (now - value) * weight))
 
 
 class KeepsAverages(Wrapper):
@@ -200,10 +300,11 @@ class AverageOptimizer(KeepsAverages):
     `LossScaleOptimizer`. Inside or around `OuterOptimizer` they are of the outer values, and move
     towards them after each update of the islands.
 
-    State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it.
+    State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it; with
+    num_updates=True or zero_debias `<name>/update_step`, the counter of `get_update_step`.
 
     References:
-      `tf.compat.v1.train.ExponentialMovingAverage`
+      `tf.compat.v1.train.ExponentialMovingAverage`; `optax.ema` for zero_debias
     """
 
     traits = Traits(reduces=False, takes_parts=True, averages=True)
@@ -220,13 +321,16 @@ class AverageOptimizer(KeepsAverages):
         layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
+        num_updates: Any = None,
+        zero_debias: bool = False,
     ):
         """Wraps an optimizer.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          decay: the decay of the averages, from 0 up to 1 (not included), or a
-            `tf.train.ExponentialMovingAverage`.
+          decay: the decay of the averages, from 0 up to 1 (not included): a number, a scalar tensor
+            or variable, which is checked in each step, or a `tf.train.ExponentialMovingAverage`,
+            whose num_updates and zero_debias are taken, too.
           variables_to_average: mesh variables; None for all that get a gradient.
           name: name of the wrapper.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
@@ -235,12 +339,18 @@ class AverageOptimizer(KeepsAverages):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None for `FusedAllReduce()`.
+          num_updates: True, or a scalar tensor or variable with the number of updates so far, n,
+            for a decay of min(decay, (1 + n) / (10 + n)), so that averages leave the beginning
+            behind in a training that is short for the decay. True counts updates, this one
+            included. None for the same decay always.
+          zero_debias: whether averages are those of the values after updates alone, the first of
+            which takes the place of the initial value. Not together with num_updates.
 
         Raises:
           ValueError: decay is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type.
         """
-        self._decay = decay_of("decay", decay)
+        self._rule = rule_of("decay", decay, num_updates, zero_debias)
         given = variables_to_average
         self._averaged = None if given is None else check_variables(given)
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
@@ -249,4 +359,4 @@ class AverageOptimizer(KeepsAverages):
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [MoveAverages(self._decay, self._averaged, self._slots)]
+        return [MoveAverages(self._rule, self._averaged, self._slots, self.name)]

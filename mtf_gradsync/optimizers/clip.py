@@ -17,12 +17,12 @@ from mtf_gradsync.reduce import Strategy
 class _Clip(Stage):
     takes = Form.REDUCED
 
-    def __init__(self, clip_norm: Any, reducer: Strategy):
-        self._clip_norm, self._reducer = clip_norm, reducer
+    def __init__(self, clip_norm: Any, reducer: Strategy, name: str):
+        self._clip_norm, self._reducer, self._name = clip_norm, reducer, name
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         norm, behind = self._clip_norm, step.received[0].present
-        clipped, _ = clip_together(gradients.grads, norm, None, self._reducer, behind)
+        clipped, _ = clip_together(gradients.grads, norm, None, self._reducer, self._name, behind)
         return gradients.with_grads(clipped)
 
 
@@ -56,7 +56,7 @@ class ClipByGlobalNormOptimizer(Wrapper):
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
           clip_norm: largest norm of all gradients together: a number greater than 0, or a scalar
-            tf or mtf tensor.
+            tensor or variable, tf or mtf, which is checked in each step. Infinity clips nothing.
           name: name of the wrapper.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
@@ -77,4 +77,4 @@ class ClipByGlobalNormOptimizer(Wrapper):
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_Clip(self._clip_norm, self.reducer)]
+        return [_Clip(self._clip_norm, self.reducer, self.name)]

@@ -388,7 +388,7 @@ class _SkipNotFinite(Stage):
         """Whether reduced gradients, or parts of them, are finite, a boolean scalar."""
         reducer = self._wrapper.reducer
         if are_squared:
-            # Squares overflow before the gradients do, and a clip by their norm would make NaNs.
+            # The norm of finite gradients may be infinite, and a clip by it would make NaNs.
             return mtf.less(global_norm(sums, reducer), float("inf"))
         return mtf.less_equal(not_finite(sums, reducer), 0.0)
 

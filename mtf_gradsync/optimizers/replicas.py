@@ -9,6 +9,7 @@ import numpy as np
 from mtf_gradsync._common import counted, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import not_finite, shards_not_finite
+from mtf_gradsync.gradients.arguments import is_tensor
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.skips import ReportsSkips
 from mtf_gradsync.optimizers.slots import named_state
@@ -126,7 +127,7 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
         f"of shape {mtf.Shape(dims).to_string}, or a tf tensor, array or list of shape "
         + " or ".join(str(list(shape)) for shape in shapes)
     )
-    if isinstance(value, (mtf.Tensor, tf.Tensor, tf.Variable)):
+    if is_tensor(value):
         shape, dtype = value.shape, value.dtype.base_dtype
     else:
         try:
@@ -137,7 +138,7 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
             raise TypeError(f"{wanted}; got {value!r}.") from None
     if not (dtype.is_integer or (kind == "boolean" and dtype == tf.bool)):
         raise TypeError(f"{wanted}; got the dtype {dtype.name} of {value!r}.")
-    if isinstance(value, mtf.Tensor):
+    if isinstance(value, (mtf.Tensor, mtf.Variable)):
         fits = set(shape.dims) == set(dims)
     else:
         fits = any(shape.is_compatible_with(x) for x in shapes)
@@ -147,7 +148,7 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
 
 def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
     """Raises ValueError for an mtf tensor of another mesh."""
-    if isinstance(value, mtf.Tensor) and value.mesh is not mesh:
+    if isinstance(value, (mtf.Tensor, mtf.Variable)) and value.mesh is not mesh:
         raise ValueError(
             f"{name}={value!r} is on another mesh than the variables; give a tensor on their mesh."
         )
@@ -202,6 +203,7 @@ def fresh_replicas(
 
 def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:
     """Converts a value for each replica to an int32 mtf tensor of a shape."""
+    value = value.value if isinstance(value, mtf.Variable) else value
     if isinstance(value, mtf.Tensor):
         whole_numbers = mtf.cast(value, tf.int32)
         if value.shape != shape:

@@ -14,7 +14,7 @@ from mtf_gradsync._common import is_number, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.gradients.clipping import clipping_of
-from mtf_gradsync.gradients.measures import global_norm, shard_norms
+from mtf_gradsync.gradients.measures import global_norm, joined_norm, shard_norms
 from mtf_gradsync.gradients.pending import gradient_name
 from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
 from mtf_gradsync.gradients.stages import per_shard, shard_dims_in, split_into_shards
@@ -116,10 +116,7 @@ def _norms_of_terms(
             of_shards.append(global_norm([*remade, *(x * share for x in shared)], strategy))
         shape = mtf.anonymous_shape(mtf.Shape(list(axes.shard_dims)))
         norms.append(mtf.reshape(mtf.stack(of_shards, "terms"), shape))
-    if len(norms) == 1:
-        return norms[0]
-    dtype = tf.float64 if any(x.dtype == tf.float64 for x in norms) else tf.float32
-    return mtf.sqrt(mtf.add_n([mtf.square(mtf.cast(x, dtype)) for x in norms]))
+    return norms[0] if len(norms) == 1 else joined_norm(norms)
 
 
 def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
@@ -185,7 +182,8 @@ def gradient_noise_scale(
     gradients (of batch_size / num_shards examples each) is compared with that of their mean (of
     batch_size examples); the estimate is the ratio of two moving averages. It costs a pass over the
     gradients for each norm, and reduces one number for each shard; the sums of gradients are those
-    of the optimizer. A step with gradients that are not finite does not count.
+    of the optimizer. A step with gradients that are not finite does not count, nor does one with a
+    norm whose square float32 does not hold.
 
     Call it once, after gradients were applied and before the graph is lowered. State, in
     checkpoints: `<name>/trace` and `<name>/squared_norm`.

@@ -10,6 +10,7 @@ import numpy as np
 
 from mtf_gradsync._common import check_whole_number, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.optimizers.slots import scalar_state
 from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
@@ -314,11 +315,12 @@ def _check_constant(passes: Callable[[Any], Any], result: Any) -> None:
         )
 
 
-def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
+def passes_at(passes: Passes, update_step: mtf.Tensor, owner: str) -> Any:
     """Returns the number of microbatch steps of the next update, an int or an int32 mtf scalar.
 
     A function gets the update step, an int32 mtf scalar, or tf scalars if it fails with that. It
-    returns an int, an mtf scalar or a tf scalar; a tensor below 1 counts as 1.
+    returns an int, an mtf scalar or a tf scalar. The step checks that a tensor is 1 or more; its
+    error names `owner`, a wrapper.
     """
     if not callable(passes):
         return int(passes)
@@ -327,11 +329,15 @@ def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
             result = passes(update_step)
     except (TypeError, ValueError, AttributeError):
         result = None
+    if isinstance(result, mtf.Variable):
+        result = result.value
     if isinstance(result, mtf.Tensor):
         _check_whole(passes, result)
-        return mtf.cast(result, tf.int32)
-    if isinstance(result, (int, float, np.number)):
+    elif isinstance(result, (int, float, np.number)):
         _check_constant(passes, result)
         check_passes(result)
         return int(result)
-    return _evaluated(passes, update_step)
+    else:
+        result = _evaluated(passes, update_step)
+    what = "backward_passes_per_step"
+    return scalar_of_step(result, result.mesh, tf.int32, what, owner, Bounds(1))

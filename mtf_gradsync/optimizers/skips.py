@@ -555,8 +555,10 @@ class skip_large_updates:
 
     def __call__(self, grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
         """See `skip_not_finite`."""
-        # Not "greater", as a NaN is to be skipped too.
-        return mtf.logical_not(mtf.less_equal(global_norm(grads, reducer), self.max_norm))
+        # Not "greater", as a NaN is to be skipped too, and infinity whatever the largest norm is.
+        norm = global_norm(grads, reducer)
+        most = min(self.max_norm, float(norm.dtype.max))
+        return mtf.logical_not(mtf.less_equal(norm, most))
 
 
 def check_skip_fn(fn: Any) -> None:

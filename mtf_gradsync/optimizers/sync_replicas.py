@@ -164,7 +164,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
                 name=name,
             )
             return
-        decay, averaged = check_averages(variable_averages, variables_to_average)
+        rule, averaged = check_averages(variable_averages, variables_to_average)
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer)
         self._wrap(opt, common, "the replicas", reduce_dtype)
         if total_num_replicas not in (None, self.axes.num_shards):
@@ -176,7 +176,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         replicas.check_of_replicas("local_steps", "whole number", local_steps, self.axes)
         del use_locking
         self._to_aggregate = int(replicas_to_aggregate)
-        self._decay, self._averaged = decay, averaged
+        self._rule, self._averaged = rule, averaged
         self._contributes, self._local_steps = contributes, local_steps
         self._limit = limit
         self.traits = Traits(
@@ -195,7 +195,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         """See `Wrapper.stages`."""
         return [
             _AggregateReplicas(self),
-            MoveAverages(self._decay, self._averaged, self._slots),
+            MoveAverages(self._rule, self._averaged, self._slots, self.name),
         ]
 
     def apply_gradients(

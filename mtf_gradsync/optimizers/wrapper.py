@@ -12,7 +12,7 @@ from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
 import numpy as np
 
 from mtf_gradsync._common import counted, warn_once
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scale_setting
 from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
@@ -45,7 +45,7 @@ from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import StepPlan
 
-_OF_TENSORFLOW = (tf.Tensor, tf.Variable, tf.Operation, tf.Graph)
+_OF_TENSORFLOW = (*TF_VALUES, tf.Operation, tf.Graph)
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 

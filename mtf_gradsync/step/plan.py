@@ -58,6 +58,8 @@ class StepPlan:
         self._waits: dict[mtf.Operation, tuple[ControlInputs, ...]] = {}
         self._branch_of: dict[mtf.Operation, Any] = {}
         self.open_branch: Any = None
+        # The graph's operations before the outermost open branch.
+        self._before_branches: set[mtf.Operation] = set()
         self._is_gating = False
         self._in_place: dict[mtf.Variable, None] = {}
         self._states: dict[str, tuple[Any, Any]] = {}
@@ -110,6 +112,8 @@ class StepPlan:
         self.adopt()
         before = set(self.graph.operations)
         outer, self.open_branch = self.open_branch, branch
+        if outer is None:
+            self._before_branches = before
         try:
             yield
         finally:
@@ -118,6 +122,27 @@ class StepPlan:
             if operation not in before and not isinstance(operation, mtf.Variable):
                 self._branch_of.setdefault(operation, branch)
 
+    @contextlib.contextmanager
+    def outside_of_branches(self, inputs: Sequence[mtf.Tensor] = ()) -> Iterator[None]:
+        """Makes operations inside the block run on every step, whatever branch is being built.
+
+        They stay in the branch if one of their `inputs` was made in it; variables are outside.
+        """
+        known = self._before_branches
+        is_free = all(isinstance(x.operation, mtf.Variable) or x.operation in known for x in inputs)
+        if not self.is_in_branch or not is_free:
+            yield
+            return
+        before = set(self.graph.operations)
+        branch, self.open_branch = self.open_branch, None
+        try:
+            yield
+        finally:
+            self.open_branch = branch
+        made = [op for op in self.graph.operations if op not in before]
+        self._before_branches = known.union(made)
+        self._branch_of.update(dict.fromkeys(made))
+
     @property
     def surroundings(self) -> tuple[Any, bool]:
         """Returns the open branch or None, and whether a gate is being built, for comparison."""
@@ -125,12 +150,12 @@ class StepPlan:
 
     def is_free(self, operation: mtf.Operation) -> bool:
         """Whether an operation neither waits (see `wait`) nor belongs to a branch."""
-        return operation not in self._waits and operation not in self._branch_of
+        return operation not in self._waits and self._branch_of.get(operation) is None
 
     @property
     def orders_updates(self) -> bool:
         """Whether updates wait for a gate, as those of wrappers do and those behind sums."""
-        gated = bool(self._waits or self._branch_of)
+        gated = bool(self._waits or any(self._branch_of.values()))
         return gated or any(part.orders_updates for part in self._parts.values())
 
     @property
@@ -270,7 +295,8 @@ class StepPlan:
         wanted: dict[mtf.Tensor, Any] = {}
         for operation in reversed(self.graph.operations):
             branch = self._branch_of.get(operation)
-            feeds = operation in fresh and branch is None and not takes_stack_apart(operation)
+            is_free = operation not in self._branch_of and not takes_stack_apart(operation)
+            feeds = operation in fresh and is_free
             if feeds and not isinstance(operation, mtf.Variable):
                 branch = next((wanted[t] for t in operation.outputs if t in wanted), None)
                 if branch is not None:

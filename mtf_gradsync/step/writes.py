@@ -28,27 +28,28 @@ class WriteInPlace(mtf.Operation):
         self,
         variables: Sequence[mtf.Variable],
         values: Sequence[mtf.Tensor],
-        write: Callable[[Any, tf.Tensor], Any],
+        write: Callable[..., Any],
         name: str,
+        scalars: Sequence[mtf.Tensor] = (),
     ):
         """Adds the operation; values are laid out like the variables.
 
-        `write` makes the assignment of a value to a tf variable.
+        `write` makes the assignment of a value to a tf variable; it is given `scalars`, too.
         """
-        super().__init__(list(values), name=name)
+        super().__init__([*values, *scalars], name=name)
         self.variables, self._write = list(variables), write
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
 
-        def write(variable: Any, slice_variable: Any, value: tf.Tensor) -> Any:
-            return self._write(slice_variable, value)
+        def write(variable: Any, slice_variable: Any, given: tuple[tf.Tensor, ...]) -> Any:
+            return self._write(slice_variable, *given)
 
+        slices = [lowering.tensors[x].to_laid_out_tensor().all_slices for x in self.inputs]
+        scalars = slices[len(self.variables) :]
         writes = [
-            lowering.variables[variable].assign_to_slices(
-                write, lowering.tensors[value].to_laid_out_tensor().all_slices
-            )
-            for variable, value in zip(self.variables, self.inputs)
+            lowering.variables[variable].assign_to_slices(write, list(zip(value, *scalars)))
+            for variable, value in zip(self.variables, slices)
         ]
         lowering.operations[self] = tf.group(*writes)
 

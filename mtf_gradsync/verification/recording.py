@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
+from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN
 from mtf_gradsync.optimizers import (
@@ -321,7 +323,8 @@ class Recorded:
 
 
 def _clips(opt: Any) -> bool:
-    return isinstance(opt, ClipByGlobalNormOptimizer) and isinstance(opt._clip_norm, (int, float))
+    limit = opt._clip_norm if isinstance(opt, ClipByGlobalNormOptimizer) else None
+    return is_number(limit) and math.isfinite(limit)
 
 
 def _first_use(graph: mtf.Graph, name: str) -> int:

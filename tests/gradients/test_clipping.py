@@ -98,14 +98,24 @@ def test_gradients_below_the_norm_keep_their_bits(mesh_kind):
     np.testing.assert_array_equal(out["x"], out["x before"])
 
 
-@pytest.mark.parametrize("form", ["mtf", "tf"])
+CLIP_NORMS = {
+    "mtf": lambda mesh: mtf.constant(mesh, 2.0, mtf.Shape([])),
+    "tf": lambda mesh: tf.constant(2.0),
+    "mtf variable": lambda mesh: (
+        mtf.get_variable(
+            mesh, "c", mtf.Shape([]), initializer=tf.constant_initializer(2.0), trainable=False
+        ).operation
+    ),
+    "tf variable": lambda mesh: tf.get_variable("c", [], initializer=tf.constant_initializer(2.0)),
+}
+
+
+@pytest.mark.parametrize("form", sorted(CLIP_NORMS))
 def test_clip_norm_as_a_tensor(mesh_kind, form):
     feed = inputs()
 
     def make(grads):
-        mesh = grads[0].mesh
-        clip_norm = mtf.constant(mesh, 2.0, mtf.Shape([])) if form == "mtf" else tf.constant(2.0)
-        return gs.clip_by_shard_norm(grads, clip_norm, AXES)
+        return gs.clip_by_shard_norm(grads, CLIP_NORMS[form](grads[0].mesh), AXES)
 
     out = run(mesh_kind, make, feed)
     np.testing.assert_allclose(out["x"], shard_clip_reference(feed, 2.0)[0][0], rtol=16 * EPS)
@@ -171,7 +181,92 @@ def test_not_finite_stays_with_its_shard(mesh_kind):
         np.testing.assert_array_equal(finite, [[i > 0] * finite.shape[1] for i in range(SHARDS)])
 
 
-@pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), float("inf"), True, "2", None])
+KINDS = ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)]
+# A shard's gradient, and the norm that it is clipped to.
+EXTREMES = [
+    ([3e19, 0, 0, 4e19], 1.0),  # squares overflow
+    ([3e37, 4e37, 0, 0], 1.0),
+    ([3e-30, 0, 4e-30, 0], 2e-30),  # squares underflow
+    ([2e38, 1e10, 1e-10, 1e-20], 1e30),
+    ([3, 0, 0, 4], np.inf),
+    ([3e38, 0, 3e38, 3e38], np.inf),  # float32 does not hold the norm
+    ([0, 0, 0, 0], 0.0),
+    ([3, 0, 0, 4], 0.0),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_of_gradients_of_any_size(kind):
+    """Of float32 and bfloat16, and clip norms as tensors, of which a negative one is an error."""
+
+    def build(mesh, tensors):
+        x = mtf.import_tf_tensor(mesh, tensors["x"], mtf.Shape([batch, hidden]))
+        grads = [mtf.reduce_sum(x, reduced_dim=batch)]
+        narrow = [mtf.cast(g, tf.bfloat16) for g in grads]
+        fetches = {}
+        for name, some in (("float32", grads), ("bfloat16", narrow)):
+            (fetches[name],), fetches[f"{name} norm"] = gs.clip_by_global_norm(
+                some, tensors["clip_norm"]
+            )
+        (shards,), norms = gs.clip_by_shard_norm(grads, tensors["clip_norm"], AXES)
+        # Of the first alone: infinities of one shard would be NaNs of all on the way out.
+        fetches["shards"] = mtf.slice(shards, 0, 1, "batch")
+        fetches["shards norm"] = mtf.slice(norms, 0, 1, "batch")
+        return [], fetches
+
+    def feed(grad, clip_norm):
+        x = np.zeros((B, H), "f")
+        x[0] = grad
+        return {"x": x, "clip_norm": np.float32(clip_norm)}
+
+    program = harness.built(kind, MESH, LAYOUT, build, feed([0] * H, 1.0))
+    for grad, clip_norm in EXTREMES:
+        out = program.run([feed(grad, clip_norm)]).fetched[0]
+        for name, dtype in (("float32", "f"), ("bfloat16", tf.bfloat16.as_numpy_dtype)):
+            given = np.asarray(grad, "f").astype(dtype).astype(float)
+            norm = np.linalg.norm(given)
+            expected = given * (1.0 if norm <= clip_norm else clip_norm / norm)
+            rtol = 16 * EPS if dtype == "f" else 2**-8
+            np.testing.assert_allclose(out[name].astype(float), expected, rtol, err_msg=str(grad))
+            with np.errstate(over="ignore"):
+                norm = np.float32(norm)
+            np.testing.assert_allclose(out[f"{name} norm"], norm, rtol=8 * EPS)
+        np.testing.assert_array_equal(out["shards"][0], out["float32"])
+        np.testing.assert_array_equal(out["shards norm"], [out["float32 norm"]])
+    for clip_norm in (-1.0, np.nan):
+        error = tf.errors.InvalidArgumentError if kind == "placement" else ValueError
+        with pytest.raises(error, match=r"clip_by_\w+_norm: clip_norm must be 0 or more, got"):
+            program.run([feed([3, 0, 0, 4], clip_norm)])
+
+
+def test_double_precision_has_a_range_of_its_own(mesh_kind):
+    def build(mesh, tensors):
+        grad = mtf.import_tf_tensor(mesh, tensors["x"], mtf.Shape([hidden]))
+        (clipped,), norm = gs.clip_by_global_norm([grad], 1.0)
+        return [], {"clipped": clipped, "norm": norm}
+
+    feed = {"x": np.array([3e200, 0, 4e200, 1.0])}
+    out = harness.run(mesh_kind, MESH, LAYOUT, build, [feed]).fetched[0]
+    np.testing.assert_allclose(out["norm"], 5e200, rtol=1e-15)
+    np.testing.assert_allclose(out["clipped"], [0.6, 0, 0.8, 2e-201], rtol=1e-15)
+
+
+def test_norms_cross_as_they_are(mesh_kind):
+    """Squares of gradients that float16 holds are beyond its range."""
+    strategy = gs.reduce.CompressedAllReduce(wire_dtype="float16")
+
+    def build(mesh, tensors):
+        grad = mtf.import_tf_tensor(mesh, tensors["x"], mtf.Shape([hidden]))
+        (clipped,), norm = gs.clip_by_global_norm([grad], 1.0, strategy)
+        return [], {"clipped": clipped, "norm": norm}
+
+    feed = {"x": np.array([3e3, 0, 4e3, 0], "f")}
+    out = harness.run(mesh_kind, MESH, LAYOUT, build, [feed]).fetched[0]
+    np.testing.assert_allclose(out["norm"], 5e3, rtol=4 * EPS)
+    np.testing.assert_allclose(out["clipped"], [0.6, 0, 0.8, 0], rtol=4 * EPS)
+
+
+@pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), True, "2", None])
 def test_bad_clip_norm_leaves_the_graph_alone(clip_norm, fresh_graph):
     graph = mtf.Graph()
     grad = mtf.zeros(mtf.Mesh(graph, "mesh"), mtf.Shape([features]))
@@ -195,7 +290,7 @@ def test_no_gradients_no_norm():
     assert gs.clip_by_shard_norm([], 1.0, AXES) == ([], None)
 
 
-@pytest.mark.parametrize("value", [np.inf, 1e25], ids=["infinite", "squares overflow"])
+@pytest.mark.parametrize("value", [np.inf, 2e38], ids=["infinite", "the factor underflows"])
 def test_gradients_without_a_norm_become_nan_not_zero(value):
     feed = inputs()
     feed["x"][0, 0] = value

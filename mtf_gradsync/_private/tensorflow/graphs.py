@@ -18,6 +18,16 @@ def control_flow_context(graph: tf.Graph) -> Any:
     return graph._get_control_flow_context()
 
 
+def in_loop_or_branch(graph: tf.Graph) -> bool:
+    """Returns whether operations that are made now belong to a loop, a branch or a function."""
+    context = control_flow_context(graph)
+    while context is not None:
+        if context.IsWhileContext() or context.IsCondContext():
+            return True
+        context = context.outer_context
+    return getattr(graph, "outer_graph", None) is not None
+
+
 @contextlib.contextmanager
 def control_flow_v1() -> Iterator[None]:
     """Lets ``tf.cond`` make its operations in the graph itself, as after `disable_v2_behavior`.

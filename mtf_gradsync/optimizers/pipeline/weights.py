@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Sequence
 from mtf_gradsync._common import is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import computed_from, gradients_calls
+from mtf_gradsync.gradients.arguments import is_tensor
 from mtf_gradsync.gradients.recoverable import Apart
 from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards
@@ -167,7 +168,7 @@ def check_weights(weights: Any, names: Sequence[str]) -> Any:
     """
     wanted = (
         "weights must be how much the loss stands for (tokens, say): an mtf tensor, a scalar or "
-        f"with shard dims {list(names)}, or a tf scalar or a number of 0 or more"
+        f"with shard dims {list(names)}, or a tf scalar or variable or a number of 0 or more"
     )
     if isinstance(weights, mtf.Variable):
         weights = weights.value
@@ -176,10 +177,11 @@ def check_weights(weights: Any, names: Sequence[str]) -> Any:
             raise ValueError(f"{wanted}; got {weights!r}.")
         return float(weights)
     is_mesh = isinstance(weights, mtf.Tensor)
-    if not is_mesh and not isinstance(weights, (tf.Tensor, tf.Variable)):
+    if not is_tensor(weights):
         raise TypeError(f"{wanted}; got {weights!r}.")
-    if not (weights.dtype.is_floating or weights.dtype.is_integer):
-        raise TypeError(f"{wanted}; got the dtype {weights.dtype.name} of {weights!r}.")
+    dtype = weights.dtype.base_dtype
+    if not (dtype.is_floating or dtype.is_integer):
+        raise TypeError(f"{wanted}; got the dtype {dtype.name} of {weights!r}.")
     others = [d.name for d in weights.shape.dims if d.name not in names] if is_mesh else []
     if others or (not is_mesh and weights.shape.ndims != 0):
         raise ValueError(
