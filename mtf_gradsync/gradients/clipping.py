@@ -176,9 +176,11 @@ def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
     factor is no normal number of the dtype.
     """
     limit = tf.cast(limit, norm.dtype)
+    tiny = np.finfo(norm.dtype.as_numpy_dtype).tiny
+    # Mesh-TF's division, but for norms of which the reciprocal is no normal number.
     factor = limit * tf.math.reciprocal(norm)
-    # A limit of 0 makes all gradients 0.
-    is_exact = tf.logical_or(factor >= np.finfo(norm.dtype.as_numpy_dtype).tiny, limit <= 0)
+    factor = tf.where_v2(norm < 0.5 / tiny, factor, limit / norm)
+    is_exact = tf.logical_or(factor >= tiny, limit <= 0)  # a limit of 0 makes all gradients 0
     factor = tf.where_v2(tf.logical_and(is_exact, tf.math.is_finite(norm)), factor, np.nan)
     keeps = tf.logical_or(norm <= limit, tf.math.is_inf(limit))
     return tf.where_v2(keeps, tf.ones_like(factor), factor)

@@ -28,6 +28,8 @@ SIGNATURES = {
         ("variables_to_average", None),
         ("name", "AverageOptimizer"),
         *SHARED,
+        ("num_updates", None),
+        ("zero_debias", False),
     ],
     "ClipByGlobalNormOptimizer": [
         OPT,

@@ -16,6 +16,7 @@ from mtf_gradsync._private.tensorflow import (
     cross_replica_gather,
     cross_replica_scatter,
     hyperparameters,
+    in_loop_or_branch,
     local_devices,
     moving_average_settings,
     number_of_tpu_shards,
@@ -70,6 +71,22 @@ def test_branches_and_loops_have_contexts_of_their_own(fresh_graph):
     assert all(seen.values())
     assert len({id(context) for context in seen.values()}) == 3
     assert seen["loop in branch"].outer_context is seen["branch"]
+
+
+def test_a_program_is_no_loop_branch_or_function(fresh_graph):
+    found = {}
+
+    def look(name):
+        found[name] = in_loop_or_branch(tf.get_default_graph())
+        return tf.constant(0)
+
+    with simd.tpu_program("all:2", "batch:all"):
+        look("program")
+        tf.cond(tf.constant(True), lambda: look("branch"), lambda: look("branch"))
+        tf.while_loop(lambda n: n < 3, lambda n: n + look("loop"), [tf.constant(0)])
+    tf.function(lambda: look("function"), autograph=False)()
+    assert found == {"program": False, "branch": True, "loop": True, "function": True}
+    assert not in_loop_or_branch(fresh_graph)
 
 
 def test_a_function_takes_what_stands_in_for_a_capture():
