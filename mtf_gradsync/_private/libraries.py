@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 #: Tensors and variables of TensorFlow. Resource variables are no `tf.compat.v1.Variable`s.
-TF_VALUES: tuple[type, ...] = (tf.Tensor, _tf2.Variable)
+TF_VALUES: tuple[Any, ...] = (tf.Tensor, _tf2.Variable)
 
 _LAST_WITH_ESTIMATOR = "2.15"
 _TPU_PACKAGE = "tensorflow.python.tpu"

@@ -219,8 +219,9 @@ class MoveAverages(Stage):
         writes: list[mtf.Operation] = []
         for mesh in dict.fromkeys(x.mesh for x in averages):
             some = [(a, v) for a, v in zip(averages, values) if a.mesh is mesh]
+            own, new = [a for a, _ in some], [v for _, v in some]
             scalars = [on_mesh(weight, mesh)]
-            writes.append(WriteInPlace(*zip(*some), _move, "moving_averages", scalars))
+            writes.append(WriteInPlace(own, new, _move, "moving_averages", scalars))
         return writes
 
     def _weight(self, mesh: mtf.Mesh) -> float | mtf.Tensor:
