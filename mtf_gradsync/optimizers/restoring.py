@@ -13,6 +13,7 @@ import numpy as np
 from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import patch
+from mtf_gradsync._private.tensorflow import advance_step_after_reads
 from mtf_gradsync.optimizers.resharding import (
     ACCUMULATOR,
     ISLAND,
@@ -275,7 +276,7 @@ def check_what_savers_restore() -> None:
 
 
 class _Lowering(mtf.Lowering):
-    """A lowering whose graph's savers read checkpoints of other runs.
+    """A lowering for pipelines of Mesh-TensorFlow, which have savers and a step of their own.
 
     Pipelines make a plain saver, add it to the collection of savers (or leave that to the session),
     and copy the masters after it restored them; `mtf.MtfRestoreHook` asks for that copy before a
@@ -289,10 +290,14 @@ class _Lowering(mtf.Lowering):
             # Not savers of other classes, which may restore in their own way.
             if type(saver) is tf.train.Saver:
                 saver.__class__ = ReshardingSaver
-        # A session would make this saver a moment later. The scope is that of the hook.
-        if not savers and tf.get_default_graph().get_name_scope().endswith("mtf_restore_hook"):
-            saver = ReshardingSaver(sharded=True, allow_empty=True, defer_build=True)
-            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+        graph = tf.get_default_graph()
+        if graph.get_name_scope().endswith("mtf_restore_hook"):
+            # Pipelines of Mesh-TensorFlow advance the step beside whoever reads it.
+            advance_step_after_reads(graph)
+            if not savers:
+                # A session would make this saver a moment later.
+                saver = ReshardingSaver(sharded=True, allow_empty=True, defer_build=True)
+                tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
         with tf.control_dependencies(_checks_of_shapes()):
             return super().copy_masters_to_slices()
 
@@ -321,11 +326,11 @@ def _checks_of_shapes() -> list[tf.Operation]:
     return checks
 
 
-class _ReadsOtherCheckpoints(mtf.Operation):
+class _AdaptsLowering(mtf.Operation):
     """Makes a lowering a `_Lowering`; does nothing in a step."""
 
     def __init__(self, mesh: mtf.Mesh):
-        super().__init__([], mesh=mesh, name="reads_other_checkpoints")
+        super().__init__([], mesh=mesh, name="adapts_lowering")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
@@ -341,6 +346,14 @@ def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any
     """
     note = note or StateNote(variable.name, **how)
     tf.add_to_collection(STATE_COLLECTION, note._replace(name=variable.name))
-    graph = variable.graph
-    if not any(isinstance(op, _ReadsOtherCheckpoints) for op in reversed(graph.operations)):
-        _ReadsOtherCheckpoints(variable.mesh)
+    adapt_lowering(variable)
+
+
+def adapt_lowering(variable: mtf.Variable) -> None:
+    """Makes the lowering of a variable's graph work in pipelines of Mesh-TensorFlow.
+
+    Their savers read checkpoints of other runs, and their step is advanced after it was read.
+    """
+    operations = variable.graph.operations
+    if not any(isinstance(op, _AdaptsLowering) for op in reversed(operations)):
+        _AdaptsLowering(variable.mesh)

@@ -39,6 +39,7 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weights_of,
 )
+from mtf_gradsync.optimizers.restoring import adapt_lowering
 from mtf_gradsync.optimizers.slots import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
@@ -302,6 +303,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
                 self._warn_of_no_gradients(variables)
                 return []
             undone.enter_context(StepPlan.of(variables[0].graph).undone_on_error())
+            adapt_lowering(variables[0])
             for book in books:
                 undone.enter_context(book.undone_on_error())
             given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))

@@ -42,6 +42,7 @@ def test_every_example_has_a_test():
         "gpt.py",
         "handwriting.py",
         "model_fn.py",
+        "run_mtf.py",  # tests/pipelines/test_utils_run.py
         "run_t5.py",  # tests/pipelines/test_t5.py
         "sync_replicas.py",
         "take_along.py",

@@ -4,7 +4,13 @@ The mesh is given once, to the pipeline.
 """
 
 import functools
+import logging
+import os
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +23,7 @@ from tests.pipelines import utils_run
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 INNER = """
 utils.run.optimizer = @AdamWeightDecayOptimizer
@@ -164,3 +171,55 @@ def test_a_run_goes_on_with_a_wrapper_on_another_mesh(bare, tmp_path):
         assert (value == (made if name.endswith("update_step") else 0)).all(), name
     after = variables(tmp_path / "more", made + 2)
     assert after["GradientAccumulationOptimizer/update_step"] == made + 1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        WRAPPERS["accumulated on each shard"][1],
+        "utils.run.optimizer = @CrossShardOptimizer\n"
+        "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer",
+    ],
+)
+def test_the_step_is_advanced_after_it_was_read(tmp_path, caplog, capfd, optimizer):
+    """Hooks and the pipeline's own line see the step before, in each of thirty steps."""
+    caplog.set_level("INFO", "tensorflow")
+    logging.getLogger("tensorflow").addHandler(caplog.handler)
+    try:
+        utils_run.run(tmp_path, utils_run.TWO_DEVICES, INNER, optimizer, train_steps=30)
+    finally:
+        logging.getLogger("tensorflow").removeHandler(caplog.handler)
+    assert not [r for r in caplog.records if "has not been increased" in r.getMessage()]
+    printed = re.findall(r"step, tf_loss\[[^]]*\]\[(\d+)\]", capfd.readouterr().err)
+    assert sorted(map(int, printed)) == list(range(30))
+
+
+def test_the_command(tmp_path):
+    """What `python -m mesh_tensorflow.transformer.main` does, by the example that corrects it."""
+    config = f"""
+    import mtf_gradsync.train.data.vocabulary
+    import tests.pipelines.utils_run
+    {utils_run.PIPELINE}
+    {utils_run.TWO_DEVICES}
+    {WRAPPERS["accumulated on each shard"][1]}
+    utils.run.vocabulary = @ByteVocabulary()
+    utils.run.train_steps = 3
+    """
+    lines = [line.strip() for line in config.splitlines()]
+    (tmp_path / "mine.gin").write_text("\n".join(lines))
+    result = subprocess.run(
+        [sys.executable, "examples/run_mtf.py", f"--model_dir={tmp_path / 'model'}",
+         f"--gin_file={tmp_path / 'mine.gin'}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    saved = tf.train.load_checkpoint(tf.train.latest_checkpoint(str(tmp_path / "model")))
+    state = "GradientAccumulationOptimizer"
+    counts = {name: saved.get_tensor(f"{state}/{name}") for name in ("mini_step", "update_step")}
+    assert counts == {"mini_step": 1, "update_step": 1}

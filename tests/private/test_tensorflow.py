@@ -9,6 +9,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
     add_saving_listeners,
+    advance_step_after_reads,
     collective_sum,
     control_flow_context,
     control_flow_v1,
@@ -345,3 +346,27 @@ def test_listeners_are_added_to_a_hook(tmp_path):
     with tf.train.MonitoredSession(hooks=[hook]) as session:
         session.run(advance)
     assert listener.saved == (0, 1)
+
+
+def test_the_step_is_advanced_after_it_was_read(fresh_graph):
+    """Reads by hooks and by the model have the step before; one that waits has the step after."""
+    step = tf.train.get_or_create_global_step()
+    plain, in_model = step.read_value(), tf.identity(step)
+    advance = tf.assign_add(step, 1)
+    with tf.control_dependencies([advance]):
+        after = step.read_value()
+    in_branch = tf.cond(tf.constant(True), step.read_value, lambda: tf.constant(-1, tf.int64))
+    for _ in range(2):
+        advance_step_after_reads(fresh_graph)
+    hook = tf.train.StepCounterHook(1)
+    hook.begin()
+    of_hook = hook.before_run(None).fetches
+    (increment,) = [op for op in step.handle.consumers() if op.type == "AssignAddVariableOp"]
+    assert of_hook.op in increment.control_inputs
+    assert len(increment.control_inputs) == len(set(increment.control_inputs))
+    assert after.op not in increment.control_inputs
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        for number in range(100):
+            found = session.run([plain, in_model, of_hook, after, in_branch, advance])
+            assert found[:4] == [number, number, number, number + 1]

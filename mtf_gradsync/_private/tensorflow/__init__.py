@@ -6,6 +6,7 @@ version means something else.
 
 from mtf_gradsync._private.tensorflow.graphs import (
     TracedFunction,
+    advance_step_after_reads,
     calls_function,
     collective_sum,
     control_flow_context,
@@ -66,6 +67,7 @@ __all__ = [
     "MovingAverageSettings",
     "TracedFunction",
     "add_saving_listeners",
+    "advance_step_after_reads",
     "bind_to_loopback",
     "calls_function",
     "collective_sum",

@@ -5,12 +5,48 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
+from tensorflow.python.training import training_util
+
 from mtf_gradsync._private.libraries import tf
 
 
 def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
     """Sets an attribute, which TensorFlow does not check, of an operation that has not run yet."""
     operation._set_attr(name, value)
+
+
+def advance_step_after_reads(graph: tf.Graph) -> None:
+    """Makes the increments of a graph's global step wait for those that read it in the same step.
+
+    Otherwise a hook, or a line that is printed, has now the step before and now the step after.
+    What reads the step after it was advanced, by its own order, does so still. Called again, it
+    orders what has come since.
+    """
+    step = tf.train.get_global_step(graph)
+    if step is None or not hasattr(step, "handle"):  # a ref variable's reads have no operation
+        return
+    of_hooks = training_util._get_or_create_global_step_read(graph)
+    uses = step.handle.consumers()
+    increments = [op for op in uses if op.type in ("AssignAddVariableOp", "AssignSubVariableOp")]
+    reads = [op for op in uses if op.type == "ReadVariableOp"]
+    for increment in increments:
+        for read in [*reads, of_hooks.op]:
+            # In a branch it may not run at all, and the increment would not, either.
+            if read._get_control_flow_context() or read in increment.control_inputs:
+                continue
+            if not _is_behind(read, increment):
+                increment._add_control_input(read)
+
+
+def _is_behind(operation: tf.Operation, other: tf.Operation) -> bool:
+    """Returns whether an operation waits for another, by inputs or control edges."""
+    seen, todo = set(), [operation]
+    while todo:
+        one = todo.pop()
+        if one not in seen:
+            seen.add(one)
+            todo += [*(x.op for x in one.inputs), *one.control_inputs]
+    return other in seen
 
 
 def control_flow_context(graph: tf.Graph) -> Any:
