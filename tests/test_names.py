@@ -77,6 +77,19 @@ def checkpoint(tmp_path):
         return tf.train.Saver().save(session, str(tmp_path / "model"))
 
 
+def test_a_string_in_place_of_a_list_of_patterns_is_told(caplog):
+    """Of which Mesh-TensorFlow takes each letter; AdamWOptimizer takes it as one pattern."""
+    mesh, shape = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Shape([mtf.Dimension("d", 2)])
+    mtf.get_variable(mesh, "dense/bias", shape)
+    for adam in (mtf.optimize.AdamWeightDecayOptimizer, gs.AdamWOptimizer):
+        with tf.variable_scope(adam.__name__):
+            opt = adam(0.1, weight_decay_rate=0.1, exclude_from_weight_decay="bias")
+            opt = gs.CrossShardOptimizer(opt)
+            opt.apply_grads([mtf.ones(mesh, shape)], mesh.graph.trainable_variables)
+    (line,) = caplog.messages
+    assert line.startswith("AdamWeightDecayOptimizer: exclude_from_weight_decay='bias' is no list")
+
+
 def test_names_that_a_checkpoint_has_otherwise(checkpoint):
     for name in ("w", "w/adam_m", "encoder/layer_norm/scale"):
         tf.get_variable(name, [2])

@@ -100,15 +100,20 @@ def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
-def patterns_of(optimizer: Any) -> dict[str, tuple[str, ...]]:
-    """Returns the regular expressions by which an optimizer picks variables, by argument."""
+def patterns_of(optimizer: Any) -> dict[str, str | tuple[str, ...]]:
+    """Returns the regular expressions by which an optimizer picks variables, by argument.
+
+    A string in place of a list, of which Mesh-TF 0.1.21 takes each letter, is returned as it is.
+    """
     given = {
         name: getattr(optimizer, name, None) or ()
         for name in ("exclude_from_weight_decay", "variable_search")
     }
     parts = getattr(optimizer, "_exclude_from_parameter_scale", None) or ()
-    given["exclude_from_parameter_scale"] = [re.escape(part) for part in parts]
-    return {name: tuple(patterns) for name, patterns in given.items()}
+    given["exclude_from_parameter_scale"] = (
+        parts if isinstance(parts, str) else [re.escape(part) for part in parts]
+    )
+    return {k: x if isinstance(x, str) else tuple(x) for k, x in given.items()}
 
 
 def scale_setting(optimizer: Any) -> Any:

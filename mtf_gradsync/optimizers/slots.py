@@ -283,7 +283,14 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
     """Warns once of an optimizer's patterns that are in no name, and of variables in few bits."""
     names = {v.name for v in (*variables, *variables[0].graph.trainable_variables)}
     for argument, patterns in patterns_of(optimizer).items():
-        warn_of_unmatched(f"{type(optimizer).__name__}: {argument}", patterns, names)
+        what = f"{type(optimizer).__name__}: {argument}"
+        if isinstance(patterns, str):
+            text = (
+                "%s=%r is no list, so that each of its letters is looked for in names: give [%r]."
+            )
+            warn_once(f"letters {what} {patterns}", text, what, patterns, patterns)
+        else:
+            warn_of_unmatched(what, patterns, names)
     narrow = [v for v in variables if v.slice_dtype.is_floating and v.slice_dtype.size < 4]
     if narrow:
         dtype = narrow[0].slice_dtype

@@ -166,7 +166,8 @@ def _update(
         updates = list(opt.apply_grads(grads, variables))
         if is_bare:  # wrappers do so themselves
             graph, meshes = variables[0].graph, {v.mesh for v in variables}
-            updates += StepPlan.of(graph).part(UpdateCounters).advances(graph, meshes)
+            plan = StepPlan.of_graph(graph)
+            updates += plan.part(UpdateCounters).advances(graph, meshes) if plan else []
         return updates
 
     # On a placement mesh the updates of an optimizer without a wrapper race with reads.
@@ -195,7 +196,7 @@ def model_and_optimizer(
         )
     stack: list[Any] = []
     schedule = job.learning_rate
-    if job.schedule_step is None or not callable(schedule):
+    if job.schedule_step is None or not isinstance(schedule, functools.partial):
         rate = rate_of_step(schedule, step)
     else:
         # How many updates a run makes is known when the optimizer is.

@@ -115,6 +115,15 @@ def test_links_lead_somewhere(name):
         assert not anchor or anchor in slugs(page), target
 
 
+def test_no_page_or_example_gives_adafactors_learning_rate_by_position():
+    """Its first argument is another, and what is no code block is not run."""
+    examples = [path for path in (ROOT / "examples").iterdir() if path.is_file()]
+    for path in (*DOCUMENTS, *examples):
+        text = path.read_text(encoding="utf-8")
+        found = re.findall(r"AdafactorOptimizer\((?!\)|\w+=|\*|\.\.\.)[^)]*\)", text)
+        assert not found, (path, found)
+
+
 def test_the_site_s_navigation_has_every_page():
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     nav = re.search(r"^nav:\n(.*?)^\S", config, re.DOTALL | re.MULTILINE)[1]

@@ -287,6 +287,17 @@ def test_optimizers_know_dimensions_by_name():
     assert private.dims_known_by_name(mtf.optimize.SgdOptimizer(0.1)) == ()
 
 
+def test_patterns_of_optimizers_by_argument():
+    adam = mtf.optimize.AdamWeightDecayOptimizer
+    assert private.patterns_of(adam(0.1))["exclude_from_weight_decay"] == ()
+    excluded = private.patterns_of(adam(0.1, exclude_from_weight_decay=["a", "b"]))
+    assert excluded["exclude_from_weight_decay"] == ("a", "b")
+    letters = private.patterns_of(adam(0.1, exclude_from_weight_decay="ab"))
+    assert letters["exclude_from_weight_decay"] == "ab"
+    adafactor = mtf.optimize.AdafactorOptimizer(exclude_from_parameter_scale=["a.b"])
+    assert private.patterns_of(adafactor)["exclude_from_parameter_scale"] == (r"a\.b",)
+
+
 def test_adafactors_first_argument_is_no_learning_rate():
     assert private.scale_setting(mtf.optimize.AdafactorOptimizer(0.5)) == 0.5
     assert private.scale_setting(mtf.optimize.AdafactorOptimizer(learning_rate=0.5)) is True

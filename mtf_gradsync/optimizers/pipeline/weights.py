@@ -272,7 +272,8 @@ def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
 
     For losses of shards that `compute_gradients` was given weights with, it is the weighted mean.
     """
-    return mtf.reduce_mean(StepPlan.of(loss.graph).part(WeightsOfGradients).of_loss(loss))
+    plan = StepPlan.of_graph(loss.graph)
+    return mtf.reduce_mean(plan.part(WeightsOfGradients).of_loss(loss) if plan else loss)
 
 
 def nonzero(x: tf.Tensor) -> tf.Tensor:

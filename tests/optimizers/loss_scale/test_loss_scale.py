@@ -340,12 +340,10 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
+@pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)])
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.mostly_slow
 def test_a_step_without_data_is_no_progress_of_the_scale(name, kind):
-    if kind == "xla":
-        pytest.importorskip("jax")
     wrap, times = AROUND[name]
     scaled = []
 

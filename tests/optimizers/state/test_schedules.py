@@ -268,8 +268,9 @@ def test_gin_names_the_counter_and_gives_it_as_a_function():
     assert "mine/update_step" in mesh.graph.name_to_variable
 
 
+@pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)])
 @pytest.mark.mostly_slow
-def test_the_rate_of_a_schedule_follows_updates(mesh_kind):
+def test_the_rate_of_a_schedule_follows_updates(kind):
     """The first three of eight steps overflow: they are no steps of the schedule."""
     seen = []
 
@@ -285,7 +286,7 @@ def test_the_rate_of_a_schedule_follows_updates(mesh_kind):
         return opt.minimize(x * w), {"rate": rate}
 
     feeds = [{"x": np.float32(x)} for x in [np.inf] * 3 + [1] * 5]
-    found = harness.run(mesh_kind, "b:2", "", build, feeds)
+    found = harness.run(kind, "b:2", "", build, feeds)
     rates = [float(np.ravel(step["rate"])[0]) for step in found.fetched]
     np.testing.assert_allclose(rates, [1, 1, 1, 1, 1 / 2, 1 / 3, 1 / 4, 1 / 5], rtol=1e-6)
     np.testing.assert_allclose(found.variables["w"], -sum(rates[3:]), rtol=1e-6)
