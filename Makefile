@@ -41,6 +41,9 @@ venv:
 
 train: venv
 	$(BIN)/mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin $(ARGS)
+	@echo "The command is $(BIN)/mtf-gradsync; after 'source $(BIN)/activate', mtf-gradsync. Next, for example:"
+	@echo "  $(BIN)/mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt='The list of '"
+	@echo "  $(BIN)/mtf-gradsync init --text FILE    (to train on a text of yours)"
 
 test: venv
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS) $(ARGS)

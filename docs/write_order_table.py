@@ -44,8 +44,9 @@ _START = """\
 
 Wrappers nest. This table is generated from what each wrapper declares of itself (its `traits`), by
 `python docs/write_order_table.py`; a test builds every pair on both kinds of mesh and holds it
-against the table. A row is the outer wrapper, a column the inner one: "works", or the number of the
-reason below. The error that a wrong order raises says the same, and which order to take.
+against the table. A row is the outer wrapper, a column the inner one: "✓" where the order works,
+or the number of the reason below. A wrong order raises an error that says the same, and which order
+to take.
 
 """
 
@@ -70,7 +71,9 @@ def page() -> str:
     pairs = table()
     letters = {name: chr(ord("A") + number) for number, name in enumerate(WRAPPERS)}
     lines = [_START.rstrip("\n"), ""]
-    lines.append("| outer | " + " | ".join(letters.values()) + " |")
+    # Names in the table would make it wider than a phone.
+    lines += [f"- {letter}: {name}" for name, letter in letters.items()]
+    lines += ["", "| | " + " | ".join(letters.values()) + " |"]
     lines.append("|---" * (len(letters) + 1) + "|")
     reasons: list[str] = []
     for outer, letter in letters.items():
@@ -79,8 +82,8 @@ def page() -> str:
             why = pairs[outer, inner]
             if why is not None and why not in reasons:
                 reasons.append(why)
-            cells.append("works" if why is None else str(reasons.index(why) + 1))
-        lines.append(f"| {letter}: {outer} | " + " | ".join(cells) + " |")
+            cells.append("✓" if why is None else str(reasons.index(why) + 1))
+        lines.append(f"| {letter} | " + " | ".join(cells) + " |")
     lines += ["", "Reasons:", ""]
     generic = {
         "outer": "OUTER",

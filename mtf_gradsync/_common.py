@@ -168,6 +168,14 @@ SKIP_FLAG = "--skip_damaged_checkpoint"
 _PACKAGE_DIR = Path(__file__).resolve().parent
 
 
+def install_extra(extra: str) -> str:
+    """Returns the command that installs an extra of this package, which is on no package index."""
+    clone = _PACKAGE_DIR.parent
+    if (clone / "pyproject.toml").is_file():
+        return f'pip install -e "{clone}[{extra}]"'
+    return f'pip install ".[{extra}]" in a clone of mtf_gradsync'
+
+
 def configs_dir() -> Path:
     """Returns the folder of the gin files that come with the package.
 

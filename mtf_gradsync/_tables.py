@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 from typing import Collection, NamedTuple, Sequence
 
 #: The width of tables where output is no terminal, in characters.
@@ -18,6 +19,24 @@ _PIECES = re.compile(r"[^ /+;>]*[ /+;>]+|[^ /+;>]+")
 def terminal_width() -> int:
     """The number of characters in a line: COLUMNS, the terminal's, or `WIDE` without a terminal."""
     return shutil.get_terminal_size((WIDE, 24)).columns
+
+
+def wrapped(lines: Sequence[str], width: int | None = None) -> list[str]:
+    """Returns lines of text in which those that are too wide end between words, as often as needed.
+
+    Their rest is indented as they are. `width` is None for `terminal_width`.
+    """
+    width = width or terminal_width()
+    short: list[str] = []
+    for line in lines:
+        if len(line) <= width:
+            short.append(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()))
+        short += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    return short
 
 
 def text_table(

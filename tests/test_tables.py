@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mtf_gradsync._tables import WIDE, terminal_width, text_table
+from mtf_gradsync._tables import WIDE, terminal_width, text_table, wrapped
 
 NAME = "transformer/decoder/block_000/layer_000/self_attention/q"
 HEADERS = ("ops", "bytes", "variables", "at", "GB touched", "estimate ms")
@@ -67,3 +67,16 @@ def test_the_width_is_the_terminal_s(monkeypatch):
     # pytest's output is no terminal.
     monkeypatch.delenv("COLUMNS")
     assert terminal_width() == WIDE
+
+
+def test_text_that_is_too_wide_ends_between_words_and_keeps_its_indent():
+    lines = ["a  table   row", "  batch:4;model:2: it does not fit into the memory", "", "x" * 30]
+    assert wrapped(lines, 20) == [
+        "a  table   row",
+        "  batch:4;model:2:",
+        "  it does not fit",
+        "  into the memory",
+        "",
+        "x" * 30,
+    ]
+    assert wrapped(lines, 60) == lines

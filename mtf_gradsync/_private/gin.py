@@ -18,6 +18,16 @@ def bindings() -> dict[tuple[str, str, str], Any]:
     }
 
 
+def called_in(name: str) -> list[str]:
+    """Returns the keys of the bindings whose value has ``@name()``, with parentheses."""
+    return [
+        f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
+        for (scope, selector, parameter), value in bindings().items()
+        for one in gin.config.iterate_references(value)
+        if one.evaluate and one.selector.split(".")[-1] == name
+    ]
+
+
 def take(selector: str) -> dict[str, Any]:
     """Returns what is bound on the parameters of a configurable, in no scope, and unbinds it."""
     return gin.config._CONFIG.pop(("", selector), {})
@@ -81,17 +91,9 @@ _MACRO = "gin.macro"
 _KEY = re.compile(r"^\s*(?:[\w/]+/)?([\w.]+)\.(\w+)\s*=", re.MULTILINE)
 
 
-def changed_bindings(before: str, after: str) -> list[str]:
-    """Returns a line for each value that two texts of `gin.operative_config_str` give differently.
-
-    Names that only one of them has are left out.
-    """
-    there, here = (dict(_BINDING.findall(text)) for text in (before, after))
-    return [
-        f"{name} = {' '.join(there[name].split())} there and {' '.join(here[name].split())} here"
-        for name in there
-        if name in here and there[name] != here[name]
-    ]
+def bindings_in(text: str) -> dict[str, str]:
+    """Returns the names and values, in one line each, in a text of `gin.operative_config_str`."""
+    return {name: " ".join(value.split()) for name, value in _BINDING.findall(text)}
 
 
 # A value goes on in lines that are indented, or that close a bracket.

@@ -135,7 +135,8 @@ _SAYS = {
         "does not split, or splits otherwise, as one that sends examples to experts; a maximum "
         "over the batch; an operation of the program's own)",
         "Keep the dimension of the batch split there (in a mixture of experts, split its groups "
-        "as the batch is split, and experts over another mesh axis), or " + _ACCEPT,
+        "as the batch is split, and experts over another mesh axis: the layout rules "
+        "batch_unsplit:batch and experts:model in Mesh-TensorFlow's transformer), or " + _ACCEPT,
     ),
     Cause.DROPS_SUM: (
         "runs on each processor's slices alone and drops a dimension that they are split along, "

@@ -19,6 +19,8 @@ from typing import Any, Iterator, Mapping, NamedTuple
 
 import numpy as np
 
+from mtf_gradsync._common import install_extra
+
 _TEXT = "mtf_gradsync"  # the key of an object's facts in the metadata of its file
 SUFFIX = ".safetensors"
 # Where a put makes an object appear whole; elsewhere a file is written beside it and renamed.
@@ -77,7 +79,7 @@ class Folder:
         for library in ("fsspec", "safetensors"):
             if importlib.util.find_spec(library) is None:
                 raise ImportError(
-                    f'Islands need {library}: pip install "mtf-gradsync[islands]"', name=library
+                    f"Islands need {library}: {install_extra('islands')}", name=library
                 )
         import fsspec
 

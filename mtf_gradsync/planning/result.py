@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from mtf_gradsync._tables import text_table
+from mtf_gradsync._tables import text_table, wrapped
 
 _UNKNOWN = (
     "A prediction is no timing: it adds up the compiled operations one after the other, each at "
@@ -226,7 +226,7 @@ class Plan:
             lines += ["", "skipped:", *_reasons(self.refused, several)]
         if self.is_partial:
             lines += ["", f"stopped: {self.not_reached} not looked at; the plan lacks them"]
-        return "\n".join(lines)
+        return "\n".join(wrapped(lines))
 
     def to_json(self) -> str:
         """The plan as JSON text, with the attributes' names."""

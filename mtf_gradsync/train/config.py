@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import logging
 import math
 import re
@@ -14,7 +15,14 @@ from typing import Any, Callable, Collection, Dict, Literal, NamedTuple, Sequenc
 import gin
 import numpy as np
 
-from mtf_gradsync._common import ConfigError, close_to, is_number, is_whole_number
+from mtf_gradsync._common import (
+    ConfigError,
+    close_to,
+    first_line,
+    install_extra,
+    is_number,
+    is_whole_number,
+)
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, mesh_text
 
@@ -40,7 +48,7 @@ def _import(name: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"mesh_tensorflow.transformer cannot be imported ({error}). Training transformers "
-            'needs the train extra: pip install "mtf-gradsync[train]"'
+            f"needs the train extra: {install_extra('train')}"
         ) from error
 
 
@@ -362,6 +370,8 @@ def resolve_learning_rate(
                 "Numbers in train.run.learning_rate_schedule must be finite and not negative; got "
                 f"{learning_rate_schedule!r}"
             )
+        elif callable(one):
+            _check_schedule(one, by_name=one is factors)
     if factors == [] or factors == ():
         raise ConfigError(
             f"train.run.learning_rate_schedule needs factors to multiply, or None for the "
@@ -388,7 +398,12 @@ def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
     """Returns the learning rate of a step: None, a number, or the scalar that a schedule gives."""
     if not callable(learning_rate):
         return learning_rate
-    rate = learning_rate(step=step)
+    try:
+        rate = learning_rate(step=step)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"train.run.learning_rate_schedule cannot be called: {first_line(error)}"
+        ) from error
     if isinstance(rate, mtf.Tensor):
         dims = rate.shape.to_integer_list
     else:
@@ -400,6 +415,23 @@ def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
             "give one number, a scalar"
         )
     return rate
+
+
+def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
+    """Raises ConfigError for a function that cannot be called with what a schedule gets."""
+    try:
+        signature = inspect.signature(function)
+        if by_name:
+            signature.bind_partial(step=0, total_train_steps=1)
+        else:
+            signature.bind_partial(0, 1)
+    except TypeError as error:
+        raise ConfigError(
+            "train.run.learning_rate_schedule: a schedule takes the arguments step and "
+            f"total_train_steps; {getattr(function, '__name__', 'it')}{signature}: {error}"
+        ) from error
+    except ValueError:  # a function of C does not say what it takes
+        return
 
 
 ModelType = Literal["lm", "aligned", "bitransformer"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from typing import Any, Dict, List, NamedTuple, Sequence
 
 import gin
@@ -220,6 +221,15 @@ class Sample(NamedTuple):
 
     prompt: str
     continuation: str
+
+
+# Not of these: line breaks and tabs, which move no cursor backwards.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    r"""Returns a text with escapes such as \x1b for characters that a terminal would obey."""
+    return _CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 @gin.configurable("sample", module="mtf_gradsync.train")

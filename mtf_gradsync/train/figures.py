@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
-from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync._common import ConfigError, TrainingError, install_extra
 from mtf_gradsync.runtimes.starting import write_bytes
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -44,7 +44,7 @@ def writing_to(directory: Path) -> Iterator[None]:
 def check_library(library: str, work: str) -> None:
     """Raises a ConfigError if a library of the train extra is missing, without importing it."""
     if importlib.util.find_spec(library) is None:
-        raise ConfigError(f'{work} needs {library}: pip install "mtf-gradsync[train]"')
+        raise ConfigError(f"{work} needs {library}: {install_extra('train')}")
 
 
 def check_drawing() -> None:
@@ -53,7 +53,7 @@ def check_drawing() -> None:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
-            f'Drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
+            f"Drawing pictures needs matplotlib ({error}): {install_extra('train')}"
         ) from error
 
 

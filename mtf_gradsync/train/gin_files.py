@@ -19,7 +19,14 @@ import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
 import mtf_gradsync.train.evaluation  # noqa: F401
 from mtf_gradsync._common import ConfigError, configs_dir, did_you_mean
-from mtf_gradsync._private.gin import bindings, note_written, registered, take, unused_macros
+from mtf_gradsync._private.gin import (
+    bindings,
+    called_in,
+    note_written,
+    registered,
+    take,
+    unused_macros,
+)
 from mtf_gradsync.train.config import RunConfig, transformer_utils
 
 _RUN = "mtf_gradsync.train.run"
@@ -112,7 +119,16 @@ def explain(error: BaseException) -> str:
     # The address and path of a function say no more than its name.
     text = re.sub(r" \((<(class|function)[^>]*>|<[^()]* at 0x\w+>)\)", "", text)
     # Proxy classes of gin have the name of their original class.
-    return f"the config cannot be run: {type(error).__name__}: {text} (--verbosity=1 shows where)"
+    text = f"the config cannot be run: {type(error).__name__}: {text}"
+    for name in re.findall(r"in call to configurable '(?:\w+\.)*(\w+)'", text):
+        keys = [key for key in called_in(name) if key.endswith((".opt", ".optimizer"))]
+        if keys:
+            text = (
+                f"{keys[0]} = @{name}(): take the parentheses away. "
+                f"Optimizers are called later, when the learning rate is known; called now: {text}"
+            )
+            break
+    return f"{text} (--verbosity=1 shows where)"
 
 
 def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
@@ -153,7 +169,10 @@ def _with_hint(said: str) -> str:
         names = {name.split(".")[-1] for name in known}
     else:
         return said
+    names -= {"self", "cls", "args", "kwargs"}
     hint = did_you_mean(given, names)
+    if parameter and names and not hint:
+        hint = f"; it has {', '.join(sorted(names))}"
     return f"{said.rstrip('.')}{hint}" if hint else said
 
 

@@ -21,6 +21,7 @@ from mtf_gradsync.train.evaluation import (
     Score,
     sample,
     unigram_score,
+    visible,
 )
 from mtf_gradsync.train.metrics import MetricsRecorder, Progress, read_metrics
 from mtf_gradsync.train.model import ModelSettings
@@ -236,18 +237,19 @@ class HeldOut:
             title=str(self._directory),
         )
 
-    def finish(self, path: str | None, **result: Any) -> Score | None:
+    def finish(self, path: str | None, writes: bool = True, **result: Any) -> Score | None:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
         `path` is the last checkpoint. Returns its held-out score; without held-out data no path is
-        needed, and there is none.
+        needed, and there is none. Without `writes` it only says what it finds.
         """
         self.result = dict(result)
         if len(result) > 1:
             # Steps were made: whatever comes, their number and speed are there.
             write_json(self._directory / RESULT_FILE, self.result)
         else:
-            self.result = {**self._speed_before(result), **result}
+            before = self._result_before(result["step"])
+            self.result = {**{name: before[name] for name in SPEED if name in before}, **result}
         score = None
         if self._held_out:
             # Held-out data come with a baseline and, since the run is evaluated, a checkpoint.
@@ -260,19 +262,25 @@ class HeldOut:
             self._say(f"unigram baseline  {_score_text(self.unigram)}")
             if score.perplexity >= self.unigram.perplexity:
                 self._say("the model has not learned more than how frequent each token is")
-        write_json(self._directory / RESULT_FILE, self.result)
+        if writes:
+            write_json(self._directory / RESULT_FILE, self.result)
         if score is not None and self._sampling is not None:
-            self._write_samples(self._sampling)
-        self.plot()
-        self._say(f"loss curve: {self._directory / PLOT_FILE}")
+            self._write_samples(self._sampling, writes)
+        if writes:
+            self.plot()
+            self._say(f"loss curve: {self._directory / PLOT_FILE}")
         return score
 
-    def _speed_before(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the result file says of the speed, where it is of the same step."""
+    def is_complete(self, step: int) -> bool:
+        """Returns whether the result file has all that `finish` writes of the model of a step."""
+        before = self._result_before(step)
+        return bool(before) and (not self._held_out or "held_out" in before)
+
+    def _result_before(self, step: int) -> dict[str, Any]:
+        """Returns the content of the result file, where it is of this step; else nothing."""
         try:
             before = json.loads((self._directory / RESULT_FILE).read_text(encoding="utf-8"))
-            is_same = before["step"] == result["step"]
-            return {name: before[name] for name in SPEED if name in before} if is_same else {}
+            return before if before["step"] == step else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
@@ -285,18 +293,20 @@ class HeldOut:
             self._scored = (path, self._evaluator.score())
         return self._scored[1]
 
-    def _write_samples(self, settings: Sampling) -> None:
+    def _write_samples(self, settings: Sampling, writes: bool) -> None:
         assert self._evaluator is not None  # it has scored
         samples = sample(self._evaluator, settings)
         texts = []
         for number, one in enumerate(samples, 1):
             texts.append(
-                f"--- sample {number}: prompt\n{one.prompt}\n--- continuation\n{one.continuation}\n"
+                f"--- sample {number}: prompt\n{visible(one.prompt)}\n"
+                f"--- continuation\n{visible(one.continuation)}\n"
             )
         if texts:
             self.samples = "\n".join(texts)
             self._say(self.samples)
-            write_text(self._directory / SAMPLES_FILE, self.samples)
+            if writes:
+                write_text(self._directory / SAMPLES_FILE, self.samples)
 
 
 def _score_text(score: Score) -> str:

@@ -100,6 +100,7 @@ class MeshModel:
             layout_rules=settings.mesh.layout,
             mesh_shape=settings.mesh.shape,
         )
+        self._check_positions(settings)
         self._mesh_impl = settings.mesh.placement_mesh() if mesh_impl is None else mesh_impl
         self.settings = settings
         self.graph = mtf.Graph()
@@ -108,6 +109,20 @@ class MeshModel:
         if settings.outer_batch_size:
             sizes["batch"] //= settings.outer_batch_size
         self._batch_dims = [mtf.Dimension(name, size) for name, size in sizes.items() if size]
+
+    def _check_positions(self, settings: ModelSettings) -> None:
+        """Raises ConfigError if the model has fewer positions than its sequences."""
+        parts = {"inputs": "encoder", "targets": "decoder"}
+        for feature, name in parts.items():
+            part = getattr(self._model, name, self._model if feature == "targets" else None)
+            table = getattr(part, "max_length_dim", None)
+            length = settings.sequence_length.get(feature, 0)
+            if table and getattr(part, "positional_embedding", False) and table.size < length:
+                raise ConfigError(
+                    f"Unitransformer.max_length = {table.size} is less than {length}, the length "
+                    f'of "{feature}" in train.run.sequence_length: the model has a position for '
+                    "each token. Make one of them fit the other."
+                )
 
     @property
     def input_dims(self) -> list[str]:

@@ -28,7 +28,8 @@ class Facts(NamedTuple):
     """What a run trained, and on what: the runtime of its newest steps, the versions of libraries.
 
     `optimizers` are class names, outermost first; `parameters` is the number of trainable ones;
-    `traffic` is None where it could not be listed.
+    `traffic` is None where it could not be listed; `first_examples` are hashes of the first
+    examples of its data set, none where they are not known.
     """
 
     mesh: str
@@ -39,6 +40,7 @@ class Facts(NamedTuple):
     tokens_per_step: int
     versions: dict[str, str]
     traffic: Traffic | None
+    first_examples: Sequence[str] = ()
 
 
 def versions() -> dict[str, str]:

@@ -10,11 +10,9 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
-import gin
-
 from mtf_gradsync import simd
 from mtf_gradsync._common import SKIP_FLAG, ConfigError, TrainingError, first_line
-from mtf_gradsync._private.gin import changed_bindings, unread
+from mtf_gradsync._private.gin import unread
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
 from mtf_gradsync.islands import ElasticIslands, Folder, Island, read_status
@@ -29,7 +27,6 @@ from mtf_gradsync.runtimes.starting import (
     latest_checkpoint,
     only_run_in,
     remove_leftovers,
-    write_text,
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline, TimelineError
@@ -39,9 +36,17 @@ from mtf_gradsync.train.evaluation import Score
 from mtf_gradsync.train.figures import check_drawing, writing_to
 from mtf_gradsync.train.held_out import METRICS_FILE, SPEED, HeldOut, Improvement, keep_best
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
+from mtf_gradsync.train.made_with import (
+    CONFIG_FILE,
+    changed_model,
+    check_data,
+    say_changes,
+    write_config,
+)
 from mtf_gradsync.train.metrics import MetricsRecorder, Progress, read_metrics
 from mtf_gradsync.train.model import TrainingJob, resolve_job
 from mtf_gradsync.train.report import (
+    REPORT_FILE,
     Ended,
     Facts,
     RecordedSteps,
@@ -63,7 +68,6 @@ from mtf_gradsync.train.runner import (
 )
 from mtf_gradsync.train.train_graph import EXAMPLES, TrainGraph, build_on, list_traffic
 
-CONFIG_FILE = "operative_config.gin"
 TRACE_FILE = "timeline.trace.json.gz"
 
 
@@ -196,8 +200,11 @@ def _run(checked: _CheckedRun, accepted: Accepted, part: RunPart) -> RunResult:
         rate = result.steps_made * checked.job.tokens_per_step / result.seconds
         speed = dict(zip(SPEED, (round(result.seconds, 1), round(rate, 1))))
         say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
+    # What a run has found when it made its last step stays: this start may have other settings.
+    is_there = (checked.directory / REPORT_FILE).exists() and evaluation.is_complete(result.step)
+    writes = bool(speed) or not is_there
     try:
-        held_out = evaluation.finish(newest, step=result.step, **speed)
+        held_out = evaluation.finish(newest, writes, step=result.step, **speed)
     except (ConfigError, OSError):
         raise
     except Exception as error:
@@ -207,7 +214,13 @@ def _run(checked: _CheckedRun, accepted: Accepted, part: RunPart) -> RunResult:
             f"All {result.step} steps were made and saved; what comes after them failed: {what}. "
             "The same command evaluates again."
         ) from error
-    _write_report(checked, result.step, "finished")
+    if writes:
+        _write_report(checked, result.step, "finished")
+    else:
+        say(
+            f"nothing was trained, and the results in {checked.directory} stay as they are; more "
+            "train.run.train_steps train on, and another --model_dir begins anew"
+        )
     return RunResult(result.step, None, held_out, evaluation.unigram)
 
 
@@ -307,7 +320,7 @@ def _adapted(start: Start, accept: bool, say: Callable[[str], None], words: str)
     if not tf.train.load_checkpoint(start.path).has_tensor(EXAMPLES):
         counts, variables = False, [v for v in variables if v.op.name != EXAMPLES]
         say(f"{start.path} does not say what its steps were made of: batches of today's size")
-    changed = _changed_settings(Path(start.path).parent)
+    changed = changed_model(Path(start.path).parent)
     found = check_configuration(start.path, variables, accept, changed)
     if any(found):
         say(f"{words} of another configuration:\n{differences_text(found)}")
@@ -315,35 +328,30 @@ def _adapted(start: Start, accept: bool, say: Callable[[str], None], words: str)
     return start._replace(new=tuple(new if counts else [*new, EXAMPLES]))
 
 
-def _changed_settings(directory: Path) -> list[str]:
-    """Returns lines on the bindings of a model or an optimizer that are not those of its run."""
-    try:
-        before = (directory / CONFIG_FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return []
-    changed = changed_bindings(before, gin.operative_config_str())
-    # Others of the run itself do not change what variables there are.
-    ours = ("run.", "train.run.", "sample.", "train.sample.")
-    kept = ("run.optimizer ", "train.run.optimizer ")
-    return [line for line in changed if not line.startswith(ours) or line.startswith(kept)]
-
-
 def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:
     """Makes the steps that follow those of a checkpoint, if there is one."""
     config, job, directory, say = checked.config, checked.job, checked.directory, checked.say
     step = start.step
-    if step >= config.train_steps:
+    is_finished = step >= config.train_steps
+    if is_finished:
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
-        return LoopResult(step, None, 0.0, 0)
     rows = [row for row in read_metrics(directory / METRICS_FILE) if row["step"] <= step]
     improvement = Improvement(rows, config.max_steps_without_decrease)
-    if improvement.has_ended:
+    if not is_finished and improvement.has_ended:
+        is_finished = True
         say(f"{improvement}: the run has ended (train.run.max_steps_without_decrease)")
-        return LoopResult(step, None, 0.0, 0)
-    say(f"steps run on {checked.runtime}")
+    if not is_finished:
+        say(f"steps run on {checked.runtime}")
     job = job._replace(examples_before=step * job.model.batch_size)
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
+        if start.path:
+            before = read_facts(directory)
+            first = before.first_examples if before else ()
+            check_data(directory, first, batches.first_examples(), accept_differences, say)
+        if is_finished:
+            say_changes(directory, say)
+            return LoopResult(step, None, 0.0, 0)
         graph, program, make_runner = training_graph(job, batches, checked.runtime)
         if config.evaluate_with_averages:
             _check_averages_kept()
@@ -361,7 +369,8 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
             f"{mesh_text(job.model.mesh.shape)}, from step {step} to {config.train_steps} (graph "
             f"built in {time.monotonic() - began:.0f} s)"
         )
-        write_text(directory / CONFIG_FILE, gin.operative_config_str())
+        say_changes(directory, say)
+        write_config(directory)
         facts = Facts(
             mesh=mesh_text(job.model.mesh.shape),
             layout=str(config.layout_rules),
@@ -371,6 +380,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
             tokens_per_step=job.tokens_per_step,
             versions=versions(),
             traffic=None,
+            first_examples=batches.first_examples() if start.path else [],
         )
         write_facts(directory, facts)
         forget_recorded(directory, step)
@@ -378,13 +388,14 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
 
             def on_first_step() -> None:
                 """Does work that a run needs later, and that should not delay its start."""
+                traffic = list_traffic(graph, program) if config.reports else None
+                first = batches.first_examples()
+                write_facts(directory, facts._replace(traffic=traffic, first_examples=first))
                 if config.reports:
-                    traffic = list_traffic(graph, program)
-                    write_facts(directory, facts._replace(traffic=traffic))
                     recorder.write_once(step + 1, traffic.scalars if traffic else {})
                 checked.evaluation.build()
                 # Includes the parameters that evaluation alone takes from gin.
-                write_text(directory / CONFIG_FILE, gin.operative_config_str())
+                write_config(directory)
                 unread_bindings = _unread_bindings()
                 if unread_bindings:
                     say(unread_bindings)

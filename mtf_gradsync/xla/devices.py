@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
+from mtf_gradsync._common import install_extra
 from mtf_gradsync._private.jax import backends_are_initialized
 from mtf_gradsync.processes.members import ProcessesError
 from mtf_gradsync.xla.runner.devices import find_devices, first_devices, make_cpu_devices
@@ -59,7 +60,7 @@ def check_installed(*modules: str) -> None:
 def _reason(*modules: str) -> str:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     extra = "tpu" if "libtpu" in modules else "xla"
-    install = f'Install the extra: pip install "mtf-gradsync[{extra}]".'
+    install = f"Install the extra: {install_extra(extra)}."
     if missing:
         return f"This needs {', '.join(missing)}, which is not installed. {install}"
     from importlib import metadata

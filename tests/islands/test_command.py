@@ -1,5 +1,6 @@
 """The command ``mtf-gradsync islands``, and runs of ``train`` that are islands."""
 
+import json
 import re
 import signal
 import subprocess
@@ -39,9 +40,12 @@ def test_status_plot_and_replay(folder, tmp_path, capsys):
         two.step(float("nan"))
     merge(folder, 1, keep_all=True)
     one.step(1.0)
-    plot = tmp_path / "islands.png"
-    assert cli.main(["islands", str(folder), "--status", f"--plot={plot}"]) == 0
+    plot, found = tmp_path / "islands.png", tmp_path / "islands.json"
+    command = ["islands", str(folder), "--status", f"--plot={plot}", f"--json={found}"]
+    assert cli.main(command) == 0
     out = capsys.readouterr().out
+    rows = json.loads(found.read_text())["islands"]
+    assert [(row["island"], row["merged"]) for row in rows] == [("one", 1), ("two", 0)]
     assert re.search(r"^one +1 +1 +1 +0 +0 +2 .* after step 3$", out, re.MULTILINE)
     assert re.search(r"^two +1 +0 +0 +0 +0 +0 .* after step 2$", out, re.MULTILINE)
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -63,6 +67,8 @@ def test_status_plot_and_replay(folder, tmp_path, capsys):
     ("arguments", "code", "message"),
     [
         (["--replay"], cli.EXIT_FAILED, "has no versions yet: no merger has begun there"),
+        (["--status"], cli.EXIT_FAILED, "is no folder of islands: nobody has joined there yet"),
+        (["--json=x"], cli.EXIT_BAD_CONFIG, "--json=x writes the status; add --status"),
         (["--plot=x.png"], cli.EXIT_BAD_CONFIG, "draws the status; add --status"),
         (["--quorum=0"], cli.EXIT_BAD_CONFIG, "quorum must be a whole number of at least 1, got 0"),
         (["--outer_momentum=2"], cli.EXIT_BAD_CONFIG, "outer_momentum must be in [0, 1), got 2.0"),
@@ -81,4 +87,4 @@ def test_answers_without_tensorflow(folder):
     out = subprocess.run(
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
     ).stdout
-    assert out.endswith("no island has joined\nFalse\n")
+    assert out == "False\n"

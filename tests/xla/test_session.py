@@ -1,6 +1,7 @@
 """Where variables are, what is compiled when, what stands outside, and what is refused."""
 
 import functools
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
+from mtf_gradsync._common import install_extra
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.xla import executable, outside, prepared
 from mtf_gradsync.xla.runner.devices import devices_errors
@@ -218,9 +220,9 @@ def test_without_jax_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     with simd.tpu_program("all:2", "") as program:
         tf.ones([])
-    with pytest.raises(xla.XlaMissingError, match=r'pip install "mtf-gradsync\[xla\]"'):
+    with pytest.raises(xla.XlaMissingError, match=re.escape(install_extra("xla"))):
         session(program)
-    assert "mtf-gradsync[tpu]" in xla.why_no_tpu_compiler()
+    assert install_extra("tpu") in xla.why_no_tpu_compiler()
 
 
 def test_a_jax_that_is_too_old_is_named(monkeypatch):

@@ -42,15 +42,32 @@ def output_path(flag: str, name: str | None) -> Path | None:
     if not name:
         return None
     path = Path(name)
-    if path.is_dir() or not path.parent.is_dir():
+    if path.is_dir():
+        raise ConfigError(f"{flag}={name} is a folder; name a file, such as {path / 'output'}")
+    if not path.parent.is_dir():
         raise ConfigError(f"{flag}={name} cannot be written: {path.parent} must be a directory")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{flag}={name} cannot be written: permission denied")
     return path
 
 
+def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds --json, whose file `write_json_output` writes."""
+    parser.add_argument("--json", metavar="FILE", help=f"{what}; - is standard output")
+
+
+def write_json_output(path: Path | None, text: str) -> None:
+    """Writes what a command has found to the file of --json, if there is one."""
+    if path:
+        with named_write_errors("--json", path):
+            path.write_text(text + "\n", encoding="utf-8")
+
+
 def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
-    """Returns the `output_path` of each flag; raises if two flags name the same file."""
+    """Returns the `output_path` of each flag; raises if two flags name the same file.
+
+    Those of --png and --plot have to be named as pictures.
+    """
     paths = {flag: output_path(flag, name) for flag, name in names.items()}
     flags: dict[Path, str] = {}
     for flag, path in paths.items():
@@ -59,6 +76,9 @@ def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
             other = flags.setdefault(path.resolve(), flag)
             if other != flag:
                 raise ConfigError(f"{other} and {flag} name the same file: {path}")
+        is_picture = path is None or path.suffix.lower() == ".png" or path.is_char_device()
+        if flag in ("--png", "--plot") and not is_picture:
+            raise ConfigError(f"{flag}={path} writes a PNG picture: its name must end in .png")
     return list(paths.values())
 
 
@@ -252,7 +272,10 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     paths = _split_lists(args.gin_location_prefix)
     files = [*before, *gin_file_names(args)]
     if not files and not args.gin_param:
-        raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
+        raise ConfigError(
+            f"Give at least one --gin_file or --gin_param: without a config there is nothing to "
+            f"{args.command} (mtf-gradsync init lists configs)"
+        )
     for name in files:
         _check_is_there(name, paths)
     import_package(args.verbosity)

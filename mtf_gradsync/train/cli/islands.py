@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 from mtf_gradsync._common import ConfigError, TrainingError
@@ -18,6 +20,7 @@ from mtf_gradsync.islands.merger import (
     replay,
 )
 from mtf_gradsync.islands.versions import MergeSettings, newest_version
+from mtf_gradsync.train.cli.arguments import add_json_argument, output_paths, write_json_output
 
 HELP = "merge what islands contribute to a folder, show or replay it"
 DESCRIPTION = """\
@@ -40,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay", action="store_true", help="make every version again and compare the bits"
     )
     parser.add_argument("--plot", metavar="FILE", help="with --status: a row for each island")
+    add_json_argument(parser, "with --status: write it as JSON, too")
     waiting = Waiting()
     for name, kind, text in (
         ("quorum", int, "how many contributions a version needs"),
@@ -67,10 +71,13 @@ def main(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
         folder = Folder(args.folder)
-        if args.plot and not args.status:
-            raise ConfigError(f"--plot={args.plot} draws the status; add --status")
+        for flag, does in (("plot", "draws"), ("json", "writes")):
+            name = getattr(args, flag)
+            if name and not args.status:
+                raise ConfigError(f"--{flag}={name} {does} the status; add --status")
         if args.status:
-            return _status(folder, args.plot)
+            outputs = {"--json": args.json, "--plot": args.plot}
+            return _status(folder, *output_paths(outputs))
         if args.replay:
             return _replay(folder)
         return _merge(folder, args)
@@ -80,19 +87,20 @@ def main(args: argparse.Namespace) -> int:
         raise TrainingError(str(error)) from error
 
 
-def _status(folder: Folder, plot: str | None) -> int:
+def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
     status = read_status(folder)
+    if status.version is None and not status.rows:
+        raise TrainingError(f"{folder.url} is no folder of islands: nobody has joined there yet")
     print(status.table())
+    found = {"version": status.version, "islands": [row._asdict() for row in status.rows]}
+    write_json_output(json_file, json.dumps(found, indent=2))
     if plot:
-        from mtf_gradsync.train.cli.arguments import output_path
         from mtf_gradsync.train.figures import new_figure, write_figure
 
-        path = output_path("--plot", plot)
-        assert path is not None
         figure = new_figure(9.0, 1.5 + 0.4 * len(status.rows))
         plot_status(status, figure.add_subplot())
-        write_figure(path, figure)
-        print(f"plot: {path}")
+        write_figure(plot, figure)
+        print(f"plot: {plot}")
     return 0
 
 

@@ -1,110 +1,35 @@
-"""The command ``mtf-gradsync``: its subcommands, two of them here, and one message for an error."""
+"""The command ``mtf-gradsync``: its subcommands, one of them here, and one message for an error."""
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import difflib
 import importlib.metadata
+import json
 import os
 import platform
+import signal
 import sys
+import tempfile
 import traceback
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Iterator, NoReturn, Sequence
 
-from mtf_gradsync._common import ConfigError, TrainingError, configs_dir
+from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._signals import signal_of
-from mtf_gradsync.train.cli import islands, runs, steps
-from mtf_gradsync.train.cli.arguments import Command, import_package, output_path
+from mtf_gradsync.train.cli import init, islands, runs, steps
+from mtf_gradsync.train.cli.arguments import (
+    Command,
+    add_json_argument,
+    import_package,
+    output_path,
+    write_json_output,
+)
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
-
-_INIT_DESCRIPTION = """\
-Copies a gin file that comes with the package, to be changed and trained. Without a name it lists
-what there is. A file that is there already stays as it is. With --text it trains on text files of
-yours; the last tenth is held out."""
-
-_INIT_EPILOG = """\
-examples:
-  mtf-gradsync init
-  mtf-gradsync init lm_cpu_mesh
-  mtf-gradsync init lm_cpu_mesh my_model.gin
-  mtf-gradsync init --text novel.txt letters.txt"""
-
-_COMMAND = "mtf-gradsync train --gin_file="
-# The config that --text takes by itself.
-_OF_TEXT = "lm_cpu_mesh"
-
-
-def _init_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="which one; none lists them")
-    parser.add_argument(
-        "file", nargs="?", metavar="FILE", help="the copy (default: CONFIG.gin in this directory)"
-    )
-    parser.add_argument(
-        "--text", nargs="+", metavar="TEXT", default=[],
-        help=f"UTF-8 text files to train on (CONFIG: {_OF_TEXT})",
-    )  # fmt: skip
-
-
-def _init(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
-    texts = _examples()
-    if args.text and args.config is None:
-        args.config = _OF_TEXT
-    if args.config is None:
-        for name, text in texts.items():
-            print(f"{name}\n    {_summary(text)}")
-        return 0
-    name = Path(args.config).stem
-    if name not in texts:
-        raise ConfigError(f"There is no config {args.config!r}; there are {', '.join(texts)}")
-    path = output_path("FILE", args.file or f"{name}.gin")
-    text = texts[name].replace(f"{_COMMAND}configs/{name}.gin", f"{_COMMAND}{path}")
-    if args.text:
-        text += _on_text(args.text)
-    assert path is not None
-    try:
-        with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} is there already; name another FILE") from None
-    print(f"{path} is a copy of {name}.gin. To train it:\n  {_COMMAND}{path}")
-    return 0
-
-
-def _on_text(names: Sequence[str]) -> str:
-    """Returns what makes a config train on text files, which are read once to check them."""
-    for name in names:
-        try:
-            is_empty = not Path(name).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--text: cannot read {name!r} as UTF-8: {error}") from error
-        if is_empty:
-            raise ConfigError(f"--text: {name!r} is empty")
-    files = "".join(f"    {str(Path(name).absolute())!r},\n" for name in names)
-    return (
-        "\n# The text, in place of Python's documentation.\n"
-        "train.run.train_dataset_fn = @text_files\n"
-        f"train.run.eval_dataset_fn = @text_files\ntext_files.files = [\n{files}]\n"
-    )
-
-
-def _examples() -> dict[str, str]:
-    """Returns the configs that can be trained as they are, by name."""
-    files = sorted(configs_dir().glob("*.gin"))
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
-    return {name: text for name, text in texts.items() if _COMMAND in text}
-
-
-def _summary(text: str) -> str:
-    """Returns the first sentences of a config's comment."""
-    lines = text.splitlines()[1:]
-    comment = lines[: lines.index("#")] if "#" in lines else lines[:1]
-    return "\n    ".join(line.lstrip("# ") for line in comment)
-
 
 _ENV_DESCRIPTION = """\
 Prints versions, the runtimes that train.run.runtime can name here and why others cannot run, and
@@ -123,26 +48,36 @@ _LIBRARIES = (
 
 
 def _env_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing: the subcommand takes no arguments."""
+    """Adds the arguments of the subcommand."""
+    add_json_argument(parser, "write the same as JSON, too")
 
 
 def _env(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
-    del args
-    _print("Python", f"{platform.python_version()}, {sys.executable}")
-    _print("machine", f"{platform.platform()}, {os.cpu_count()} processors")
+    json_file = output_path("--json", args.json)
+    found: dict[str, str] = {}
+
+    def show(name: str, value: str) -> None:
+        found[name] = value
+        print(f"{name:<24}{value}")
+
+    show("Python", f"{platform.python_version()}, {sys.executable}")
+    show("machine", f"{platform.platform()}, {os.cpu_count()} processors")
     for name in _LIBRARIES:
-        _print(name, version_of(name) or "not installed")
+        show(name, version_of(name) or "not installed")
     # First what cannot fail: this command is for finding out why an environment is broken.
     sys.stdout.flush()
+    code = 0
     try:
         import_package(verbosity=-1)
     except ImportError as error:
-        _print("runtimes", f"none, TensorFlow or Mesh-TensorFlow cannot be imported: {error}")
-        return EXIT_FAILED
-    for name, value in _facts():
-        _print(name, value)
-    return 0
+        show("runtimes", f"none, TensorFlow or Mesh-TensorFlow cannot be imported: {error}")
+        code = EXIT_FAILED
+    else:
+        for name, value in _facts():
+            show(name, value)
+    write_json_output(json_file, json.dumps(found, indent=2))
+    return code
 
 
 def version_of(name: str) -> str:
@@ -151,10 +86,6 @@ def version_of(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _print(name: str, value: str) -> None:
-    print(f"{name:<24}{value}")
 
 
 def _facts() -> Iterator[tuple[str, str]]:
@@ -192,9 +123,6 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "compiled programs", f"kept in {xla.default_cache_dir() or 'no folder'}"
 
 
-INIT = Command(
-    "copy an example config to start from", _INIT_DESCRIPTION, _INIT_EPILOG, _init_arguments, _init
-)
 ENV = Command(
     "print versions, runtimes and devices of this machine",
     _ENV_DESCRIPTION,
@@ -208,7 +136,7 @@ ISLANDS = Command(
 )
 
 _COMMANDS = {
-    "init": INIT,
+    "init": init.INIT,
     "train": runs.TRAIN,
     "sample": runs.SAMPLE,
     "report": steps.REPORT,
@@ -240,8 +168,22 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run_command=command.main)
+        subparser.set_defaults(run_command=command.main, command=name, parser=subparser)
     return parser
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Ends the command because of arguments that it does not have, with similar ones."""
+    hint = ""
+    known = [name for action in parser._actions for name in action.option_strings]
+    for argument in unknown:
+        name = argument.split("=")[0].replace("_", "-")
+        alike = {one.replace("_", "-"): one for one in known}
+        close = difflib.get_close_matches(name, alike, n=1, cutoff=0.7)
+        if close and argument.startswith("-"):
+            hint = f"; did you mean {alike[close[0]]}?"
+            break
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -254,12 +196,16 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(getattr(args, "parser", parser), unknown)
     if not hasattr(args, "run_command"):
         parser.print_help()
         return 0
     try:
-        return args.run_command(args)
+        code = _run(args)
+        sys.stdout.flush()
+        return code
     except (ConfigError, TrainingError) as error:
         if getattr(args, "verbosity", 0) >= 1:
             traceback.print_exc()
@@ -268,6 +214,24 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print("mtf-gradsync: interrupted", file=sys.stderr)
         return 128 + signal_of(error)
+    except BrokenPipeError:
+        # Who reads has seen enough, as in `| head`. Python would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Runs a command; with --json=-, its standard output is JSON, and all else goes to stderr."""
+    if getattr(args, "json", None) != "-":
+        return args.run_command(args)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "output.json")
+        args.json = str(file)
+        with contextlib.redirect_stdout(sys.stderr):
+            code = args.run_command(args)
+        if file.exists():
+            sys.stdout.write(file.read_text(encoding="utf-8"))
+    return code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -15,17 +16,21 @@ from mtf_gradsync.train.cli.arguments import (
     Command,
     add_cluster_arguments,
     add_gin_arguments,
+    add_json_argument,
     check_model_dir,
     config_of_run,
     gin_file_names,
+    import_package,
     is_alone,
     loaded_config,
     named_write_errors,
     number,
+    output_path,
     output_paths,
     process_of_flags,
     task_of_flags,
     whole_number,
+    write_json_output,
 )
 
 if TYPE_CHECKING:
@@ -156,11 +161,13 @@ def _sample_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the draws; default: 0",
     )
+    add_json_argument(parser, "write the samples as JSON, too, with all characters")
     add_gin_arguments(parser)
 
 
 def _sample(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
+    json_file = output_path("--json", args.json)
     config_file = config_of_run(args.model_dir)
     try:
         args.prompt.encode("utf-8")
@@ -170,7 +177,7 @@ def _sample(args: argparse.Namespace) -> int:
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.runtimes.starting import latest_checkpoint
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.evaluation import Sampling, sample_after
+        from mtf_gradsync.train.evaluation import Sampling, sample_after, visible
         from mtf_gradsync.train.model import resolve_job
 
         path = latest_checkpoint(args.model_dir)
@@ -188,7 +195,9 @@ def _sample(args: argparse.Namespace) -> int:
         )
         averages = config.evaluate_with_averages
         samples = sample_after(model, path, args.prompt, settings, averages)
-    print("\n---\n".join(one.prompt + one.continuation for one in samples))
+    print("\n---\n".join(visible(one.prompt + one.continuation) for one in samples))
+    found = {"checkpoint": path, "samples": [one._asdict() for one in samples]}
+    write_json_output(json_file, json.dumps(found, indent=2))
     return 0
 
 
@@ -242,7 +251,7 @@ def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="where the trace goes, at most 20 MB (default: timeline.trace.json.gz)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the table as JSON, too")
+    add_json_argument(parser, "write the table as JSON, too")
     parser.add_argument("--part", metavar="FILE", help="write what this process recorded, too")
     parser.add_argument(
         "--merge",
@@ -256,11 +265,13 @@ def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _timeline(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
-    from mtf_gradsync.runtimes.starting import write_text  # imports TensorFlow
-
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
     trace, json_file, part_file = output_paths(outputs)
-    timeline = _merged(args.merge) if args.merge else _recorded(args)
+    if args.merge:
+        import_package(verbosity=-1)
+        timeline = _merged(args.merge)
+    else:
+        timeline = _recorded(args)
     if timeline is None:
         return 0
     own = args.process_id or 0
@@ -271,13 +282,11 @@ def _timeline(args: argparse.Namespace) -> int:
             with named_write_errors("--trace", trace):
                 written = timeline.save(trace)
             print(f"\n{written}")
-        if json_file:
-            with named_write_errors("--json", json_file):
-                write_text(json_file, table.to_json() + "\n")
+        write_json_output(json_file, table.to_json())
     if part_file:
         mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
         with named_write_errors("--part", part_file):
-            write_text(part_file, mine.to_json())
+            part_file.write_text(mine.to_json(), encoding="utf-8")
     return 0
 
 
@@ -294,6 +303,10 @@ def _merged(files: list[str]) -> Timeline:
 def _left_config(args: argparse.Namespace) -> list[str]:
     """The config file of the run, where it has one or needs one."""
     if not args.model_dir:
+        if not (args.gin_file or args.gin_param):
+            raise ConfigError(
+                "Give --model_dir of a run, or --gin_file: timeline makes steps of it"
+            )
         return []
     try:
         return [config_of_run(args.model_dir)]

@@ -12,6 +12,7 @@ from mtf_gradsync._signals import Interruption
 from mtf_gradsync.train.cli.arguments import (
     Command,
     add_gin_arguments,
+    add_json_argument,
     loaded_config,
     make_output_folder,
     named_write_errors,
@@ -19,6 +20,7 @@ from mtf_gradsync.train.cli.arguments import (
     output_path,
     output_paths,
     whole_number,
+    write_json_output,
 )
 
 _REPORT_DESCRIPTION = """\
@@ -42,7 +44,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", action="store_true", help="print every collective and transfer, one a line"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all rows and totals as JSON")
+    add_json_argument(parser, "write all rows and totals as JSON")
     parser.add_argument("--png", metavar="FILE", help="draw both steps side by side")
     parser.add_argument(
         "--no_placement",
@@ -53,7 +55,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
-    json_file, png_file = output_path("--json", args.json), output_path("--png", args.png)
+    json_file, png_file = output_paths({"--json": args.json, "--png": args.png})
     with loaded_config(args):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from tqdm import tqdm
@@ -70,10 +72,10 @@ def _report(args: argparse.Namespace) -> int:
         with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:
             comparison = compare_with_bare(job, not args.no_placement, bar.update)
     print(as_text(comparison, args.rows))
-    if json_file:
-        json_file.write_text(comparison.to_json() + "\n", encoding="utf-8")
+    write_json_output(json_file, comparison.to_json())
     if png_file:
-        plot_comparison(comparison, png_file)
+        with named_write_errors("--png", png_file):
+            plot_comparison(comparison, png_file)
     return 0
 
 
@@ -83,7 +85,7 @@ compiler. Prints whether it is accepted, the collectives before and after the co
 optimizations, the memory per core and an estimate of a step's cost. Nothing is
 trained and no TPU is needed.
 
-Needs the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
+Needs the extra "tpu": in a clone, pip install ".[train,tpu]"."""
 
 _COMPILE_EPILOG = """\
 examples:
@@ -103,7 +105,7 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="TPU generation and chips, or a slice as in v4-8 (default: v3:2x2, which has 8 cores)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON, too")
+    add_json_argument(parser, "write the result as JSON, too")
     parser.add_argument(
         "--compare_with_bare",
         action="store_true",
@@ -131,9 +133,7 @@ def _compile(args: argparse.Namespace) -> int:
             args.topology, args.save_hlo, args.compare_with_bare, args.update_not_split
         )
     print(compiled)
-    if json_file:
-        with named_write_errors("--json", json_file):
-            json_file.write_text(compiled.to_json() + "\n", encoding="utf-8")
+    write_json_output(json_file, compiled.to_json())
     return 0 if compiled.accepted else 1
 
 
@@ -243,7 +243,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="dollars for an hour of a chip, one number or one for each generation, as in "
         "v5e:1.2,v5p:4.2: adds what a billion tokens cost (default: no price)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
+    add_json_argument(parser, "write the plan as JSON, too")
     parser.add_argument("--png", metavar="FILE", help="draw it")
 
 
@@ -286,9 +286,7 @@ def _plan(args: argparse.Namespace) -> int:
             inner_steps=args.inner_steps,
         )
     print(plan)
-    if json_file:
-        with named_write_errors("--json", json_file):
-            json_file.write_text(plan.to_json() + "\n", encoding="utf-8")
+    write_json_output(json_file, plan.to_json())
     if png_file:
         with named_write_errors("--png", png_file):
             plan.plot(str(png_file))
@@ -427,7 +425,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="where divisions run: placement_mesh, cpu_replicas or xla (default: cpu_replicas)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all errors as JSON, too")
+    add_json_argument(parser, "write all errors as JSON, too")
     parser.add_argument("--png", metavar="FILE", help="draw the error of each variable")
 
 
@@ -449,9 +447,7 @@ def _verify(args: argparse.Namespace) -> int:
             args.runtime,
         )
     print(found)
-    if json_file:
-        with named_write_errors("--json", json_file):
-            json_file.write_text(found.to_json() + "\n", encoding="utf-8")
+    write_json_output(json_file, found.to_json())
     if png_file:
         with named_write_errors("--png", png_file):
             found.plot(png_file)

@@ -7,6 +7,8 @@ reported as one of the data, on every runtime, and nothing of the step has run y
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import hashlib
 import inspect
 import sys
 from typing import Any, Callable, Mapping
@@ -68,6 +70,7 @@ class TrainingBatches:
         self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
         self._first = self._step = self._examples = 0
         self._begun = False
+        self._first_examples: list[str] = []
         self._feeds: dict[str, tf.Tensor] = {}
         with tf.Graph().as_default() as graph:
             tf.set_random_seed(seed)
@@ -129,12 +132,7 @@ class TrainingBatches:
         """
         step = self._step + 1
         try:
-            if not self._begun:
-                self._session.run(self._initialize, {self._skipped: self._examples})
-                self._begun = True
-                features, shapes = self._first_of_session()
-            else:
-                features, shapes = self._session.run(self._next)
+            features, shapes = self._draw()
         except tf.errors.OutOfRangeError as error:
             raise DataError(self._at_the_end(step)) from error
         except tf.errors.OpError as error:
@@ -184,6 +182,30 @@ class TrainingBatches:
                 bar.close()
             return batch.result()
 
+    def first_examples(self) -> list[str]:
+        """Returns short hashes of the first examples of the data set, of a few or of one batch.
+
+        Before the first batch of a session of the run they are drawn for it; afterwards they are
+        those of that batch, if it was the run's first. There are none if they cannot be drawn.
+        """
+        if not self._first_examples and not self._begun:
+            examples, self._examples = self._examples, 0
+            with contextlib.suppress(tf.errors.OpError):
+                self._draw()
+            self._examples, self._begun = examples, False
+        return self._first_examples
+
+    def _draw(self) -> Any:
+        """Returns the features of the next batch, and the shapes that they had."""
+        if self._begun:
+            return self._session.run(self._next)
+        self._session.run(self._initialize, {self._skipped: self._examples})
+        self._begun = True
+        features, shapes = self._first_of_session()
+        if not self._examples:
+            self._first_examples = _hashes(features)
+        return features, shapes
+
     def _example(
         self, example: dict[str, tf.Tensor], specs: dict[str, Any]
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
@@ -225,6 +247,21 @@ class TrainingBatches:
         wrong = size and wrong_id(name, ids, size)
         if wrong:
             raise DataError(f"{_FUNCTION}: in the batch of step {step}, {wrong}")
+
+
+# More of them say no more.
+_HASHED = 8
+
+
+def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
+    """Returns a short hash of each of the first examples of a batch."""
+    hashes = []
+    for example in zip(*(features[name][:_HASHED] for name in sorted(features))):
+        content = hashlib.sha256()
+        for x in example:
+            content.update(np.ascontiguousarray(x, np.int32).tobytes())
+        hashes.append(content.hexdigest()[:16])
+    return hashes
 
 
 def wrong_id(name: str, ids: np.ndarray, size: int) -> str:

@@ -55,7 +55,12 @@ def test_help(capsys, arguments):
         ("train.run.mesh_devices = ['cpu:0']", "train.run.mesh_devices must list 4 devices"),
         ("train.run.batch_size = 7", "train.run.batch_size = 7"),
         ("train.run.model_type = 'mind'", "train.run.model_type must be one of lm"),
-        ("Unitransformer.max_length = 4", "Unitransformer|max_length"),
+        ("Unitransformer.max_length = 4", "Unitransformer.max_length = 4 is less than 16, the"),
+        (
+            "train.run.optimizer = @CrossShardOptimizer()",
+            "train.run.optimizer = @CrossShardOptimizer(): take the parentheses away",
+        ),
+        ("CrossShardOptimizer.strategi = 3", "parameter named 'strategi'; it has "),
         ("Unitransformer.d_model = 'wide'", "size='wide'"),
         ("train.run.variable_filter = 'embeding'", "did you mean transformer/embedding"),
         ("train.run.variable_filter = '('", "not a regular expression"),
@@ -101,6 +106,24 @@ def test_debug_verbosity_shows_the_traceback(capsys, tmp_path):
     )  # fmt: skip
     assert code == cli.EXIT_BAD_CONFIG
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--model-dir=x"], "--model-dir=x; did you mean --model_dir?"),
+        (["sample", "--modeldir", "x", "--prompt=a"], "--modeldir x; did you mean --model_dir?"),
+        (["init", "a", "b", "c"], "unrecognized arguments: c\n"),
+        (["--verson"], "did you mean --version?"),
+    ],
+)
+def test_unknown_arguments_are_told_with_similar_ones(capsys, arguments, said):
+    if arguments[0] == "sample":
+        arguments = [*arguments, "--model_dir=y"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync._common import install_extra
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.cli import steps
 from tests.train.conftest import NO_ATTENTION
@@ -37,7 +38,7 @@ def test_sigterm_stops_it_as_ctrl_c_does(capsys, monkeypatch):
 @pytest.mark.skipif(not missing, reason="the TPU compiler is installed")
 def test_without_the_compiler_the_error_says_what_to_install(capsys):
     assert cli.main(["compile", f"--gin_file={TINY}"]) == cli.EXIT_FAILED
-    assert 'pip install "mtf-gradsync[tpu]"' in capsys.readouterr().err
+    assert install_extra("tpu") in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_reported_first(capsys):

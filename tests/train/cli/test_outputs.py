@@ -1,12 +1,20 @@
 """Files that a command is to write are checked before it runs."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from mtf_gradsync._common import ConfigError
 from mtf_gradsync.train.cli import main as cli
-from mtf_gradsync.train.cli.arguments import output_paths
+from mtf_gradsync.train.cli.arguments import (
+    add_json_argument,
+    output_path,
+    output_paths,
+    write_json_output,
+)
 
 
 def test_outputs_are_paths_in_the_order_of_the_flags(tmp_path):
@@ -32,3 +40,38 @@ def test_commands_end_with_it_before_they_read_a_config(tmp_path, capsys, comman
     assert cli.main([command, "--gin_file=none.gin", *arguments]) == cli.EXIT_BAD_CONFIG
     assert "name the same file" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "report"])
+def test_names_that_cannot_be_are_told(tmp_path, capsys, command):
+    for flag, said in (
+        (f"--json={tmp_path}", "is a folder; name a file, such as "),
+        (f"--png={tmp_path / 'x.txt'}", "writes a PNG picture: its name must end in .png"),
+        (f"--json={tmp_path / 'no' / 'x'}", f"{tmp_path / 'no'} must be a directory"),
+    ):
+        assert cli.main([command, "--gin_file=none.gin", flag]) == cli.EXIT_BAD_CONFIG
+        assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_on_standard_output_is_alone_there(capsys, monkeypatch):
+    def arguments(parser):
+        add_json_argument(parser, "write it")
+
+    def run(args):
+        print("a table")
+        write_json_output(output_path("--json", args.json), '{"a": 1}')
+        return 3
+
+    monkeypatch.setitem(cli._COMMANDS, "env", cli.Command("", "", None, arguments, run))
+    assert cli.main(["env", "--json=-"]) == 3
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ('{"a": 1}\n', "a table\n")
+
+
+def test_who_reads_may_have_seen_enough():
+    command = [sys.executable, "-m", "mtf_gradsync_command", "init"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 128 + signal.SIGPIPE

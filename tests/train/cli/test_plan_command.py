@@ -9,6 +9,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import planning, xla
+from mtf_gradsync._common import install_extra
 from mtf_gradsync._private.gin import bindings
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd.program import compiled_only
@@ -157,7 +158,7 @@ def test_the_exit_code_of_a_partial_plan_has_the_signal(capsys, monkeypatch, num
 @pytest.mark.skipif(not missing, reason="the TPU compiler is installed")
 def test_without_the_compiler_the_error_says_what_to_install(capsys):
     assert cli.main(["plan", f"--gin_file={TINY}"]) == cli.EXIT_FAILED
-    assert 'pip install "mtf-gradsync[tpu]"' in capsys.readouterr().err
+    assert install_extra("tpu") in capsys.readouterr().err
 
 
 def test_optimizers_that_are_given_the_mesh_get_the_one_that_is_planned():

@@ -174,6 +174,23 @@ def test_learning_rate_forms():
             config.resolve_learning_rate(empty, 10)
 
 
+def test_a_schedule_that_cannot_be_called_is_named():
+    def of_step(step):
+        return step
+
+    def positional(now, total):
+        return now / total
+
+    takes = "train.run.learning_rate_schedule: a schedule takes the arguments step and total_train_"
+    for schedule in (of_step, [0.1, of_step], positional):
+        with pytest.raises(ConfigError, match=takes) as error:
+            config.resolve_learning_rate(schedule, 10)
+        assert "of_step(step): " in str(error.value) or "positional(now, total)" in str(error.value)
+        assert " at 0x" not in str(error.value)
+    # Factors are called by position.
+    assert config.resolve_learning_rate([positional], 10)(step=5) == 0.5
+
+
 @pytest.mark.parametrize("vocabulary", [ByteVocabulary, "bytes", (ByteVocabulary(), None), ()])
 def test_vocabulary_errors(vocabulary):
     with pytest.raises(ConfigError, match=r"train.run.vocabulary.*@ByteVocabulary\(\)"):

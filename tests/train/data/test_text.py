@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from mtf_gradsync._common import ConfigError
-from mtf_gradsync.train.data import datasets
+from mtf_gradsync.train.data import texts
 
 
 def paragraphs(texts):
@@ -13,9 +13,9 @@ def paragraphs(texts):
 
 
 def test_no_held_out_paragraph_of_the_documentation_is_trained_on():
-    topics = datasets.read_python_topics()
-    train = datasets.split_documents(topics, "train", 10)
-    held_out = datasets.split_documents(topics, "validation", 10)
+    topics = texts.read_python_topics()
+    train = texts.split_documents(topics, "train", 10)
+    held_out = texts.split_documents(topics, "validation", 10)
     assert paragraphs(held_out)
     assert not paragraphs(train) & paragraphs(held_out)
     size = sum(map(len, held_out))
@@ -26,28 +26,28 @@ def test_split_depends_on_names_alone():
     documents = {f"name{i}": f"text {i}" for i in range(40)}
     shuffled = dict(reversed(list(documents.items())))
     for split in ("train", "validation"):
-        assert datasets.split_documents(documents, split, 4) == datasets.split_documents(
+        assert texts.split_documents(documents, split, 4) == texts.split_documents(
             shuffled, split, 4
         )
     more = {**documents, "new": "text"}
-    assert set(datasets.split_documents(documents, "train", 4)) <= set(
-        datasets.split_documents(more, "train", 4)
+    assert set(texts.split_documents(documents, "train", 4)) <= set(
+        texts.split_documents(more, "train", 4)
     )
 
 
 def test_shared_paragraph_goes_to_the_held_out_side_only():
     shared = "this paragraph is quoted by another document, word for word"
     documents = {f"d{i}": f"{shared}\n\nown text, number {i}, of this document" for i in range(20)}
-    assert not any(shared in t for t in datasets.split_documents(documents, "train", 5))
-    assert any(shared in t for t in datasets.split_documents(documents, "validation", 5))
+    assert not any(shared in t for t in texts.split_documents(documents, "train", 5))
+    assert any(shared in t for t in texts.split_documents(documents, "validation", 5))
 
 
 def test_single_document_is_cut_at_a_paragraph(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("\n\n".join(f"paragraph {i}" for i in range(20)))
-    documents = datasets.read_files([str(path)])
-    (train,) = datasets.split_documents(documents, "train", 4)
-    (held_out,) = datasets.split_documents(documents, "validation", 4)
+    documents = texts.read_files([str(path)])
+    (train,) = texts.split_documents(documents, "train", 4)
+    (held_out,) = texts.split_documents(documents, "validation", 4)
     assert train.startswith("paragraph 0")
     assert held_out.strip().startswith("paragraph 1")
     assert train.split()[-1] not in held_out.split()
@@ -59,10 +59,10 @@ ONE_BLANK_LINE = "station,day,celsius\n\n" + "".join(
 PARAGRAPHS = [f"{i}: the quick brown fox jumps over the lazy dog" for i in range(400)]
 
 
-def two(texts, every=10):
+def two(documents, every=10):
     """The texts to train on and the held-out ones, each joined."""
     return [
-        "".join(datasets.split_documents(texts, split, every)) for split in ("train", "validation")
+        "".join(texts.split_documents(documents, split, every)) for split in ("train", "validation")
     ]
 
 
@@ -125,20 +125,20 @@ def test_how_much_there_is_of_each_is_logged(caplog):
 
 def test_a_text_that_repeats_itself_is_no_training_data():
     with pytest.raises(ConfigError, match=r"of the [\d,]+ characters to train on are paragraphs"):
-        datasets.split_documents({"a": "\n\n".join(PARAGRAPHS[:3] * 200)}, "train", 10)
+        texts.split_documents({"a": "\n\n".join(PARAGRAPHS[:3] * 200)}, "train", 10)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: datasets.split_documents({"a": "b"}, "test", 10),
+            lambda: texts.split_documents({"a": "b"}, "test", 10),
             'must be "train" or "validation"',
         ),
-        (lambda: datasets.split_documents({"a": "b", "c": "d"}, "train", 1), "at least 2"),
-        (lambda: datasets.split_documents({}, "train", 10), "train split is empty: 0 documents"),
-        (lambda: datasets.read_files("a.txt"), "must be a list"),
-        (lambda: datasets.read_files(["/no/such/file"]), "cannot read '/no/such/file'"),
+        (lambda: texts.split_documents({"a": "b", "c": "d"}, "train", 1), "at least 2"),
+        (lambda: texts.split_documents({}, "train", 10), "train split is empty: no text"),
+        (lambda: texts.read_files("a.txt"), "must be a list"),
+        (lambda: texts.read_files(["/no/such/file"]), "cannot read '/no/such/file'"),
     ],
 )
 def test_says_what_is_wrong(call, message):
@@ -151,6 +151,9 @@ def test_files_that_are_no_text_are_named(tmp_path):
     good.write_text("text")
     empty.write_text(" \n")
     latin.write_bytes("é".encode("latin-1"))
-    for bad, said in ((empty, f"'{empty}' is empty"), (latin, f"cannot read '{latin}': 'utf-8'")):
+    for bad, said in (
+        (empty, f"'{empty}' is empty"),
+        (latin, f"cannot read '{latin}' as UTF-8: 'utf-8'"),
+    ):
         with pytest.raises(ConfigError, match=said):
-            datasets.read_files([str(good), str(bad)])
+            texts.read_files([str(good), str(bad)])

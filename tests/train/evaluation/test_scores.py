@@ -8,7 +8,7 @@ from mtf_gradsync.session import enable_mesh_defaults, session_config
 from mtf_gradsync.train import evaluation
 from mtf_gradsync.train.config import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.train.evaluation import Sampling, sample
+from mtf_gradsync.train.evaluation import Sampling, sample, visible
 from mtf_gradsync.train.model import ModelSettings
 from tests.train.conftest import ATTENTION, NO_EVAL, train_tiny
 
@@ -110,3 +110,9 @@ def test_unigram_baseline_of_a_pair_counts_the_targets():
     batches = [{"targets": np.array([[2, 3]])}]
     pair = (ByteVocabulary(), Words())
     assert evaluation.unigram_score(batches, batches, pair).perplexity == pytest.approx(3.0)
+
+
+def test_what_a_terminal_would_obey_is_escaped():
+    text = "\x1b[2Jred\x07\x00\x9b1m \u202eabc\r"
+    assert visible(text) == r"\x1b[2Jred\x07\x00\x9b1m \u202eabc\r"
+    assert visible("a\tb\n\u00e9 \U0001f600") == "a\tb\n\u00e9 \U0001f600"

@@ -1,0 +1,146 @@
+"""What the directory of a run says that the run was made with, and what is different now."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Callable, Mapping, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._common import ACCEPT_FLAG, ConfigError, some_lines
+from mtf_gradsync._private.gin import bindings_in
+from mtf_gradsync.runtimes.starting import write_text
+
+CONFIG_FILE = "operative_config.gin"
+# More differences than these are counted, not listed.
+_MOST = 12
+
+
+def write_config(directory: Path) -> None:
+    """Writes the values of all parameters that were read up to now to a run's directory."""
+    write_text(directory / CONFIG_FILE, gin.operative_config_str())
+
+
+class Changed(NamedTuple):
+    """A binding that a run had with another value."""
+
+    name: str
+    there: str
+    here: str
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.there} there and {self.here} here"
+
+
+def changed_settings(directory: Path) -> list[Changed]:
+    """Compares gin's configuration with the one that a run has left in its directory.
+
+    Bindings that only one of them has are left out; without that file there is no difference.
+    """
+    there, here = _there(directory), _here()
+    return [
+        Changed(name, value, here[name])
+        for name, value in there.items()
+        if name in here and here[name] != value
+    ]
+
+
+def changed_model(directory: Path) -> list[str]:
+    """Returns a line for each of `changed_settings` on a model or an optimizer."""
+    # Others of the run itself do not change what variables there are.
+    ours = ("run.", "train.run.", "sample.", "train.sample.")
+    kept = ("run.optimizer", "train.run.optimizer")
+    changed = changed_settings(directory)
+    return [str(one) for one in changed if one.name in kept or not one.name.startswith(ours)]
+
+
+def say_changes(directory: Path, say: Callable[[str], None]) -> None:
+    """Says which settings are not those that the run in a directory had before."""
+    lines = [f"\n  {one}" for one in changed_settings(directory)]
+    if lines:
+        changed = some_lines(lines, _MOST)
+        say(f"these settings are not those that {directory} was made with:{changed}")
+
+
+def check_data(
+    directory: Path,
+    before: Sequence[str],
+    now: Sequence[str],
+    accept: bool,
+    say: Callable[[str], None],
+) -> bool:
+    """Compares the data set that a run began with to the one that it would go on with.
+
+    Args:
+      directory: that of the run.
+      before: hashes of the first examples of the run's data set, none where they are not known.
+      now: hashes of the first examples of today's.
+      accept: whether the run may go on with other data.
+      say: takes a line where the same settings give other examples.
+
+    Returns:
+      Whether the data are the same, as far as is known.
+
+    Raises:
+      ConfigError: the settings of the data differ, and give other examples.
+    """
+    if not before or all(one == other for one, other in zip(before, now)):
+        return True
+    there, here = _there(directory), _here()
+    changed = [
+        f"{name} = {there.get(name, 'unbound')} there and {here.get(name, 'unbound')} here"
+        for name in sorted(_names_of_data(there) | _names_of_data(here))
+        if there.get(name) != here.get(name)
+    ]
+    if not changed:
+        say(
+            f"the data set does not begin with the examples that {directory} was begun with: its "
+            "content or its settings have changed, or it comes in another order each time"
+        )
+    elif not accept:
+        lines = "".join(f"\n  {line}" for line in changed)
+        raise ConfigError(
+            f"The run in {directory} was made with other data:{lines}\nNothing was changed. Train "
+            f"in another --model_dir, or go on with these data by {ACCEPT_FLAG}."
+        )
+    return False
+
+
+# The settings that say what the examples are, and the functions that they refer to.
+_OF_DATA = ("run.train_dataset_fn", "run.vocabulary")
+
+
+def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
+    """Returns the names of bindings that say what the examples are, macros among them."""
+    found, todo = set[str](), [name for name in bindings if name.endswith(_OF_DATA)]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        references = {
+            one.split(".")[-1] for one in re.findall(r"@(?:\w+/)*([\w.]+)", bindings[name])
+        }
+        todo += [one for one in bindings if _configurable(one) in references]
+        todo += [
+            one for one in re.findall(r"%(?:\w+/)*([\w.]+)", bindings[name]) if one in bindings
+        ]
+    return found
+
+
+def _configurable(name: str) -> str:
+    """Returns the name of the configurable of a binding, such as text_files of text_files.files."""
+    return name.split("/")[-1].rpartition(".")[0].split(".")[-1]
+
+
+def _there(directory: Path) -> Mapping[str, str]:
+    try:
+        return bindings_in((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return {}
+
+
+def _here() -> Mapping[str, str]:
+    # What is bound, and then what was read, which has defaults, too.
+    return {**bindings_in(gin.config_str()), **bindings_in(gin.operative_config_str())}
