@@ -163,6 +163,8 @@ def first_line(error: BaseException) -> str:
 
 ACCEPT_FLAG = "--accept_checkpoint_differences"
 SKIP_FLAG = "--skip_damaged_checkpoint"
+# The file of all settings that a run leaves in its directory.
+CONFIG_FILE = "operative_config.gin"
 
 
 _PACKAGE_DIR = Path(__file__).resolve().parent

@@ -93,7 +93,8 @@ _KEY = re.compile(r"^\s*(?:[\w/]+/)?([\w.]+)\.(\w+)\s*=", re.MULTILINE)
 
 def bindings_in(text: str) -> dict[str, str]:
     """Returns the names and values, in one line each, in a text of `gin.operative_config_str`."""
-    return {name: " ".join(value.split()) for name, value in _BINDING.findall(text)}
+    # A long value begins with a backslash, in the next line.
+    return {name: " ".join(value.lstrip("\\").split()) for name, value in _BINDING.findall(text)}
 
 
 # A value goes on in lines that are indented, or that close a bracket.

@@ -144,7 +144,10 @@ def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
         if "os.PathLike object, not NoneType" in said:
             # gin's words where the folder's name could be a package, which has no such file either.
             said = "there is no such file, or one that it includes is not there"
-        raise ConfigError(f"{where}: {_with_hint(said)}") from error
+        said = _with_hint(said)
+        if Path(where).suffix == ".txt":
+            said += f". If it is a text to train on: mtf-gradsync init --text {where}"
+        raise ConfigError(f"{where}: {said}") from error
 
 
 def _with_hint(said: str) -> str:

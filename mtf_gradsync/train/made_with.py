@@ -8,11 +8,10 @@ from typing import Callable, Mapping, NamedTuple, Sequence
 
 import gin
 
-from mtf_gradsync._common import ACCEPT_FLAG, ConfigError, some_lines
+from mtf_gradsync._common import ACCEPT_FLAG, CONFIG_FILE, ConfigError, some_lines
 from mtf_gradsync._private.gin import bindings_in
 from mtf_gradsync.runtimes.starting import write_text
 
-CONFIG_FILE = "operative_config.gin"
 # More differences than these are counted, not listed.
 _MOST = 12
 
@@ -88,18 +87,20 @@ def check_data(
     if not before or all(one == other for one, other in zip(before, now)):
         return True
     there, here = _there(directory), _here()
-    changed = [
-        f"{name} = {there.get(name, 'unbound')} there and {here.get(name, 'unbound')} here"
-        for name in sorted(_names_of_data(there) | _names_of_data(here))
-        if there.get(name) != here.get(name)
-    ]
+    names = sorted(_names_of_data(there) | _names_of_data(here))
+    changed = [name for name in names if there.get(name) != here.get(name)]
+    # Another function has other parameters, of which it says enough that it is another.
+    changed = [name for name in changed if name in there and name in here] or changed
     if not changed:
         say(
             f"the data set does not begin with the examples that {directory} was begun with: its "
             "content or its settings have changed, or it comes in another order each time"
         )
     elif not accept:
-        lines = "".join(f"\n  {line}" for line in changed)
+        lines = "".join(
+            f"\n  {Changed(name, there.get(name, 'unbound'), here.get(name, 'unbound'))}"
+            for name in changed
+        )
         raise ConfigError(
             f"The run in {directory} was made with other data:{lines}\nNothing was changed. Train "
             f"in another --model_dir, or go on with these data by {ACCEPT_FLAG}."

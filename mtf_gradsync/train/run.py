@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync import simd
-from mtf_gradsync._common import SKIP_FLAG, ConfigError, TrainingError, first_line
+from mtf_gradsync._common import CONFIG_FILE, SKIP_FLAG, ConfigError, TrainingError, first_line
 from mtf_gradsync._private.gin import unread
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
@@ -37,7 +37,6 @@ from mtf_gradsync.train.figures import check_drawing, writing_to
 from mtf_gradsync.train.held_out import METRICS_FILE, SPEED, HeldOut, Improvement, keep_best
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.made_with import (
-    CONFIG_FILE,
     changed_model,
     check_data,
     say_changes,

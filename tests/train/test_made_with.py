@@ -5,10 +5,10 @@ import shutil
 import gin
 import pytest
 
-from mtf_gradsync._common import ConfigError
+from mtf_gradsync._common import CONFIG_FILE, ConfigError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.train import gin_files, held_out
-from mtf_gradsync.train.made_with import CONFIG_FILE, changed_settings, check_data
+from mtf_gradsync.train.made_with import changed_settings, check_data
 from mtf_gradsync.train.model import resolve_job
 from mtf_gradsync.train.report import REPORT_FILE, read_facts
 from tests.train.conftest import NO_EVAL, QUICK, TINY
@@ -19,6 +19,7 @@ train.run.vocabulary = @ByteVocabulary()
 train.run.train_steps = 3
 FILE = "there.txt"
 text_files.files = [%FILE]
+text_files.held_out_every = 10
 """
 
 
@@ -26,7 +27,7 @@ text_files.files = [%FILE]
 def there(tmp_path):
     """The directory of a run on there.txt; gin has the same configuration."""
     gin.parse_config(OF_TEXT)
-    (tmp_path / CONFIG_FILE).write_text(gin.config_str() + "\ntext_files.held_out_every = 10\n")
+    (tmp_path / CONFIG_FILE).write_text(gin.config_str())
     return tmp_path
 
 

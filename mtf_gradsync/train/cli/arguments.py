@@ -18,7 +18,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import ConfigError, TrainingError, configs_dir, did_you_mean
+from mtf_gradsync._common import (
+    CONFIG_FILE,
+    ConfigError,
+    TrainingError,
+    configs_dir,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from mtf_gradsync.cluster import Task
@@ -249,7 +255,7 @@ def number(text: str) -> float:
 
 def config_of_run(model_dir: str) -> str:
     """Returns the name of the config file that a run has left in its directory."""
-    config_file = Path(model_dir) / "operative_config.gin"
+    config_file = Path(model_dir) / CONFIG_FILE
     if not config_file.is_file():
         raise ConfigError(
             f"--model_dir={model_dir} is no run: it has no {config_file.name}, which "
@@ -318,6 +324,9 @@ def _check_is_there(name: str, paths: Sequence[str]) -> None:
         return
     hint = did_you_mean(Path(name).name, [p.name for p in configs_dir().iterdir()], 1)
     hint = hint or " (mtf-gradsync init lists configs)"
+    text = Path(name).with_suffix(".txt")
+    if text.is_file():
+        hint = f"; mtf-gradsync init --text {text} makes it"
     raise ConfigError(f"--gin_file={name}: there is no such file{hint}")
 
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import tempfile
@@ -175,13 +176,18 @@ def build_parser() -> argparse.ArgumentParser:
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     """Ends the command because of arguments that it does not have, with similar ones."""
     hint = ""
-    known = [name for action in parser._actions for name in action.option_strings]
+    known = re.findall(r"(?<![\w-])--\w+", parser.format_help())
     for argument in unknown:
         name = argument.split("=")[0].replace("_", "-")
         alike = {one.replace("_", "-"): one for one in known}
         close = difflib.get_close_matches(name, alike, n=1, cutoff=0.7)
         if close and argument.startswith("-"):
             hint = f"; did you mean {alike[close[0]]}?"
+        elif Path(argument).suffix == ".gin" and "--gin_file" in known:
+            hint = f"; a config is given by --gin_file={argument}"
+        elif Path(argument).is_dir() and "--model_dir" in known:
+            hint = f"; a run's directory is given by --model_dir={argument}"
+        if hint:
             break
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtf_gradsync._common import ACCEPT_FLAG, SKIP_FLAG, ConfigError, TrainingError
+from mtf_gradsync._common import ACCEPT_FLAG, CONFIG_FILE, SKIP_FLAG, ConfigError, TrainingError
 from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, MissingProcessesError
 from mtf_gradsync.train.cli.arguments import (
     Command,
@@ -65,8 +65,8 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         ACCEPT_FLAG,
         action="store_true",
-        help="go on from a checkpoint of another configuration: what only one of them has is "
-        "dropped, or begins as in a new run",
+        help="go on from a checkpoint of another configuration, or with other data: what only one "
+        "of them has is dropped, or begins as in a new run",
     )
     parser.add_argument(
         SKIP_FLAG,
@@ -79,6 +79,13 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     files = gin_file_names(args)
+    if args.model_dir and not (files or args.gin_param):
+        left = Path(args.model_dir) / CONFIG_FILE
+        if left.is_file():
+            raise ConfigError(
+                f"Give the config that made {args.model_dir}, or the one that this run has left: "
+                f"--gin_file={left}"
+            )
     model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
     # Of several processes only one writes there, and finds out after the meeting.
     if is_alone(args):

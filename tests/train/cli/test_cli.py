@@ -99,6 +99,18 @@ def test_missing_macro_and_file_are_named(capsys, tmp_path):
     assert "width" in text
 
 
+def test_a_file_of_another_kind_is_told_from_a_config(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "novel.txt").write_text("All happy families are alike.\n")
+    text = fail(capsys, "--gin_file=novel.gin")
+    assert "there is no such file; mtf-gradsync init --text novel.txt makes it" in text
+    text = fail(capsys, "--gin_file=novel.txt")
+    assert "If it is a text to train on: mtf-gradsync init --text novel.txt" in text
+    (tmp_path / "operative_config.gin").touch()
+    text = fail(capsys, f"--model_dir={tmp_path}")
+    assert f"--gin_file={tmp_path / 'operative_config.gin'}" in text
+
+
 def test_debug_verbosity_shows_the_traceback(capsys, tmp_path):
     code = cli.main(
         ["train", f"--gin_file={TINY}", "--gin_param=train.run.batch_size = 7",
@@ -114,6 +126,8 @@ def test_debug_verbosity_shows_the_traceback(capsys, tmp_path):
         (["train", "--model-dir=x"], "--model-dir=x; did you mean --model_dir?"),
         (["sample", "--modeldir", "x", "--prompt=a"], "--modeldir x; did you mean --model_dir?"),
         (["init", "a", "b", "c"], "unrecognized arguments: c\n"),
+        (["train", "my.gin"], "my.gin; a config is given by --gin_file=my.gin"),
+        (["timeline", "/"], "/; a run's directory is given by --model_dir=/"),
         (["--verson"], "did you mean --version?"),
     ],
 )
