@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     tokens_per_step: int
     versions: dict[str, str]
     traffic: Traffic | None
-    first_examples: Sequence[str] = ()
+    first_examples: list[str] = []
 
 
 def versions() -> dict[str, str]:

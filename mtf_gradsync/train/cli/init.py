@@ -54,7 +54,7 @@ def _main(args: argparse.Namespace) -> int:
     if files and (not named or (_is_gin_file(named[0]) and Path(named[0]).stem not in configs)):
         named = [_OF_TEXT, *named]
     if len(named) > 2:
-        raise ConfigError(f"init takes one CONFIG and one FILE; got {', '.join(named)}")
+        raise ConfigError(f"The command init takes one CONFIG and one FILE; got {', '.join(named)}")
     config, file = [*named, None, None][:2]
     if config is None:
         for name, text in configs.items():

@@ -189,7 +189,8 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn
             hint = f"; a run's directory is given by --model_dir={argument}"
         if hint:
             break
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    said = f"unrecognized arguments: {' '.join(unknown)}{hint}"
+    parser.error(said)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -312,7 +312,7 @@ def _left_config(args: argparse.Namespace) -> list[str]:
     if not args.model_dir:
         if not (args.gin_file or args.gin_param):
             raise ConfigError(
-                "Give --model_dir of a run, or --gin_file: timeline makes steps of it"
+                "Give at least one --gin_file or --model_dir: there is nothing to record"
             )
         return []
     try:
