@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     tokens_per_step: int
     versions: dict[str, str]
     traffic: Traffic | None
-    first_examples: list[str] = []
+    first_examples: Sequence[str] = ()
 
 
 def versions() -> dict[str, str]:
@@ -71,6 +71,7 @@ def read_facts(directory: Path) -> Facts | None:
         if traffic is not None:
             rows = [TrafficRow(**row) for row in traffic["rows"]]
             content["traffic"] = Traffic(**{**traffic, "rows": rows})
+        content["first_examples"] = tuple(content.get("first_examples", ()))
         return Facts(**content)
     except (OSError, ValueError, KeyError, TypeError):
         return None
