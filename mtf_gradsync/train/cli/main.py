@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import difflib
 import importlib.metadata
 import json
 import os
@@ -18,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Iterator, NoReturn, Sequence
 
-from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync._common import ConfigError, TrainingError, did_you_mean
 from mtf_gradsync._signals import signal_of
 from mtf_gradsync.train.cli import init, islands, runs, steps
 from mtf_gradsync.train.cli.arguments import (
@@ -178,11 +177,8 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn
     hint = ""
     known = re.findall(r"(?<![\w-])--\w+", parser.format_help())
     for argument in unknown:
-        name = argument.split("=")[0].replace("_", "-")
-        alike = {one.replace("_", "-"): one for one in known}
-        close = difflib.get_close_matches(name, alike, n=1, cutoff=0.7)
-        if close and argument.startswith("-"):
-            hint = f"; did you mean {alike[close[0]]}?"
+        if argument.startswith("-"):
+            hint = did_you_mean(argument.split("=")[0], known, most=1)
         elif Path(argument).suffix == ".gin" and "--gin_file" in known:
             hint = f"; a config is given by --gin_file={argument}"
         elif Path(argument).is_dir() and "--model_dir" in known:

@@ -274,11 +274,7 @@ def _timeline(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
     trace, json_file, part_file = output_paths(outputs)
-    if args.merge:
-        import_package(verbosity=-1)
-        timeline = _merged(args.merge)
-    else:
-        timeline = _recorded(args)
+    timeline = _merged(args.merge) if args.merge else _recorded(args)
     if timeline is None:
         return 0
     own = args.process_id or 0
@@ -298,6 +294,7 @@ def _timeline(args: argparse.Namespace) -> int:
 
 
 def _merged(files: list[str]) -> Timeline:
+    import_package(verbosity=-1)
     from mtf_gradsync.timelines import Recording, Timeline, TimelineError
 
     try:
