@@ -58,15 +58,26 @@ def output_path(flag: str, name: str | None) -> Path | None:
 
 
 def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds --json, whose file `write_json_output` writes."""
+    """Adds --json, whose file `write_output` writes."""
     parser.add_argument("--json", metavar="FILE", help=f"{what}; - is standard output")
 
 
-def write_json_output(path: Path | None, text: str) -> None:
-    """Writes what a command has found to the file of --json, if there is one."""
-    if path:
-        with named_write_errors("--json", path):
-            path.write_text(text + "\n", encoding="utf-8")
+def write_output(flag: str, path: Path | None, text: str) -> None:
+    """Writes what a command has found to the file of a flag, if there is one, in one step."""
+    if path is None:
+        return
+    # A device cannot be replaced.
+    is_file = path.is_file() or not path.exists()
+    beside = path.with_name(f".{path.name}.{os.getpid()}") if is_file else path
+    with named_write_errors(flag, path):
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if is_file:
+                os.replace(beside, path)
+        except OSError:
+            if is_file:
+                beside.unlink(missing_ok=True)
+            raise
 
 
 def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:

@@ -20,7 +20,7 @@ from mtf_gradsync.islands.merger import (
     replay,
 )
 from mtf_gradsync.islands.versions import MergeSettings, newest_version
-from mtf_gradsync.train.cli.arguments import add_json_argument, output_paths, write_json_output
+from mtf_gradsync.train.cli.arguments import add_json_argument, output_paths, write_output
 
 HELP = "merge what islands contribute to a folder, show or replay it"
 DESCRIPTION = """\
@@ -93,7 +93,7 @@ def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
         raise TrainingError(f"{folder.url} is no folder of islands: nobody has joined there yet")
     print(status.table())
     found = {"version": status.version, "islands": [row._asdict() for row in status.rows]}
-    write_json_output(json_file, json.dumps(found, indent=2))
+    write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
     if plot:
         from mtf_gradsync.train.figures import new_figure, write_figure
 

@@ -25,7 +25,7 @@ from mtf_gradsync.train.cli.arguments import (
     add_json_argument,
     import_package,
     output_path,
-    write_json_output,
+    write_output,
 )
 
 EXIT_FAILED = 1
@@ -76,7 +76,7 @@ def _env(args: argparse.Namespace) -> int:
     else:
         for name, value in _facts():
             show(name, value)
-    write_json_output(json_file, json.dumps(found, indent=2))
+    write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
     return code
 
 

@@ -30,7 +30,7 @@ from mtf_gradsync.train.cli.arguments import (
     process_of_flags,
     task_of_flags,
     whole_number,
-    write_json_output,
+    write_output,
 )
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _sample(args: argparse.Namespace) -> int:
         samples = sample_after(model, path, args.prompt, settings, averages)
     print("\n---\n".join(visible(one.prompt + one.continuation) for one in samples))
     found = {"checkpoint": path, "samples": [one._asdict() for one in samples]}
-    write_json_output(json_file, json.dumps(found, indent=2))
+    write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
     return 0
 
 
@@ -285,11 +285,10 @@ def _timeline(args: argparse.Namespace) -> int:
             with named_write_errors("--trace", trace):
                 written = timeline.save(trace)
             print(f"\n{written}")
-        write_json_output(json_file, table.to_json())
+        write_output("--json", json_file, table.to_json() + "\n")
     if part_file:
         mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
-        with named_write_errors("--part", part_file):
-            part_file.write_text(mine.to_json(), encoding="utf-8")
+        write_output("--part", part_file, mine.to_json())
     return 0
 
 

@@ -20,7 +20,7 @@ from mtf_gradsync.train.cli.arguments import (
     output_path,
     output_paths,
     whole_number,
-    write_json_output,
+    write_output,
 )
 
 _REPORT_DESCRIPTION = """\
@@ -72,7 +72,7 @@ def _report(args: argparse.Namespace) -> int:
         with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:
             comparison = compare_with_bare(job, not args.no_placement, bar.update)
     print(as_text(comparison, args.rows))
-    write_json_output(json_file, comparison.to_json())
+    write_output("--json", json_file, comparison.to_json() + "\n")
     if png_file:
         with named_write_errors("--png", png_file):
             plot_comparison(comparison, png_file)
@@ -133,7 +133,7 @@ def _compile(args: argparse.Namespace) -> int:
             args.topology, args.save_hlo, args.compare_with_bare, args.update_not_split
         )
     print(compiled)
-    write_json_output(json_file, compiled.to_json())
+    write_output("--json", json_file, compiled.to_json() + "\n")
     return 0 if compiled.accepted else 1
 
 
@@ -286,7 +286,7 @@ def _plan(args: argparse.Namespace) -> int:
             inner_steps=args.inner_steps,
         )
     print(plan)
-    write_json_output(json_file, plan.to_json())
+    write_output("--json", json_file, plan.to_json() + "\n")
     if png_file:
         with named_write_errors("--png", png_file):
             plan.plot(str(png_file))
@@ -447,7 +447,7 @@ def _verify(args: argparse.Namespace) -> int:
             args.runtime,
         )
     print(found)
-    write_json_output(json_file, found.to_json())
+    write_output("--json", json_file, found.to_json() + "\n")
     if png_file:
         with named_write_errors("--png", png_file):
             found.plot(png_file)

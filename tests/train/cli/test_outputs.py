@@ -13,7 +13,7 @@ from mtf_gradsync.train.cli.arguments import (
     add_json_argument,
     output_path,
     output_paths,
-    write_json_output,
+    write_output,
 )
 
 
@@ -60,7 +60,7 @@ def test_json_on_standard_output_is_alone_there(capsys, monkeypatch):
 
     def run(args):
         print("a table")
-        write_json_output(output_path("--json", args.json), '{"a": 1}')
+        write_output("--json", output_path("--json", args.json), '{"a": 1}\n')
         return 3
 
     monkeypatch.setitem(cli._COMMANDS, "env", cli.Command("", "", None, arguments, run))
