@@ -13,7 +13,7 @@ import numpy as np
 from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import patch
-from mtf_gradsync._private.tensorflow import advance_step_after_reads
+from mtf_gradsync._private.tensorflow import advance_step_after_reads, variables_of_saver
 from mtf_gradsync.optimizers.resharding import (
     ACCUMULATOR,
     ISLAND,
@@ -250,7 +250,8 @@ def check_what_savers_restore() -> None:
                 check_sums_kept(save_path, graph)
             has_state = bool(graph.get_collection(STATE_COLLECTION))
             found = changes(save_path, graph) if has_state else {}
-            alike = [name for name, change in found.items() if change.looks_alike]
+            own = variables_of_saver(self)
+            alike = [n for n, c in found.items() if c.looks_alike and (own is None or n in own)]
             if alike:
                 raise ValueError(
                     f"The checkpoint {save_path} has {some_of(alike)} of other islands or shards, "

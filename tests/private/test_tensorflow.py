@@ -26,6 +26,7 @@ from mtf_gradsync._private.tensorflow import (
     set_attr,
     summary_writers,
     trace_function,
+    variables_of_saver,
     write_to_own_memory,
 )
 
@@ -370,3 +371,12 @@ def test_the_step_is_advanced_after_it_was_read(fresh_graph):
         for number in range(100):
             found = session.run([plain, in_model, of_hook, after, in_branch, advance])
             assert found[:4] == [number, number, number, number + 1]
+
+
+def test_the_variables_of_a_saver():
+    with tf.Graph().as_default():
+        a, b = (tf.get_variable(name, []) for name in "ab")
+        assert variables_of_saver(tf.train.Saver([a])) == {"a"}
+        assert variables_of_saver(tf.train.Saver({"other": b})) == {"b"}
+        assert variables_of_saver(tf.train.Saver()) == {"a", "b"}
+        assert variables_of_saver(tf.train.Saver(defer_build=True)) is None

@@ -41,6 +41,7 @@ from mtf_gradsync._private.tensorflow.sessions import (
     tpu_replicate_metadata,
     tpu_replicated_input,
     tpu_shard_context,
+    variables_of_saver,
 )
 from mtf_gradsync._private.tensorflow.xla import (
     GATHERS,
@@ -101,6 +102,7 @@ __all__ = [
     "tpu_shard_context",
     "trace_function",
     "variable_key",
+    "variables_of_saver",
     "variables_written",
     "with_own_types",
     "write_to_own_memory",

@@ -43,6 +43,15 @@ def add_saving_listeners(hook: tf.train.CheckpointSaverHook, listeners: Sequence
     hook._listeners.extend(listeners)
 
 
+def variables_of_saver(saver: tf.train.Saver) -> set[str] | None:
+    """Returns the names of a saver's variables; None if none were given, or by a SaverDef."""
+    given = saver._var_list
+    if given is None:
+        return None
+    variables = given.values() if isinstance(given, dict) else given
+    return {v.op.name for v in variables if hasattr(v, "op")}
+
+
 class MovingAverageSettings(NamedTuple):
     """The arguments of a `tf.train.ExponentialMovingAverage`, numbers or tensors."""
 
