@@ -10,7 +10,7 @@ import gin
 import numpy as np
 
 from mtf_gradsync import compat_v1
-from mtf_gradsync._common import log_once, walk
+from mtf_gradsync._common import log_once, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
@@ -185,6 +185,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
             your own. A skipped microbatch step does not count. None skips nothing: a NaN then stays
             in the sum until the update.
           accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
+            With weights, float32 takes the place of float16, whose range is too small.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             new accumulation, and local sums need no master copy on the host.
           accumulate: "local" or "synced". None takes "local" if the mesh is known when gradients
@@ -373,6 +374,18 @@ class GradientAccumulationOptimizer(ReportsSkips):
             None,
         )
 
+    def _dtype_of_products(self) -> tf.DType | None:
+        """Returns the dtype to add up gradients times weights in: float16 has too small a range."""
+        if self._dtype != tf.float16:
+            return self._dtype
+        warn_once(
+            f"{self.name} float16 weights",
+            "%s: gradients times weights (tokens) add up in float32, as they are soon beyond the "
+            "65504 of accumulator_dtype=float16. For half the memory give tf.bfloat16.",
+            self.name,
+        )
+        return tf.float32
+
     def _waiting_state(self, mesh: mtf.Mesh) -> mtf.Variable | None:
         """Makes the count of steps without an update, where there may be such steps."""
         return waiting_state(mesh, self.name, self._limit)
@@ -443,7 +456,7 @@ class _Accumulate(Stage):
         accumulators = Accumulators(
             gradients,
             wrapper._slots,
-            wrapper._dtype,
+            wrapper._dtype if weights is None else wrapper._dtype_of_products(),
             wrapper._checkpointed,
             counter=before.mini_step.name,
             weight=wrapper._weight_name,

@@ -188,3 +188,28 @@ def test_weights_as_a_variable(kind):
     feeds = [{"x": np.full((2, D), value, "f")} for value in (1.0, 2.0)]
     w = harness.run(kind, MESH, LAYOUT, build, feeds).variables["w"]
     np.testing.assert_allclose(w, 1 - 1.5 / D, rtol=1e-6)
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
+def test_weights_of_any_size_with_narrow_sums(average, mesh_kind, caplog):
+    """Only their ratios count, also where float16 holds neither weight nor product."""
+
+    def build(mesh, inputs):
+        batch, d = mtf.Dimension("batch", 2), mtf.Dimension("d", D)
+        w = mtf.get_variable(mesh, "w", mtf.Shape([d]), initializer=tf.zeros_initializer())
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
+        weights = mtf.import_tf_tensor(mesh, inputs["weights"], mtf.Shape([]))
+        opt = accumulated(
+            sgd(), 2, average_aggregated_gradients=average, accumulator_dtype=tf.float16
+        )
+        return opt.minimize(mtf.reduce_mean(x * w), weights=weights), {}
+
+    feeds = [
+        {"x": np.full((2, D), x, "f"), "weights": np.float32(weight)}
+        for x, weight in ((1.0, 1e5), (2.0, 3e5))
+    ]
+    with caplog.at_level("WARNING", "mtf_gradsync"):
+        w = harness.run(mesh_kind, MESH, LAYOUT, build, feeds).variables["w"]
+    mean = (1.0 * 1e5 + 2.0 * 3e5) / 4e5 / D
+    np.testing.assert_allclose(w, -mean * (1 if average else 2), rtol=1e-6)
+    assert [x.message for x in caplog.records if "65504" in x.message]

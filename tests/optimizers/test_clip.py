@@ -80,3 +80,36 @@ def test_per_shard_gradients_are_summed_first(mesh_kind):
 def test_bad_norm(norm):
     with pytest.raises((ValueError, TypeError), match="clip_norm"):
         gs.ClipByGlobalNormOptimizer(mtf.optimize.SgdOptimizer(1.0), norm)
+
+
+STACKS = {
+    "accumulation": lambda opt, axes: gs.GradientAccumulationOptimizer(
+        opt, 1, should_skip_update_fn=gs.skip_large_updates(1e25), axes=axes
+    ),
+    "loss scale": lambda opt, axes: gs.LossScaleOptimizer(opt, loss_scale=1.0, axes=axes),
+}
+
+
+@pytest.mark.parametrize("stack", sorted(STACKS))
+def test_gradients_whose_squares_overflow_are_trained_on(stack, mesh_kind):
+    """They are neither skipped nor an overflow, and their norms are reported."""
+    axes = gs.ReplicaAxes("all:2", "batch:all")
+    batch, d = mtf.Dimension("batch", 2), mtf.Dimension("d", 2)
+
+    def build(mesh, inputs):
+        w = mtf.get_variable(mesh, "w", mtf.Shape([d]), initializer=models.tf.zeros_initializer())
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
+        grads = mtf.gradients([mtf.reduce_sum(x * w)], [w])
+        optimizer = gs.ClipByGlobalNormOptimizer(mtf.optimize.SgdOptimizer(1.0), 1.0)
+        optimizer = STACKS[stack](optimizer, axes)
+        updates = optimizer.apply_grads(grads, [w.operation])
+        return updates, gs.reported(optimizer)
+
+    x = np.array([[3e19, 0], [0, 4e19]], "f")
+    result = harness.run(mesh_kind, "all:2", "batch:all", build, [{"x": x}])
+    np.testing.assert_allclose(result.variables["w"], [-0.6, -0.8], rtol=1e-6)
+    found = result.fetched[0]
+    np.testing.assert_allclose(found["gradient_norm/before_clipping"], 5e19, rtol=1e-6)
+    np.testing.assert_allclose(found["gradient_norm/of_shards"], [3e19, 4e19], rtol=1e-6)
+    skipped = {"accumulation": "accumulation/skipped", "loss scale": "loss_scale/skipped"}
+    assert found[skipped[stack]] == 0
