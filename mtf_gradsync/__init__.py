@@ -45,6 +45,7 @@ from mtf_gradsync.optimizers import (
     skip_large_updates,
     skip_not_finite,
 )
+from mtf_gradsync.optimizers.beginning import keep_state_where_values_come_from_checkpoints
 from mtf_gradsync.optimizers.restoring import (
     ReshardingSaver,
     adapt_checkpoint,
@@ -76,6 +77,7 @@ keep_apart_when_combined(StandIn)
 keep_summaries_in_meta_graphs()
 explain_mesh_tensors_to_tensorflow()
 check_what_savers_restore()
+keep_state_where_values_come_from_checkpoints()
 
 __all__ = [
     "LOST_PROCESS_EXIT_CODE",

@@ -71,6 +71,11 @@ def master_of(variable: mtf.Variable) -> tf.Variable:
     return variable._master
 
 
+def give_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
+    """Gives a laid-out variable another operation that copies its master to its slices."""
+    laid_out_variable._copy_master_to_slices = copy
+
+
 def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
     """Gives a variable that is not lowered yet a dtype that autostack knows to leave alone."""
     variable._dtype = dtype

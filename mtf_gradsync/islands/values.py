@@ -9,6 +9,7 @@ import numpy as np
 from mtf_gradsync._common import counted, did_you_mean, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.islands.folder import Spec
+from mtf_gradsync.optimizers.beginning import Beginnings
 from mtf_gradsync.simd.session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.step import StepPlan
 
@@ -67,6 +68,8 @@ class Values:
             self._to_slices = tf.group(*(x.copy_masters_to_slices() for x in self._lowerings))
             self._reads = {name: v.read_value() for name, v in self._tensors.items()}
             self._access = VariableAccess(self._graph)
+            self._beginnings = Beginnings(self._graph)
+        self._is_joined = False
 
     def read(self, session: Any) -> dict[str, np.ndarray]:
         """Returns the values of all variables by name."""
@@ -88,6 +91,11 @@ class Values:
         # The slices of the others are newer than their masters.
         session.run(self._to_masters)
         assert self._access is not None
+        if not self._is_joined:
+            # An island joins before its first step: what wrappers derive begins with these values.
+            are_equal = session.run(self._beginnings.are_equal)
+            values = {**self._beginnings.marks(are_equal, values), **values}
+        self._is_joined = True
         self._access.set(session, values.items())
         session.run(self._to_slices)
 

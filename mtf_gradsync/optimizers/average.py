@@ -18,6 +18,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
 from mtf_gradsync.gradients.stage import check_variables, on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
+from mtf_gradsync.optimizers.beginning import derived_variable, is_marked
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.restoring import note_state, write_changed
 from mtf_gradsync.optimizers.schedules import update_counter
@@ -66,10 +67,12 @@ def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
             f"variables (<variable>/{AVERAGE}). mtf_gradsync.AverageOptimizer keeps them in "
             "training."
         )
+    found = {name: reader.get_tensor(average) for name, average in averages.items()}
     values = {
-        # Averages are wider than narrow variables.
-        name: reader.get_tensor(average).astype(dtypes[name].as_numpy_dtype)
-        for name, average in averages.items()
+        # Averages are wider than narrow variables. Before training they are the variables.
+        name: average.astype(dtypes[name].as_numpy_dtype)
+        for name, average in found.items()
+        if not is_marked(average)
     }
     with tempfile.TemporaryDirectory() as directory:
         target = os.path.join(directory, os.path.basename(path))
@@ -161,18 +164,20 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
     """
     (variable,) = check_variables([variable])
     kept = variable.slice_dtype if variable.slice_dtype.size >= 4 else tf.float32
-    # With its full name, so that it is the same in any scope.
-    with root_scope():
-        average = mtf.get_variable(
-            variable.mesh,
-            f"{variable.name}/{AVERAGE}",
-            variable.shape,
-            unstacked(kept, variable.activation_dtype),
-            initializer=lambda shape, dtype=None, **_: tf.cast(
-                variable.get_master().initial_value, dtype
-            ),
-            trainable=False,
-        ).operation
+
+    def make(initializer: Any) -> mtf.Variable:
+        # With its full name, so that it is the same in any scope.
+        with root_scope():
+            return mtf.get_variable(
+                variable.mesh,
+                f"{variable.name}/{AVERAGE}",
+                variable.shape,
+                unstacked(kept, variable.activation_dtype),
+                initializer=initializer,
+                trainable=False,
+            ).operation
+
+    average = derived_variable(variable, make)
     note_state(average, start=variable.name)
     return average
 
@@ -299,7 +304,8 @@ class AverageOptimizer(KeepsAverages):
     Averages change after each update, with the new values, and not on steps without an update, in
     any order with `GradientAccumulationOptimizer`, `SyncReplicasOptimizer` and
     `LossScaleOptimizer`. Inside or around `OuterOptimizer` they are of the outer values, and move
-    towards them after each update of the islands.
+    towards them after each update of the islands. An average begins with the value that its
+    variable has when training begins.
 
     State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it; with
     num_updates=True or zero_debias `<name>/update_step`, the counter of `get_update_step`.

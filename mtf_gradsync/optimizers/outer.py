@@ -104,7 +104,7 @@ class OuterSteps(Stage):
             self._state = self._state._replace(weight=self._make_weight(mesh))
         elif gradients.weights is not None:
             self._has_data = mtf.greater(gradients.weights.total, 0.0)
-        held = [hold_by_islands(v, islands.shard_dims) for v in self._variables]
+        held = [hold_by_islands(v, islands.shard_dims, is_derived=True) for v in self._variables]
         self._outer = {v: OuterVariable(v) for v in self._variables}
         if wrapper.outer_momentum:
             self._momenta = {

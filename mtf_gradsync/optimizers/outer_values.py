@@ -23,6 +23,7 @@ from mtf_gradsync.gradients.stage import (
     reshaped,
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.beginning import derived_variable
 from mtf_gradsync.optimizers.pipeline.strategy_state import Owner, VariablePiece
 from mtf_gradsync.optimizers.resharding import ISLAND, STATE_COLLECTION, StateNote
 from mtf_gradsync.optimizers.restoring import note_state
@@ -195,11 +196,16 @@ def hold_slots_by_islands(
 
 
 def hold_by_islands(
-    variable: mtf.Variable, island_dims: Sequence[mtf.Dimension], note: StateNote | None = None
+    variable: mtf.Variable,
+    island_dims: Sequence[mtf.Dimension],
+    note: StateNote | None = None,
+    is_derived: bool = False,
 ) -> mtf.Variable:
     """Gives a variable that is not lowered yet a value for each island, and returns the holder.
 
-    All islands begin with the variable's value. `note` is that of the variable, if it has one.
+    All islands begin with the variable's initial value; with `is_derived`, for a variable that
+    keeps a master of its own, with the value that it has when training begins. `note` is that of
+    the variable, if it has one.
     """
     name, dims = f"{variable.name}/{ISLAND}", list(island_dims)
     shape = mtf.Shape([*dims, *variable.shape.dims])
@@ -212,20 +218,24 @@ def hold_by_islands(
         rest = [mtf.Dimension(f"_{i}", n) for i, n in enumerate(sizes)]
         saved = mtf.Shape([*dims, *rest]) if is_cut else shape
 
+        def make(initializer: Any) -> mtf.Variable:
+            with root_scope():
+                made = mtf.get_variable(
+                    variable.mesh,
+                    name,
+                    saved,
+                    unstacked_as(variable.dtype),
+                    initializer=initializer,
+                    trainable=False,
+                ).operation
+            if is_cut:
+                give_value(made, shape)
+            return made
+
         def initial(to: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
             return tf.broadcast_to(tf.cast(master.initial_value, dtype), to)
 
-        with root_scope():
-            holder = mtf.get_variable(
-                variable.mesh,
-                name,
-                saved,
-                unstacked_as(variable.dtype),
-                initializer=initial,
-                trainable=False,
-            ).operation
-        if is_cut:
-            give_value(holder, shape)
+        holder = derived_variable(variable, make) if is_derived else make(initial)
         note = note or StateNote(variable.name, one_shape=True, start=None)
         note_state(holder, note._replace(num_island_dims=len(dims), held=variable.name))
     keep_unstacked(variable, unstacked_as(variable.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, Collection, NamedTuple, Sequence
+from typing import Any, Collection, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -17,8 +17,11 @@ from mtf_gradsync._common import (
     some_of,
 )
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.resharding import STATE_COLLECTION, changes
+from mtf_gradsync._private.tensorflow import give_initializer
+from mtf_gradsync.optimizers.beginning import begin_anew
+from mtf_gradsync.optimizers.resharding import ISLAND, STATE_COLLECTION, Saved, changes, value_for
 from mtf_gradsync.optimizers.restoring import ReshardingSaver
+from mtf_gradsync.optimizers.slots import owner_of
 from mtf_gradsync.runtimes.starting import (
     STATE_FILE,
     UNREADABLE,
@@ -97,8 +100,8 @@ def _renamed(name: str, unused: Collection[str]) -> str:
 def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     """Replaces the initial values of variables by a checkpoint's, where shapes and types agree.
 
-    The others keep their own initial values. Returns text for the log, which names those. A
-    directory stands for its newest checkpoint.
+    The others keep their own initial values, and so does state of wrappers, which begins anew.
+    Returns text for the log, which names both. A directory stands for its newest checkpoint.
     """
     try:
         path = init_checkpoint
@@ -114,12 +117,13 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     if damage:
         raise ConfigError(f"train.run.init_checkpoint: {path} is damaged: {damage}")
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    anew = begin_anew(tf.get_default_graph())
+    begun = [v.op.name for v in variables if v.op.name in anew]
+    variables = [v for v in variables if v.op.name not in anew]
     there = {v.op.name: (v, _unlike(v, shapes, dtypes)) for v in variables if v.op.name in shapes}
     chosen = {name: variable for name, (variable, unlike) in there.items() if not unlike}
     unlike = [sentence for _, sentence in there.values() if sentence]
     here = {v.op.name for v in variables}
-    unused = set(shapes) - here
-    lacking = [f"{name}{_renamed(name, unused)}" for name in sorted(here - set(shapes))]
     if not chosen:
         raise _error(
             f"train.run.init_checkpoint = {init_checkpoint!r} has no variable of this model; it "
@@ -127,12 +131,52 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
             *_listed(unlike),
         )
     tf.train.init_from_checkpoint(path, chosen)
-    lines = [f"{len(chosen)} variables begin as in {init_checkpoint}"]
+    trained = [v.op.name for v in tf.trainable_variables()]
+    counted = _initialize_counts(path, chosen)
+    unused = set(shapes).difference(here, begun)
+    missing = here.difference(shapes, counted)
+    lacking = [f"{name}{_renamed(name, unused)}" for name in sorted(missing)]
+    lines = [f"{len(chosen)} variables begin as in {init_checkpoint}", *_groups(chosen, trained)]
+    if counted:
+        lines += ["it does not have these, which begin with its number of updates:"]
+        lines += _groups(counted, trained)
+    if begun:
+        lines += ["state of wrappers begins anew:", *_groups(begun, trained)]
     if unlike:
         lines += ["these do not, and keep their own initial values:", *_listed(unlike)]
     if lacking:
         lines += ["it does not have these, which keep theirs:", *_listed(lacking)]
     return "\n".join(lines)
+
+
+def _initialize_counts(path: str, chosen: Collection[str]) -> list[str]:
+    """Gives counts that go with slots in `chosen`, but are not there, the updates of their run.
+
+    Returns the names of these counts.
+    """
+    changed, saved, found = changes(path), Saved(path), []
+    for variable in tf.global_variables():
+        change = changed.get(variable.op.name)
+        slot = None if change is None or change.saved_name else change.note.follows
+        if slot and not {slot, f"{slot}/{ISLAND}"}.isdisjoint(chosen):
+            value = tf.constant(value_for(variable.op.name, changed, saved))
+            give_initializer(variable, (tf.assign(variable, value).op, value))
+            found.append(variable.op.name)
+    return found
+
+
+def _groups(names: Iterable[str], trained: Sequence[str]) -> list[str]:
+    """Returns lines on groups of variables: trained ones, each kind of slot, and others by name."""
+    groups: dict[str, int] = {}
+    own = [name for name in names if name in trained]
+    for name in sorted(set(names) - set(own)):
+        owner = owner_of(name, trained)
+        group = f"{name[len(owner) :].lstrip('/_')} of" if owner else name
+        groups[group] = groups.get(group, 0) + 1
+    lines = [f"{len(own)} that are trained"] if own else []
+    for group, count in groups.items():
+        lines.append(f"{group} {count} variables" if group.endswith(" of") else group)
+    return _listed(lines)
 
 
 def check_configuration(

@@ -101,6 +101,7 @@ class CpuReplicaSession(ReplicaSession):
             if self._emulated.done[self._emulated.program_of(name)] in also:
                 counts[name] = self._emulated.names_on_replicas(name)[0]
         runs = not set(also).isdisjoint(self._emulated.done.values())
+        self._is_stepped = self._is_stepped or runs
         if runs and self._step_of_draws is not None:
             self._step_of_draws.begin(self._session)
         try:

@@ -14,6 +14,7 @@ import numpy as np
 from mtf_gradsync._common import counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, restored_lowering
+from mtf_gradsync.optimizers.beginning import Beginnings
 from mtf_gradsync.optimizers.restoring import adapt_checkpoint
 from mtf_gradsync.step import StepWatches
 
@@ -24,6 +25,8 @@ class MasterOps:
     Attributes:
       masters: name of each global variable -> the tensor that holds its value.
       saver_def: SaverDef of the global variables; None where there are none.
+      are_equal: names of the tensors in `Beginnings.are_equal`.
+      beginnings: the derived variables.
       watches: looks at the outcome of each step of the graph's programs.
     """
 
@@ -41,6 +44,8 @@ class MasterOps:
             self.to_slices = [low.copy_masters_to_slices().name for low in lowerings]
             self.to_masters = [low.copy_slices_to_masters().name for low in lowerings]
             self.masters = {v.op.name: _value_name(graph, v) for v in variables}
+            self.beginnings = Beginnings(graph)
+            self.are_equal = {n: x.name for n, x in self.beginnings.are_equal.items()}
             saver = tf.train.Saver(variables, max_to_keep=None) if variables else None
             self.saver_def = saver.as_saver_def() if saver else None
             self.watches = StepWatches(graph)
@@ -86,6 +91,7 @@ class ReplicaSession(abc.ABC):
         self._session = session
         self._ops = ops
         self._access: VariableAccess | None = None
+        self._is_stepped = False
 
     def __enter__(self: _Session) -> _Session:
         return self
@@ -201,6 +207,10 @@ class ReplicaSession(abc.ABC):
         self._bring_masters_up_to_date()
         if self._access is None:
             self._access = VariableAccess(self._session.graph)
+        if not self._is_stepped:
+            # What wrappers derive from the variables begins with the values of the first step.
+            are_equal = self._session.run(self._ops.are_equal)
+            wanted = {**self._ops.beginnings.marks(are_equal, wanted), **wanted}
         self._set_masters(wanted.items())
 
     def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:

@@ -483,8 +483,8 @@ class RunConfig:
       evaluate_with_averages: whether held-out data are scored, and samples are written, with the
         moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
         variables. Training goes on with the variables.
-      init_checkpoint: begin with the variables of this checkpoint where names, shapes and types
-        agree.
+      init_checkpoint: begin with the variables and slots of this checkpoint where names, shapes and
+        types agree; wrappers' counts, sums and averages begin anew.
       log_steps: measurements are written every this many steps; losses, learning rates and tokens
         per second are means over the steps since the last time.
       reports: whether to measure what the optimizers report, norms of gradients above all.

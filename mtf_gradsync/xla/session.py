@@ -249,6 +249,7 @@ class XlaSession(ReplicaSession):
         Others than the program have the values of `shared`, and those that are `fed`.
         """
         self.steps += 1
+        self._is_stepped = True
         note(f"step {self.steps}")
         with devices_errors():
             arguments = self._inputs.put(compiled.inputs, values, fed, shared)

@@ -76,6 +76,21 @@ def test_a_warm_start_takes_values_and_no_slots_and_happens_once(runtime, traine
     assert again.evaluate(digits.input_fn, steps=2)["global_step"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_averages_begin_with_the_values_of_a_warm_start(runtime, trained, tmp_path):
+    before = variables(trained.directory)
+    runs = ours(tmp_path, "average", runtime, warm_start_from=trained.directory)
+    train(runs, 1)
+    begun, after = variables(tmp_path / "model.ckpt-0"), variables(tmp_path)
+    for name in VARIABLES:
+        average = f"{name}/ExponentialMovingAverage"
+        np.testing.assert_array_equal(begun[average], before[name])
+        # The decay is a half.
+        expected = before[name] - (before[name] - after[name]) / 2
+        np.testing.assert_array_equal(after[average], expected)
+
+
 def trained_loss(trained):
     """Of the first batch, in a run that goes on by itself, whose input begins again."""
     return ours(trained.directory).evaluate(digits.input_fn, steps=1)["loss"]

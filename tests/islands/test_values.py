@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.islands.values import Values
 from tests import harness, models, reference
 from tests.islands.conftest import Program, batches
 
+D = mtf.Dimension("d", 6)
 KINDS = ["placement", "shared", "simd", pytest.param("xla", marks=pytest.mark.xla)]
 
 
@@ -38,6 +39,60 @@ def test_a_step_goes_on_from_what_was_written(kind, folder):
     for name, value in expected.items():
         # As for steps without writing: a gradient and an update are rounded a few times.
         np.testing.assert_allclose(found[name], value, rtol=0, atol=2 * 32 * 2**-24)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [*((kind, "2") for kind in KINDS[:3]), ("placement", "1")]
+)
+def test_averages_of_an_island_that_joins_begin_with_the_values_that_it_takes(kind, mesh, folder):
+    feeds = batches(2)
+    shape, layout = harness.ONE if mesh == "1" else harness.MESHES[mesh][:2]
+
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, inputs["x"], [mtf.Dimension("batch", 16), D])
+        w = mtf.get_variable(mesh, "w", [D], initializer=tf.ones_initializer())
+        loss = mtf.reduce_mean(mtf.square(x * w - 1.0))
+        return gs.AverageOptimizer(mtf.optimize.SgdOptimizer(0.1), 0.5).minimize(loss), {}
+
+    feed = {"x": feeds[0]["x"]}
+    built = harness.built(kind, shape, layout, build, feed)
+    average = "w/ExponentialMovingAverage"
+    with built.graph.as_default():
+        values = Values(built.lowering)
+        masters = {v.op.name: v for v in tf.global_variables()}
+
+        def now(session):
+            if built.program:
+                return session.variables()
+            session.run(built.collect)
+            return session.run(masters)
+
+        joined = np.full(6, 3.0, "f")
+        with built._session() as session:
+            if built.program is None:
+                session.run(built.init)
+                session.run(built.restore)
+            values.read(session)
+            values.write(session, {"w": joined})
+            np.testing.assert_array_equal(now(session)[average], joined)
+            session.run(built.updates, {built.inputs["x"]: feed["x"]})
+            learned = now(session)
+            np.testing.assert_array_equal(learned[average], (joined + learned["w"]) / 2)
+            # Merged values that come later are not what training began with.
+            values.write(session, {"w": joined})
+            np.testing.assert_array_equal(now(session)[average], learned[average])
+        again = Values(built.lowering)  # of an island that comes back
+        with built._session() as session:
+            if built.program is None:
+                session.run(built.init)
+                for name in masters:
+                    session.run(masters[name].assign(learned[name]))
+                session.run(built.restore)
+            else:
+                session.write(learned)
+            again.read(session)
+            again.write(session, {"w": joined})
+            np.testing.assert_array_equal(now(session)[average], learned[average])
 
 
 @pytest.mark.parametrize("kind", ["simd", pytest.param("xla", marks=pytest.mark.xla)])

@@ -10,14 +10,17 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
     add_saving_listeners,
     advance_step_after_reads,
+    checkpoint_initializers,
     collective_sum,
     control_flow_context,
     control_flow_v1,
     create_slots,
     cross_replica_gather,
     cross_replica_scatter,
+    give_initializer,
     hyperparameters,
     in_loop_or_branch,
+    initializer_of,
     local_devices,
     moving_average_settings,
     number_of_tpu_shards,
@@ -243,6 +246,25 @@ def test_moving_averages_say_how_they_were_made():
     assert moving_average_settings(average(0.9, 7)) == (0.9, 7, False)
     settings = moving_average_settings(average(0.5, zero_debias=True))
     assert (settings.decay, settings.num_updates, settings.zero_debias) == (0.5, None, True)
+
+
+def test_initializers_are_given_back_whoever_initializes_from_a_checkpoint(tmp_path):
+    with tf.Graph().as_default(), tf.Session() as session:
+        v = tf.get_variable("v", [2], initializer=tf.zeros_initializer())
+        session.run(v.assign([1.0, 2.0]))
+        path = tf.train.Saver([v]).save(session, str(tmp_path / "model.ckpt"))
+        own = initializer_of(v)
+        for initialize in (
+            *(module.init_from_checkpoint for module in checkpoint_initializers()),
+            lambda path, names: tf.train.warm_start(path, [v]),
+        ):
+            initialize(path, {"v": "v"})
+            assert initializer_of(v)[0] is not own[0]
+            session.run(v.initializer)
+            assert session.run([v, v.initial_value])[1].tolist() == [1.0, 2.0]
+            give_initializer(v, own)
+            session.run(v.initializer)
+            assert session.run([v, v.initial_value])[1].tolist() == [0.0, 0.0]
 
 
 def test_hyperparameters_are_what_optimizers_were_made_with():

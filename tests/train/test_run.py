@@ -380,11 +380,83 @@ def test_initial_values_come_from_another_run(train, plain):
     (line,) = [line for line in said if "variables begin as in" in line]
     before, after = variables(plain), variables(second)
     counters = {"global_step", train_graph.EXAMPLES}
-    assert line == f"{len((before.keys() & after.keys()) - counters)} variables begin as in {plain}"
+    first, *groups = line.splitlines()
+    taken = (before.keys() & after.keys()) - counters
+    assert first == f"{len(taken)} variables begin as in {plain}"
+    slots = [name for name in taken if "_slot_" in name]
+    assert groups[0] == f"  {len(taken) - len(slots)} that are trained"
+    assert sum(int(x.split()[-2]) for x in groups[1:]) == len(slots)
+    assert {x.split()[0] for x in groups[1:]} == {
+        f"slot_{name.split('_slot_')[1]}" for name in slots
+    }
     assert after["global_step"] == 1
     changed = {n for n in after if n in before and not np.array_equal(after[n], before[n])}
     assert "transformer/positional_embedding" in {*changed}
     assert not any("DenseReluDense" in name and "slot" not in name for name in changed)
+
+
+ACCUMULATES = [
+    NO_EVAL,
+    "train.run.optimizer = @AverageOptimizer",
+    "AverageOptimizer.opt = @GradientAccumulationOptimizer",
+    "GradientAccumulationOptimizer.opt = @AdamWOptimizer",
+    "GradientAccumulationOptimizer.backward_passes_per_step = 4",
+    "AdamWOptimizer.learning_rate = 0.01",
+]
+
+
+@pytest.mark.slow
+def test_a_new_run_counts_its_own_microbatch_steps(train):
+    _, first, _ = train(*ACCUMULATES, "train.run.train_steps = 6", model_dir="first")
+    before, end = variables(first), "train.run.train_steps"
+    taken = [f"train.run.init_checkpoint = '{first}'"]
+    _, second, said = train(*ACCUMULATES, *taken, f"{end} = 3", model_dir="second")
+    after = variables(second)
+    counters = [f"GradientAccumulationOptimizer/{x}" for x in ("mini_step", "update_step")]
+    assert [(before[x], after[x]) for x in counters] == [(2, 3), (1, 0)]
+    trained = [x for x in before if f"{x}/adam_m" in before]
+    assert trained
+    for name in trained:
+        np.testing.assert_array_equal(after[name], before[name])
+        np.testing.assert_array_equal(after[f"{name}/adam_m"], before[f"{name}/adam_m"])
+        assert after[f"{name}/adam_t"] == before[f"{name}/adam_t"] == 1
+        # Its own average of the other run was nearer to that run's start.
+        average = f"{name}/ExponentialMovingAverage"
+        assert np.any(before[average] != before[name])
+        np.testing.assert_array_equal(after[average], before[name])
+    (text,) = [line for line in said if "variables begin as in" in line]
+    groups = text.splitlines()
+    split = groups.index("state of wrappers begins anew:")
+    number = len(trained)
+    assert groups[:split] == [
+        f"{4 * number} variables begin as in {first}",
+        f"  {number} that are trained",
+        *(f"  {slot} of {number} variables" for slot in ("adam_m", "adam_t", "adam_v")),
+    ]
+    assert {*groups[split + 1 :]} >= {
+        "  GradientAccumulationOptimizer/mini_step",
+        "  GradientAccumulationOptimizer/update_step",
+        f"  gradient_accumulator of {number} variables",
+        f"  ExponentialMovingAverage of {number} variables",
+    }
+    # Both go on as they would have without a stop, and the second updates after its fourth step.
+    _, _, said = train(*ACCUMULATES, *taken, f"{end} = 4", model_dir="second")
+    assert not [line for line in said if "variables begin as in" in line]
+    assert [variables(second)[x] for x in counters] == [0, 1]
+
+
+@pytest.mark.slow
+def test_counts_of_slots_that_another_run_has_are_its_steps(train):
+    plain = "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer"
+    rate = "AdamWeightDecayOptimizer.learning_rate = 0.01"
+    _, first, _ = train(NO_EVAL, plain, rate, "train.run.train_steps = 3", model_dir="first")
+    own = ["CrossShardOptimizer.opt = @AdamWOptimizer", "AdamWOptimizer.learning_rate = 0.01"]
+    taken = [f"train.run.init_checkpoint = '{first}'", "train.run.train_steps = 1"]
+    _, second, said = train(NO_EVAL, *own, *taken, model_dir="second")
+    counts = {int(x) for name, x in variables(second).items() if name.endswith("/adam_t")}
+    assert counts == {4}
+    (text,) = [line for line in said if "variables begin as in" in line]
+    assert "it does not have these, which begin with its number of updates:\n  adam_t of " in text
 
 
 @pytest.mark.slow
@@ -398,9 +470,9 @@ def test_initial_values_that_another_run_does_not_have_are_named(train, plain):
     counters = {"global_step", train_graph.EXAMPLES}
     alike = {n for n in after if n in before and after[n].shape == before[n].shape} - counters
     assert first == f"{len(alike)} variables begin as in {plain}"
+    start = lines.index("these do not, and keep their own initial values:")
     split = lines.index("it does not have these, which keep theirs:")
-    unlike, lacking = lines[1:split], lines[split + 1 :]
-    assert lines[0] == "these do not, and keep their own initial values:"
+    unlike, lacking = lines[start + 1 : split], lines[split + 1 :]
     assert "  transformer/embedding has the shape [260, 16] there and [384, 16] here" in unlike
     assert {line.split()[0] for line in unlike} == {
         n for n in after if n in before

@@ -67,6 +67,21 @@ def moving_average_settings(
     return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
 
 
+def initializer_of(variable: tf.Variable) -> tuple[Any, Any]:
+    """Returns the operation that initializes a variable, and its initial value."""
+    return variable.initializer, variable._initial_value
+
+
+def give_initializer(variable: tf.Variable, initializer: tuple[Any, Any]) -> None:
+    """Gives a variable what `initializer_of` has returned, as `init_from_checkpoint` does."""
+    variable._initializer_op, variable._initial_value = initializer
+
+
+def checkpoint_initializers() -> list[Any]:
+    """Returns the modules of which programs and `tf.train.warm_start` take init_from_checkpoint."""
+    return [tf.train, sys.modules[tf.train.init_from_checkpoint.__module__]]
+
+
 # The constructor's arguments of each, by the attributes that hold them.
 _HYPERPARAMETERS = {
     "GradientDescentOptimizer": {"learning_rate": "_learning_rate"},

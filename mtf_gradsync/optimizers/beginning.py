@@ -1,0 +1,213 @@
+"""How wrappers' state begins in a new run, also where values come from another one.
+
+What a wrapper derives from a variable begins with the value that the variable has when training
+begins, and what counts or sums begins anew. A derived variable's initial value is a mark: NaNs of a
+certain bit pattern, which no arithmetic makes. Where its master has the mark, its slices are copied
+from the master of the other variable, by the operation that copies masters to slices before every
+training, so that a step has nothing to do with it. Slices that are copied back replace the mark.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, Iterable, Mapping, NamedTuple
+
+import numpy as np
+
+from mtf_gradsync._common import some_of
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import give_copy_to_slices, master_of
+from mtf_gradsync._private.patches import patch
+from mtf_gradsync._private.tensorflow import (
+    checkpoint_initializers,
+    give_initializer,
+    initializer_of,
+)
+from mtf_gradsync.optimizers.resharding import STATE_COLLECTION, StateNote
+
+_logger = logging.getLogger(__name__)
+# The collection of a tf graph's `Beginning`s. It is not exported, as its key is not a string.
+_BEGINNINGS = ("mtf_gradsync beginnings",)
+# The collection of names of derived variables, lowered or not.
+_DERIVED = ("mtf_gradsync derived variables",)
+# Bits of NaNs as signed integers, by dtype. Those that arithmetic makes have no such last bits.
+_MARKS = {
+    tf.bfloat16: (tf.int16, 0x7FE5),
+    tf.float16: (tf.int16, 0x7F35),
+    tf.float32: (tf.int32, 0x7FE5B3A1),
+    tf.float64: (tf.int64, 0x7FFCB3A1B3A1B3A1),
+}
+
+
+class Beginning(NamedTuple):
+    """A derived variable in a tf graph.
+
+    Attributes:
+      name: its name.
+      source_name: the name of the other variable.
+      value: the value that its slices get: that of the master, or of the other variable.
+      source: the value of the other variable's master, in the shape and dtype of `value`.
+      dtype: the dtype of the other variable's slices.
+    """
+
+    name: str
+    source_name: str
+    value: tf.Tensor
+    source: tf.Tensor
+    dtype: tf.DType
+
+
+class DerivedVariable(mtf.Variable):
+    """A variable whose slices begin with the values of another one; see `derived_variable`."""
+
+    _source: mtf.Variable
+    _own_master: Callable[[], Any]
+    _is_alone = False
+
+    def get_master(self) -> Any:
+        """Returns what slices are copied from; on one processor, where it is a slice, the master.
+
+        It is the master or, where that has the mark, the other variable's.
+        """
+        return self._own_master() if self._is_alone else self._beginning().value
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        self._is_alone = mesh_impl.size == 1
+        super().lower(lowering)
+        if not self._is_alone:
+            return
+        laid_out = lowering.variables[self]
+        with mtf.utils.outside_all_rewrites():
+            value = self._beginning().value
+            whole = mesh_impl.LaidOutTensor([value]).all_slices
+            give_copy_to_slices(laid_out, laid_out.assign_to_slices(mtf.assign_slice, whole))
+
+    def _beginning(self) -> Beginning:
+        with tf.device(self.master_device), tf.name_scope("begins"):
+            master = tf.convert_to_tensor(self._own_master())
+            as_integer, mark = _MARKS[master.dtype]
+            first = tf.bitcast(tf.reshape(master, [-1])[:1], as_integer)
+            is_new = tf.reduce_all(tf.equal(first, tf.constant(mark, as_integer)))
+            source = tf.cast(tf.convert_to_tensor(self._source.get_master()), master.dtype)
+            source = tf.broadcast_to(source, master.shape)
+            value = tf.where_v2(is_new, source, master)
+        found = Beginning(self.name, self._source.name, value, source, self._source.slice_dtype)
+        tf.add_to_collection(_BEGINNINGS, found)
+        return found
+
+
+def derived_variable(
+    source: mtf.Variable, make: Callable[[Callable[..., Any]], mtf.Variable]
+) -> mtf.Variable:
+    """Makes a variable that begins with the value that another one has when training begins.
+
+    Args:
+      source: the other variable, of the last dimensions of the new one.
+      make: finds or makes the new one, with the initializer that it is given.
+
+    Returns:
+      The new variable. It is an ordinary one with the initial value of the other where the new one
+      is not of floating point.
+    """
+
+    def initial(shape: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
+        if dtype in _MARKS:
+            as_integer, mark = _MARKS[dtype]
+            return tf.bitcast(tf.fill(shape, tf.constant(mark, as_integer)), dtype)
+        return tf.broadcast_to(tf.cast(master_of(source).initial_value, dtype), shape)
+
+    variable = make(initial)
+    if isinstance(variable, DerivedVariable) or variable.master_dtype not in _MARKS:
+        return variable
+    variable._own_master, variable._source = variable.get_master, source
+    vars(variable).pop("get_master", None)
+    variable.__class__ = DerivedVariable
+    tf.add_to_collection(_DERIVED, variable.name)
+    return variable
+
+
+class Beginnings:
+    """The derived variables of a graph, for sessions in which others are set before the first step.
+
+    Attributes:
+      are_equal: by name, a boolean scalar: whether a derived variable has the value of the other
+        one, as masters have them. Where no step was made, it has not begun then.
+    """
+
+    def __init__(self, graph: tf.Graph):
+        """Adds operations to a graph with everything lowered, which is the default graph."""
+        self._found: dict[str, Beginning] = {x.name: x for x in graph.get_collection(_BEGINNINGS)}
+        self.are_equal: dict[str, tf.Tensor] = {}
+        for one in self._found.values():
+            # Masters may be wider than slices, and lose bits when these are copied back.
+            pair = (tf.cast(x, one.dtype) for x in (one.value, one.source))
+            self.are_equal[one.name] = tf.reduce_all(tf.equal(*pair))
+
+    def marks(self, are_equal: Mapping[str, Any], written: Iterable[str]) -> dict[str, np.ndarray]:
+        """Returns what to set masters to so that derived variables begin when slices are copied.
+
+        `are_equal` are the values of those tensors, and `written` the names of variables that are
+        set, too.
+        """
+        written = set(written)
+        return {
+            name: self._mark(self._found[name].value)
+            for name, is_equal in are_equal.items()
+            if is_equal and self._found[name].source_name in written
+        }
+
+    def _mark(self, value: tf.Tensor) -> np.ndarray:
+        as_integer, mark = _MARKS[value.dtype]
+        bits = np.full(value.shape.as_list(), mark, as_integer.as_numpy_dtype)
+        return bits.view(value.dtype.as_numpy_dtype).reshape(value.shape.as_list())
+
+
+def is_marked(value: np.ndarray) -> bool:
+    """Whether a derived variable's value in a checkpoint is of before training has begun."""
+    dtype = tf.as_dtype(value.dtype)
+    if dtype not in _MARKS or not value.size:
+        return False
+    as_integer, mark = _MARKS[dtype]
+    return value.reshape(-1)[:1].view(as_integer.as_numpy_dtype)[0] == mark
+
+
+def begin_anew(graph: tf.Graph) -> set[str]:
+    """Returns the names of wrappers' state, which no new run takes from another one.
+
+    The inner optimizer's slots, and counts that go with them, are none.
+    """
+    notes: Iterable[StateNote] = graph.get_collection(STATE_COLLECTION)
+    derived = graph.get_collection(_DERIVED)
+    own = (note.name for note in notes if note.start is not None and note.follows is None)
+    return {*derived, *own}
+
+
+def keep_state_where_values_come_from_checkpoints() -> None:
+    """Makes `tf.train.init_from_checkpoint` and `warm_start` leave wrappers' state as it begins."""
+
+    def initialize_others(initialize: Any) -> Any:
+        def init_from_checkpoint(*args: Any, **kwargs: Any) -> None:
+            graph = tf.get_default_graph()
+            anew = begin_anew(graph)
+            variables = [v for v in tf.global_variables() if v.op.name in anew] if anew else []
+            before = [initializer_of(v) for v in variables]
+            initialize(*args, **kwargs)
+            kept = []
+            for variable, own in zip(variables, before):
+                if initializer_of(variable)[0] is not own[0]:
+                    give_initializer(variable, own)
+                    kept.append(variable.op.name)
+            if kept:
+                _logger.warning(
+                    "%s: sums, counts and averages of wrappers do not begin as in a checkpoint of "
+                    "another run, but as in every new run. To go on with that run, restore the "
+                    "checkpoint by a tf.train.Saver.",
+                    some_of(kept),
+                )
+
+        return init_from_checkpoint
+
+    for owner in checkpoint_initializers():
+        patch(owner, "init_from_checkpoint", initialize_others)
