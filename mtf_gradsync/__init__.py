@@ -63,6 +63,7 @@ from mtf_gradsync.reduce import (
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
+from mtf_gradsync.step.randomness import draw_by_step
 from mtf_gradsync.timelines import Timeline, TimelineError, timeline
 from mtf_gradsync.verification import verify
 
@@ -71,6 +72,7 @@ note_gradients()
 keep_masks_finite()
 check_imported_shapes()
 recompute_each_shard_by_itself()
+draw_by_step()
 check_bare_optimizers()
 call_around_lowering(before_lowering, after_lowering)
 keep_apart_when_combined(StandIn)

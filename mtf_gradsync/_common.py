@@ -196,3 +196,18 @@ def configs_dir() -> Path:
         "The gin files of mtf_gradsync are in none of "
         f"{', '.join(str(c) for c in candidates)}; reinstall the package with pip."
     )
+
+
+_64_BITS = (1 << 64) - 1
+
+
+def mixed(seed: int, seed2: int) -> int:
+    """Returns one signed 64-bit number that two numbers give, as seeds of random numbers."""
+    word = 0
+    for part in (seed, seed2):
+        # The mixing step of splitmix64.
+        word = (word + (part & _64_BITS) + 0x9E3779B97F4A7C15) & _64_BITS
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _64_BITS
+        word ^= word >> 31
+    return word - (1 << 64) if word >> 63 else word

@@ -14,6 +14,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
+from mtf_gradsync._common import mixed
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.facts import GraphFacts, Loop, split_input
 
@@ -26,22 +27,9 @@ STATELESS = {
     "Multinomial": ("StatelessMultinomial", 2),
 }
 
-_MASK = (1 << 64) - 1
 _WORDS = 3  # of the state: turns of loops above 2**40 times steps at one count, the count, a zero
 _REPEAT_BITS = 40
 _PHILOX = 1
-
-
-def mixed(seed: int, seed2: int) -> int:
-    """Returns one signed 64-bit number for an operation's two seeds."""
-    word = 0
-    for part in (seed, seed2):
-        # The mixing step of splitmix64.
-        word = (word + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-        word ^= word >> 31
-    return word - (1 << 64) if word >> 63 else word
 
 
 class RandomSteps(NamedTuple):

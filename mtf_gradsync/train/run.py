@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync import simd
-from mtf_gradsync._common import CONFIG_FILE, SKIP_FLAG, ConfigError, TrainingError, first_line
+from mtf_gradsync._common import (
+    CONFIG_FILE,
+    SKIP_FLAG,
+    ConfigError,
+    TrainingError,
+    counted,
+    first_line,
+)
 from mtf_gradsync._private.gin import unread
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
@@ -327,6 +334,22 @@ def _adapted(start: Start, accept: bool, say: Callable[[str], None], words: str)
     return start._replace(new=tuple(new if counts else [*new, EXAMPLES]))
 
 
+def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> None:
+    """Says which variables a checkpoint keeps with fewer bits than the steps have."""
+    narrow: dict[str, list[str]] = {}
+    for variable in lowering.variables:
+        master, used = variable.master_dtype, variable.slice_dtype
+        if master.is_floating and master.size < used.size:
+            names = getattr(variable, "original_names", [variable.name])
+            narrow.setdefault(f"{master.name}, and steps have {used.name}", []).extend(names)
+    for dtypes, names in narrow.items():
+        say(
+            f"checkpoints keep {counted(names, 'variable')}, in {dtypes}: a run that resumes goes "
+            "on from rounded values, and not in the bits of one that was not stopped. For the "
+            'same bits bind utils.get_variable_dtype.master_dtype = "float32"'
+        )
+
+
 def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:
     """Makes the steps that follow those of a checkpoint, if there is one."""
     config, job, directory, say = checked.config, checked.job, checked.directory, checked.say
@@ -352,6 +375,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
             say_changes(directory, say)
             return LoopResult(step, None, 0.0, 0)
         graph, program, make_runner = training_graph(job, batches, checked.runtime)
+        _say_what_checkpoints_round(graph.lowering, say)
         if config.evaluate_with_averages:
             _check_averages_kept()
         island = _island(graph, directory)

@@ -8,6 +8,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
+from mtf_gradsync._common import mixed
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
     GATHERS,
@@ -20,7 +21,6 @@ from mtf_gradsync._private.tensorflow import (
 from mtf_gradsync.simd.effects import COLLECTIVE_TYPES
 from mtf_gradsync.simd.facts import UnsupportedProgramError
 from mtf_gradsync.simd.functional import StandIn, rebuild
-from mtf_gradsync.simd.randomness import mixed
 from mtf_gradsync.xla.hlo import aliases_of, read_module
 from mtf_gradsync.xla.replica_program import ReplicaProgram
 

@@ -21,10 +21,12 @@ from mtf_gradsync._private.tensorflow import (
     hyperparameters,
     in_loop_or_branch,
     initializer_of,
+    is_in_loop,
     local_devices,
     moving_average_settings,
     number_of_tpu_shards,
     replace_capture,
+    run_after,
     session_interface,
     set_attr,
     summary_writers,
@@ -56,11 +58,13 @@ def test_attributes_are_set_in_the_graph(fresh_graph):
 
 
 def test_branches_and_loops_have_contexts_of_their_own(fresh_graph):
-    seen = {}
+    seen, in_loop = {}, {}
 
     def look(name, result):
-        seen[name] = control_flow_context(fresh_graph)
-        return result()
+        seen[name], in_loop[name] = control_flow_context(fresh_graph), is_in_loop(fresh_graph)
+        made = result()
+        assert is_in_loop(made.op) == in_loop[name] or name == "branch"
+        return made
 
     def a_loop():
         return tf.while_loop(
@@ -76,6 +80,13 @@ def test_branches_and_loops_have_contexts_of_their_own(fresh_graph):
     assert all(seen.values())
     assert len({id(context) for context in seen.values()}) == 3
     assert seen["loop in branch"].outer_context is seen["branch"]
+    assert [name for name, inside in in_loop.items() if inside] == ["loop in branch"]
+
+
+def test_an_operation_waits_for_another(fresh_graph):
+    first, second = tf.no_op(), tf.no_op()
+    run_after(second, first)
+    assert second.control_inputs == [first]
 
 
 def test_a_program_is_no_loop_branch_or_function(fresh_graph):

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
 
 CORES, SIZE = 4, 4000
 
@@ -153,3 +155,67 @@ def test_steps_at_which_the_global_step_stands_still(session):
     for i in range(len(values)):
         for j in range(i):
             assert np.mean(values[i] == values[j]) < 0.01
+
+
+@pytest.mark.parametrize(
+    "kind", ["placement", "shared", "simd", pytest.param("xla", marks=pytest.mark.xla)]
+)
+def test_a_run_with_dropout_goes_on_in_the_same_bits(kind, tmp_path):
+    """Stopped in the middle of an accumulation, whose counter is the user's, in no order."""
+    batch, size = mtf.Dimension("batch", 8), mtf.Dimension("size", 32)
+    mesh_shape, layout = "rows:2;cols:2", "batch:rows"
+
+    def build(mesh, inputs):
+        tf.train.get_or_create_global_step()
+        w = mtf.get_variable(mesh, "w", mtf.Shape([size]), initializer=tf.ones_initializer())
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, size]))
+        kept = mtf.dropout(x, True, rate=0.5)
+        loss = mtf.reduce_mean(mtf.square(mtf.einsum([kept, w], [batch]) - 1.0))
+        optimizer = gs.GradientAccumulationOptimizer(
+            mtf.optimize.MomentumOptimizer(0.01, 0.9), 2, mesh_shape=mesh_shape, layout=layout
+        )
+        updates = optimizer.apply_grads(mtf.gradients([loss], [w]), [w.operation])
+        return updates, {"loss": loss, "kept": kept}
+
+    def run(first, last, restored=None):
+        """Makes some steps, in a graph and session of their own, as a process of its own does."""
+        made = harness.built(kind, mesh_shape, layout, build, feed)
+        with made.graph.as_default():
+            counter = tf.train.get_global_step()
+            advance = counter.assign_add(1).op
+            if made.program is None:
+                saver = tf.train.Saver()
+            with made._session() as session:
+                if made.program is None:
+                    session.run(made.init)
+                    if restored:
+                        saver.restore(session, restored)
+                    session.run(made.restore)
+                elif restored:
+                    session.restore(restored)
+                inputs = {made.inputs["x"]: feed["x"]}
+                fetches = [made.fetched, made.updates, advance]
+                found = [session.run(fetches, inputs)[0] for _ in range(first, last)]
+                path = str(tmp_path / f"model-{first}-{last}")
+                if made.program is not None:
+                    return found, session.save(path), session.variables()
+                session.run(made.collect)
+                names = {v.op.name: v for v in tf.global_variables()}
+                return found, saver.save(session, path), session.run(names)
+
+    feed = {"x": np.ones([8, 32], np.float32)}
+    whole, _, variables = run(0, 6)
+    before, path, _ = run(0, 3)
+    after, _, resumed = run(3, 6, path)
+    for found, expected in zip([*before, *after], whole):
+        assert found["loss"].tobytes() == expected["loss"].tobytes()
+        np.testing.assert_array_equal(found["kept"], expected["kept"])
+    assert {k: v.tobytes() for k, v in resumed.items()} == {
+        k: v.tobytes() for k, v in variables.items()
+    }
+    masks = [step["kept"] > 0 for step in whole]
+    for i, mask in enumerate(masks):
+        # Of the two rows of processors each has examples, and masks, of its own.
+        assert np.mean(mask[:4] == mask[4:]) < 0.9
+        assert abs(np.mean(mask) - 0.5) < 5 * 0.5 / 16
+        assert all(np.mean(mask == other) < 0.9 for other in masks[:i])

@@ -111,6 +111,7 @@ def test_whole_run_learns_and_leaves_its_files(train):
 
     again, _, said = train(four, "train.run.train_steps = 40", ATTENTION)
     assert any("has all 40 steps already" in line for line in said)
+    assert "checkpoints keep" not in text  # all is float32
     assert again.held_out == result.held_out
     # What it knows of the mesh is from before.
     assert "CrossReplicaSum" in (directory / REPORT_FILE).read_text()
@@ -140,8 +141,11 @@ def test_runtimes_train_alike_and_continue_each_other(train, plain, plain_on, tm
 
 def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
     devices = "train.run.mesh_devices = ['', '']"
-    _, _, said = train(NO_EVAL, FASTEST, "train.run.train_steps = 1", devices)
+    masters = "utils.get_variable_dtype.master_dtype = 'bfloat16'"
+    _, _, said = train(NO_EVAL, FASTEST, "train.run.train_steps = 1", devices, masters)
     assert said[0] == "steps run on a placement mesh (train.run.mesh_devices is bound)"
+    (line,) = (line for line in said if line.startswith("checkpoints keep "))
+    assert re.match(r"checkpoints keep \d+ variables: .* in bfloat16, and steps have float32", line)
     with pytest.raises(ConfigError, match=r"mesh_devices is for placement meshes.*\"xla\""):
         train("train.run.runtime = 'xla'", devices)
     with pytest.raises(ConfigError, match="must be one of fastest, xla, cpu_replicas, placement"):

@@ -64,6 +64,18 @@ def in_loop_or_branch(graph: tf.Graph) -> bool:
     return getattr(graph, "outer_graph", None) is not None
 
 
+def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
+    """Returns whether an operation, or what a graph gets now, is in a loop or a function."""
+    context = made._get_control_flow_context()
+    is_in_function = getattr(made, "outer_graph", None) is not None
+    return is_in_function or (context is not None and context.GetWhileContext() is not None)
+
+
+def run_after(operation: tf.Operation, other: tf.Operation) -> None:
+    """Makes an operation wait for another, which must not need it; neither has run yet."""
+    operation._add_control_input(other)
+
+
 @contextlib.contextmanager
 def control_flow_v1() -> Iterator[None]:
     """Lets ``tf.cond`` make its operations in the graph itself, as after `disable_v2_behavior`.
