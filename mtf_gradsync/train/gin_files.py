@@ -17,7 +17,8 @@ import gin
 import mtf_gradsync.islands.island
 import mtf_gradsync.train.data.datasets
 import mtf_gradsync.train.data.vocabulary
-import mtf_gradsync.train.evaluation  # noqa: F401
+import mtf_gradsync.train.evaluation
+import mtf_gradsync.train.train_graph  # noqa: F401
 from mtf_gradsync._common import ConfigError, configs_dir, did_you_mean
 from mtf_gradsync._private.gin import (
     bindings,
