@@ -34,7 +34,8 @@ class Member(NamedTuple):
         """Reads a member from the fields in a message; ConnectionBroken if they are none."""
         if not isinstance(fields, list) or [type(x) for x in fields] != [int, str, int, str]:
             raise ConnectionBroken(f"no process of a job: {fields!r:.80}")
-        return cls(*(printable(x) if isinstance(x, str) else x for x in fields))
+        index, host, pid, name = fields
+        return cls(index, printable(host), pid, printable(name))
 
 
 class MeetingAddress(NamedTuple):

@@ -250,7 +250,7 @@ def bind_to_loopback(port: int) -> None:
     ended; a server that has not begun has not obeyed them.
     """
     if not hasattr(socket, "SO_BINDTODEVICE"):
-        raise OSError(f"{sys.platform} cannot bind a socket to a device")
+        raise OSError(f"A system like {sys.platform} cannot bind a socket to a device")
     bound = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -268,4 +268,4 @@ def bind_to_loopback(port: int) -> None:
                 with contextlib.suppress(OSError):  # not connected
                     one.shutdown(socket.SHUT_RDWR)
     if not bound:
-        raise OSError(f"no socket of this process listens on port {port}")
+        raise OSError(f"No socket of this process listens on port {port}")

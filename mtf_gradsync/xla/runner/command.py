@@ -142,7 +142,10 @@ def _start_jax(
             bind_address = None
             if meet_at is not None and None not in job:
                 if not 0 <= flags.process_id < processes:
-                    raise ValueError(f"there is no process {flags.process_id} of {processes}.")
+                    raise ValueError(
+                        f"--process_id must be between 0 and {processes - 1}; got "
+                        f"{flags.process_id}."
+                    )
                 same = {"--num_processes": processes, "jax": jax.__version__, "steps": steps}
                 met = meet_at(*job, same, _TIMEOUT)
                 for connection in met.peers.values():
