@@ -115,7 +115,7 @@ def language_model(options: report.Options, replicas: int) -> models.Model:
 def text(split: str) -> np.ndarray:
     """Bytes of Python's documentation."""
     documents = split_documents(read_python_topics(), split, 10)
-    return np.frombuffer("\n".join(documents).encode("utf-8"), np.uint8)
+    return np.frombuffer(b"\n".join(documents), np.uint8)
 
 
 def batch_of(split: str, shape: tuple[int, ...], rng: np.random.RandomState) -> np.ndarray:

@@ -129,7 +129,7 @@ def get_optimizer(mesh, loss, params, inp_var_grads=None):
 
 def train(params, steps):
     """Trains, and returns the loss of every step."""
-    text = np.frombuffer("\n".join(read_python_topics().values()).encode(), np.uint8)
+    text = np.frombuffer(b"\n".join(read_python_topics().values()), np.uint8)
     with tf.Graph().as_default():
         tf.set_random_seed(1)
         shape = [params["train_batch_size"], params["n_ctx"]]

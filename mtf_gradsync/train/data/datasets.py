@@ -7,7 +7,8 @@ dicts of integer vectors, already padded or packed to ``sequence_length``.
 from __future__ import annotations
 
 import itertools
-from typing import Any, Callable, Sequence
+import tempfile
+from typing import Any, Callable, Iterator, Sequence
 
 import gin
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from mtf_gradsync._common import ConfigError, first_line
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.data.texts import (
+    pieces_of,
     read_files,
     read_python_topics,
     split_documents,
@@ -91,7 +93,7 @@ def text_files(
 
 
 def text_windows(
-    documents: Sequence[str],
+    documents: Sequence[bytes],
     sequence_length: dict[str, int],
     vocabulary: Any,
     dataset_split: str,
@@ -101,37 +103,98 @@ def text_windows(
     """Cuts documents, with an end-of-document id after each, into ``{"targets": int32[length]}``.
 
     The length is that of "targets" in sequence_length. The split "train" has random windows without
-    end, from number `start` on; any other has all windows once, side by side.
+    end, from number `start` on; any other has all windows once, side by side. Documents are UTF-8;
+    the vocabulary encodes long ones piece by piece, cut behind lines.
     """
     length = sequence_length["targets"]
-    ids = np.array(
-        list(itertools.chain.from_iterable([*vocabulary.encode(t), EOS_ID] for t in documents)),
-        dtype=np.int32,
-    )
+    ids = _ids(documents, vocabulary)
     if len(ids) <= length:
         raise ConfigError(too_short(dataset_split, len(ids), length))
+    read = _reader(ids, length)
     if dataset_split == "train":
-        return _random_windows(ids, length, seed, start)
-    return _consecutive_windows(ids, length)
+        return _random_windows(read, len(ids) - length + 1, seed, start)
+    windows = tf.data.Dataset.range(-(-len(ids) // length))
+    return mapped(windows, lambda n: {"targets": read(n * length)})
 
 
-def _random_windows(ids: np.ndarray, length: int, seed: int, start: Any) -> tf.data.Dataset:
+# Bytes of ids from which on they are kept in a file, of which a window is read when it is drawn.
+# TensorFlow copies a constant some ten times until it is in a function of a data set.
+_IN_A_FILE = 4 << 20
+
+
+def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
+    """Returns the ids of all documents, in the smallest type that holds the vocabulary's.
+
+    Many of them are a memory-mapped file, which vanishes with the array.
+    """
+    dtype = np.min_scalar_type(vocabulary.vocab_size - 1)
+
+    def encoded(document: bytes) -> Iterator[np.ndarray]:
+        for piece in pieces_of(document):
+            ids = np.array(vocabulary.encode(piece.decode("utf-8")), np.int64)
+            if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary.vocab_size:
+                raise ConfigError(
+                    f"train.run.vocabulary encodes a text as ids from {ids.min()} to {ids.max()}, "
+                    f"and its vocab_size is {vocabulary.vocab_size}"
+                )
+            yield ids.astype(dtype)
+        yield np.array([EOS_ID], dtype)
+
+    parts: list[np.ndarray] = []
+    size = 0
+    chunks = itertools.chain.from_iterable(map(encoded, documents))
+    for chunk in chunks:
+        parts.append(chunk)
+        size += chunk.nbytes
+        if size >= _IN_A_FILE:
+            break
+    else:
+        return np.concatenate(parts)
+    try:
+        with tempfile.TemporaryFile() as file:
+            for chunk in itertools.chain(parts, chunks):
+                file.write(chunk.tobytes())
+            file.flush()
+            return np.memmap(file, dtype, mode="r")
+    except OSError as error:
+        raise ConfigError(
+            f"The ids of a long text need a temporary file, which cannot be written in "
+            f"{tempfile.gettempdir()}: {error.strerror or error}. Set TMPDIR to a folder with room"
+        ) from error
+
+
+def _reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function from where a window begins to its ids, padded at the end of all."""
+
+    def of_file(begin: int) -> np.ndarray:
+        window = np.full([length], PAD_ID, np.int32)
+        found = ids[begin : begin + length]
+        window[: len(found)] = found
+        return window
+
+    if isinstance(ids, np.memmap):
+        return lambda begin: tf.ensure_shape(
+            tf.numpy_function(of_file, [begin], tf.int32), [length]
+        )
+    tokens = tf.constant(np.pad(ids, [0, -len(ids) % length], constant_values=PAD_ID))
+    return lambda begin: tf.reshape(
+        tf.cast(tf.slice(tokens, [begin], [length]), tf.int32), [length]
+    )
+
+
+def _random_windows(
+    read: Callable[[tf.Tensor], tf.Tensor], num_begins: int, seed: int, start: Any
+) -> tf.data.Dataset:
+    index = tf.int32 if num_begins <= tf.int32.max else tf.int64
+
     def window(n: tf.Tensor) -> dict[str, tf.Tensor]:
         # Stateless, so that a restarted run can take up the data at any step.
         begin = tf.random.stateless_uniform(
-            [], seed=tf.stack([tf.constant(seed, tf.int64), n]), maxval=len(ids) - length + 1,
-            dtype=tf.int32,
-        )  # fmt: skip
-        return {"targets": tf.reshape(tf.slice(tokens, [begin], [length]), [length])}
+            [], seed=tf.stack([tf.constant(seed, tf.int64), n]), maxval=num_begins, dtype=index
+        )
+        return {"targets": read(begin)}
 
-    tokens = tf.constant(ids)
     return mapped(tf.data.Dataset.range(start, np.iinfo(np.int64).max), window)
-
-
-def _consecutive_windows(ids: np.ndarray, length: int) -> tf.data.Dataset:
-    padded = np.full([-(-len(ids) // length) * length], PAD_ID, np.int32)
-    padded[: len(ids)] = ids
-    return tf.data.Dataset.from_tensor_slices({"targets": padded.reshape(-1, length)})
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:

@@ -5,11 +5,13 @@ Without TensorFlow, so that ``mtf-gradsync init`` answers at once.
 
 from __future__ import annotations
 
+import codecs
+import hashlib
 import logging
 import re
 import zlib
 from pathlib import Path
-from typing import Sequence
+from typing import Iterator, Mapping, Sequence, Tuple
 
 from mtf_gradsync._common import ConfigError, counted
 
@@ -19,8 +21,8 @@ _logger = logging.getLogger(__name__)
 _MIN_SHARED_PARAGRAPH = 40
 
 
-def read_python_topics() -> dict[str, str]:
-    """Returns the language reference that Python's ``help()`` shows, by topic.
+def read_python_topics() -> dict[str, bytes]:
+    """Returns the language reference that Python's ``help()`` shows, by topic, as UTF-8.
 
     It ships with CPython (``pydoc_data.topics``), about half a megabyte of English and code. The
     text changes a little with every Python version, and so do figures measured on it.
@@ -36,35 +38,67 @@ def read_python_topics() -> dict[str, str]:
             "python_topics trains on; use another Python, or bind "
             "train.run.train_dataset_fn = @text_files"
         ) from error
-    return {str(name): str(text) for name, text in topics.topics.items()}
+    return {str(name): str(text).encode("utf-8") for name, text in topics.topics.items()}
 
 
-def read_files(files: Sequence[str], setting: str = "text_files.files") -> dict[str, str]:
-    """Reads UTF-8 text files; returns their texts by name. Errors name the `setting`."""
+def read_files(files: Sequence[str], setting: str = "text_files.files") -> dict[str, bytes]:
+    """Reads UTF-8 text files; returns their texts by name, with the line ends of Unix.
+
+    Errors name the `setting`.
+    """
     if isinstance(files, str) or not files:
         raise ConfigError(f"{setting} must be a list of file names, got {files!r}")
     documents = {}
     for name in files:
         try:
-            documents[name] = Path(name).read_text(encoding="utf-8")
+            content = Path(name).read_bytes()
+            check = codecs.getincrementaldecoder("utf-8")()
+            for begin in range(0, len(content), _PIECE):
+                check.decode(content[begin : begin + _PIECE])
+            check.decode(b"", final=True)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{setting}: cannot read {name!r} as UTF-8: {error}") from error
-        if not documents[name].strip():
+        if b"\r" in content:
+            content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if not content or content.isspace():
             raise ConfigError(f"{setting}: {name!r} is empty")
+        documents[name] = content
     return documents
 
 
-def check_length(documents: dict[str, str], held_out_every: int, sequence_length: int) -> None:
+# Bytes of a text that are decoded at once: as text they may take four times as many.
+_PIECE = 1 << 20
+
+
+def pieces_of(text: bytes, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """Cuts a UTF-8 text, or a part of it, behind lines or words into pieces of about a megabyte."""
+    end = len(text) if end is None else end
+    while begin < end:
+        cut = min(begin + _PIECE, end)
+        if cut < end:
+            line, word = (text.rfind(mark, begin, cut) + 1 for mark in (b"\n", b" "))
+            cut = line or word or _beginning_of_character(text, cut)
+        yield bytes(text[begin:cut])
+        begin = cut
+
+
+def _beginning_of_character(text: bytes, at: int) -> int:
+    while at < len(text) and text[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+def check_length(documents: Mapping[str, bytes], held_out_every: int, sequence_length: int) -> None:
     """Raises a ConfigError if both splits of a text do not have a sequence of bytes each."""
     for split in ("train", "validation"):
         texts = split_documents(documents, split, held_out_every)
-        tokens = sum(len(text.encode("utf-8")) + 1 for text in texts)  # 1: the end of a document
+        tokens = sum(len(text) + 1 for text in texts)  # 1: the end of a document
         if tokens <= sequence_length:
             raise ConfigError(too_short(split, tokens, sequence_length, documents))
 
 
 def too_short(
-    split: str, tokens: int, sequence_length: int, documents: dict[str, str] | None = None
+    split: str, tokens: int, sequence_length: int, documents: Mapping[str, bytes] | None = None
 ) -> str:
     """Returns what to say of a split that has less than one sequence of tokens."""
     of = f" of {_named(documents)}" if documents else ""
@@ -74,71 +108,90 @@ def too_short(
     )
 
 
-_MORE = "Give more text (some thousand characters at least)"
+_MORE = "Give more text (some thousand bytes at least)"
 
 
-def _named(documents: dict[str, str]) -> str:
+def _named(documents: Mapping[str, bytes]) -> str:
     if not documents:
         return "no text"
-    return f"{counted(list(documents), 'text')} ({sum(map(len, documents.values())):,} characters)"
+    return f"{counted(list(documents), 'text')} ({sum(map(len, documents.values())):,} bytes)"
 
 
-def split_documents(documents: dict[str, str], split: str, held_out_every: int) -> list[str]:
+def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: int) -> list[bytes]:
     """Returns the documents of the split "train" or "validation", in the order of their names.
 
     Whether a document is held out, about one in held_out_every, depends on its name alone. Where
     those would be less than half or more than twice ``1 / held_out_every`` of the text (few
     documents, or of unequal lengths), the last part of each document is held out instead, from the
     nearest paragraph or line on. Documents quote each other, so paragraphs of the held-out part are
-    removed from the training text. How long both are is logged.
+    removed from the training text. How long both are is logged. Documents are UTF-8.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f'dataset_split must be "train" or "validation", got {split!r}')
     if held_out_every < 2:
         raise ConfigError(f"held_out_every must be at least 2, got {held_out_every!r}")
     given, held_out = _divided(documents, held_out_every)
-    seen = {_paragraph_key(one) for text in held_out for one in _paragraphs(text)} - {""}
-    train, removed = [], 0
-    for text in given:
-        kept = [one for one in _paragraphs(text) if _paragraph_key(one) not in seen]
-        removed += sum(map(len, _paragraphs(text))) - sum(map(len, kept))
-        train.append("\n\n".join(kept))
-    left, held = sum(map(len, given)) - removed, sum(map(len, held_out))
+    seen = {_paragraph_key(*one) for part in held_out for one in _paragraphs(*part)} - {b""}
+    train: list[bytes] = []
+    removed = 0
+    for part in given:
+        kept = bytearray()
+        first = True
+        for text, begin, end in _paragraphs(*part):
+            if seen and _paragraph_key(text, begin, end) in seen:
+                removed += end - begin
+            elif split == "train":
+                kept += b"" if first else b"\n\n"
+                # Piece by piece: a paragraph may be the whole text.
+                for piece in pieces_of(text, begin, end):
+                    kept += piece
+                first = False
+        train.append(kept)
+    left = sum(end - begin for _, begin, end in given) - removed
+    held = sum(end - begin for _, begin, end in held_out)
     if removed and left < held:
         raise ConfigError(
-            f"{removed:,} of the {left + removed:,} characters to train on are paragraphs that "
-            "the held-out part has, too: the text repeats itself. Take the repetitions out, or "
-            "give train.run.eval_dataset_fn a text of its own"
+            f"{removed:,} of the {left + removed:,} bytes to train on are paragraphs that the "
+            "held-out part has, too: the text repeats itself. Take the repetitions out, or give "
+            "train.run.eval_dataset_fn a text of its own"
         )
-    texts = train if split == "train" else held_out
-    if not any(text.strip() for text in texts):
+    texts = train if split == "train" else [text[begin:end] for text, begin, end in held_out]
+    if all(not text or text.isspace() for text in texts):
         raise ConfigError(
             f"The {split} split is empty: {_named(documents)} with held_out_every="
             f"{held_out_every} leaves nothing for it. {_MORE}"
         )
     also = f"; {removed:,} in both are not trained on" if removed else ""
     _logger.info(
-        "The text has %s characters to train on and %s held out (%.1f %%)%s",
+        "The text has %s bytes to train on and %s held out (%.1f %%)%s",
         f"{left:,}", f"{held:,}", 100 * held / (left + held), also,
     )  # fmt: skip
     return texts
 
 
-def _divided(documents: dict[str, str], held_out_every: int) -> tuple[list[str], list[str]]:
+# A text, and where a part of it begins and ends: parts are copied as late as can be.
+_Part = Tuple[bytes, int, int]
+
+
+def _divided(
+    documents: Mapping[str, bytes], held_out_every: int
+) -> tuple[list[_Part], list[_Part]]:
     """Returns the texts to train on, and those that are held out."""
     names = sorted(documents)
     chosen = {name for name in names if zlib.crc32(name.encode()) % held_out_every == 0}
     share, total = 1 / held_out_every, sum(map(len, documents.values()))
     length = sum(len(documents[name]) for name in chosen)
+    whole = {name: (documents[name], 0, len(documents[name])) for name in names}
     if total * share / 2 <= length <= total * min(2 * share, (1 + share) / 2):
-        train = [documents[name] for name in names if name not in chosen]
-        return train, [documents[name] for name in names if name in chosen]
-    parts = [_cut_in_two(documents[name], held_out_every) for name in names]
-    return [first for first, _ in parts], [last for _, last in parts]
+        train = [whole[name] for name in names if name not in chosen]
+        return train, [whole[name] for name in names if name in chosen]
+    cuts = {name: _cut_of(documents[name], held_out_every) for name in names}
+    first = [(text, 0, cuts[name]) for name, (text, _, _) in whole.items()]
+    return first, [(text, cuts[name], end) for name, (text, _, end) in whole.items()]
 
 
-def _cut_in_two(text: str, held_out_every: int) -> tuple[str, str]:
-    """Returns a text without its last part, and that part.
+def _cut_of(text: bytes, held_out_every: int) -> int:
+    """Returns where the last part of a text begins.
 
     Its length is ``1 / held_out_every`` of the text, or by up to a half more or less, so that it
     begins with a paragraph, or at least with a line.
@@ -149,19 +202,27 @@ def _cut_in_two(text: str, held_out_every: int) -> tuple[str, str]:
     for end in (_PARAGRAPH_END, _LINE_END):
         ends = [match.start() for match in end.finditer(text, earliest, latest)]
         if ends:
-            cut = max((at for at in ends if at <= target), default=ends[0])
-            return text[:cut], text[cut:]
-    return text[:target], text[target:]
+            return max((at for at in ends if at <= target), default=ends[0])
+    return _beginning_of_character(text, target)
 
 
-_PARAGRAPH_END, _LINE_END = re.compile(r"\n[ \t]*\n"), re.compile(r"\n")
+_PARAGRAPH_END, _LINE_END = re.compile(rb"\n[ \t]*\n"), re.compile(rb"\n")
 
 
-def _paragraphs(text: str) -> list[str]:
-    return _PARAGRAPH_END.split(text)
+def _paragraphs(text: bytes, begin: int, end: int) -> Iterator[_Part]:
+    for match in _PARAGRAPH_END.finditer(text, begin, end):
+        yield text, begin, match.start()
+        begin = match.end()
+    yield text, begin, end
 
 
-def _paragraph_key(paragraph: str) -> str:
-    """Returns a key that equal paragraphs share, "" for a paragraph too short to matter."""
-    key = " ".join(paragraph.split())
-    return key if len(key) >= _MIN_SHARED_PARAGRAPH else ""
+def _paragraph_key(text: bytes, begin: int, end: int) -> bytes:
+    """Returns a key that equal paragraphs share, b"" for a paragraph too short to matter."""
+    digest, length = hashlib.blake2b(digest_size=16), 0
+    for piece in pieces_of(text, begin, end):
+        words = " ".join(piece.decode("utf-8").split())
+        if words:
+            words = f" {words}" if length else words
+            digest.update(words.encode("utf-8"))
+            length += len(words)
+    return digest.digest() if length >= _MIN_SHARED_PARAGRAPH else b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Iterable
 
 import gin
+import numpy as np
 
 PAD_ID = 0
 EOS_ID = 1
@@ -28,7 +29,8 @@ class ByteVocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text's bytes."""
-        return [byte + self.NUM_SPECIAL_IDS for byte in text.encode("utf-8")]
+        ids = np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+        return (ids + self.NUM_SPECIAL_IDS).tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids; special ids are skipped, broken UTF-8 is marked."""

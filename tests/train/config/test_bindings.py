@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -115,3 +117,21 @@ def test_nothing_is_left_to_register_once_a_config_is_read():
     """
     with Processes() as processes:
         assert processes.wait(processes.fork("-c", textwrap.dedent(program))).endswith("all\n")
+
+
+_ALL_LOADED = """
+import importlib, pkgutil
+import gin
+from mtf_gradsync import train
+from mtf_gradsync.train import gin_files
+
+gin.finalize()
+for module in pkgutil.walk_packages(train.__path__, train.__name__ + "."):
+    importlib.import_module(module.name)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_of_train_registers_names_once_a_config_is_read():
+    """The commands import most of it afterwards."""
+    subprocess.run([sys.executable, "-c", _ALL_LOADED], check=True)

@@ -1,5 +1,9 @@
 import re
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.vocabulary import EOS_ID, ByteVocabulary
 
-TEXTS = ["".join(chr(97 + i % 26) for i in range(50)), "0123456789" * 4]
+TEXTS = [bytes(97 + i % 26 for i in range(50)), b"0123456789" * 4]
 
 
 def windows(split, seed=0, start=0):
@@ -37,9 +41,69 @@ def test_validation_shows_every_token_once():
     batches = read("validation", None)
     tokens = np.concatenate([batch["targets"].reshape(-1) for batch in batches])
     expected = ByteVocabulary()
-    ids = [i for t in TEXTS for i in [*expected.encode(t), EOS_ID]]
+    ids = [i for t in TEXTS for i in [*expected.encode(t.decode()), EOS_ID]]
     assert tokens[tokens > 0].tolist() == ids
     assert {batch["targets"].shape for batch in batches} == {(4, 8)}
+
+
+def test_ids_in_a_file_are_those_in_memory(monkeypatch):
+    in_memory = {split: read(split, 3) for split in ("train", "validation")}
+    monkeypatch.setattr(data, "_IN_A_FILE", 16)
+    assert isinstance(data._ids(TEXTS, ByteVocabulary()), np.memmap)
+    for split, expected in in_memory.items():
+        for batch, other in zip(read(split, 3), expected):
+            np.testing.assert_array_equal(batch["targets"], other["targets"])
+            assert batch["targets"].dtype == np.int32
+
+
+def test_ids_have_the_smallest_type_that_holds_them():
+    class Vocabulary(ByteVocabulary):
+        vocab_size = 70_000
+
+    assert data._ids(TEXTS, ByteVocabulary()).dtype == np.uint16
+    assert data._ids(TEXTS, Vocabulary()).dtype == np.uint32
+    Vocabulary.vocab_size = 100
+    with pytest.raises(ConfigError, match=r"ids from 100 to 125, and its vocab_size is 100"):
+        data._ids(TEXTS, Vocabulary())
+
+
+def test_no_room_for_ids_is_an_error_of_one_line(monkeypatch):
+    monkeypatch.setattr(data, "_IN_A_FILE", 16)
+    full = Path("/dev/full")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: full.open("wb"))
+    with pytest.raises(ConfigError, match=r"No space left on device\. Set TMPDIR"):
+        windows("train")
+
+
+_MEMORY = """
+import resource, sys
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.data import datasets
+from mtf_gradsync.train.data.vocabulary import ByteVocabulary
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+tf.disable_v2_behavior()
+before = peak()
+for split in ("train", "validation"):
+    given = {"targets": 64}, ByteVocabulary(), split, [sys.argv[1]]
+    datasets.read_batches(lambda: datasets.text_files(*given), 4, 2)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_text_takes_little_memory_whatever_its_characters(tmp_path):
+    """As text, one emoji makes four bytes of each character."""
+    path, size = tmp_path / "long.txt", 50 << 20
+    line = b"the quick brown fox jumps over the lazy dog \xf0\x9f\x98\x80\n"
+    path.write_bytes(line * (size // len(line)))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY, path], check=True, capture_output=True, text=True
+    )
+    # The text, the part to train on, and the pages of the file of ids that are looked at.
+    assert int(done.stdout.splitlines()[-1]) < 4 * size
 
 
 def shuffled():
