@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Collection, Iterable, NamedTuple, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from mtf_gradsync._common import (
     some_of,
 )
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import give_initializer
+from mtf_gradsync._private.tensorflow import give_initializer, session_interface
 from mtf_gradsync.optimizers.beginning import begin_anew
 from mtf_gradsync.optimizers.resharding import ISLAND, STATE_COLLECTION, Saved, changes, value_for
 from mtf_gradsync.optimizers.restoring import ReshardingSaver
@@ -261,6 +262,43 @@ def _listed(lines: Sequence[str]) -> list[str]:
     return [*listed, f"  and {more} more"] if more > 0 else listed
 
 
+class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it is called
+    """The values that a checkpoint is made of: in place of a session, to `tf.train.Saver.save`."""
+
+    def __init__(self, sess: Any, saver_def: Any):
+        """Reads all values in one run of a session."""
+        last = sess.graph.get_tensor_by_name(saver_def.save_tensor_name).op
+        (save,) = [op for op in (last, *last.control_inputs) if op.type == "SaveV2"]
+        _, names, slices, *tensors = save.inputs
+        self._filename = saver_def.filename_tensor_name
+        # TensorFlow hands out its own memory, which it does not write to as long as it is held.
+        names, slices, values = sess.run([names, slices, tensors])
+        with tf.Graph().as_default() as graph:
+            self._prefix = tf.placeholder(tf.string, [])
+            inputs = [tf.placeholder(x.dtype, x.shape) for x in tensors]
+            self._write = tf.raw_ops.SaveV2(
+                prefix=self._prefix, tensor_names=names, shape_and_slices=slices, tensors=inputs
+            )
+        self._values = dict(zip(inputs, values))
+        self._session = tf.Session(graph=graph, config=tf.ConfigProto(device_count={"GPU": 0}))
+
+    @property
+    def graph(self) -> tf.Graph:
+        """The graph of the operation that writes."""
+        return self._session.graph
+
+    def run(self, fetches: Any, feed_dict: Any = None, *unused: Any, **unused_named: Any) -> str:
+        """Writes the values to the file that a saver feeds; returns its name."""
+        prefix = feed_dict[self._filename]
+        self._session.run(self._write, {self._prefix: prefix, **self._values})
+        return prefix
+
+    def close(self) -> None:
+        """Lets go of the values."""
+        self._session.close()
+        self._values = {}
+
+
 class RunSaver(ReshardingSaver):
     """A Saver of a run's checkpoints, by default of all global variables of a graph.
 
@@ -279,7 +317,7 @@ class RunSaver(ReshardingSaver):
         self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
     ) -> str:
         """Writes a checkpoint; see `tf.train.Saver.save`."""
-        if self._to_masters:
+        if self._to_masters and not isinstance(sess, _TakenValues):
             sess.run(self._to_masters)
         self._check_masters(sess, global_step)
         if "://" in save_path:  # where files are written in another way
@@ -324,6 +362,7 @@ class TrainingSaver(RunSaver):
 
     def __init__(self, sums_may_be_bad: bool, lowering: mtf.Lowering | None = None, **kwargs: Any):
         super().__init__(lowering, **kwargs)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         names = {v.op.name for v in tf.trainable_variables()}
         if not sums_may_be_bad:
             # What an accumulator holds is in the next update.
@@ -354,7 +393,38 @@ class TrainingSaver(RunSaver):
                 f"{first_line(error)}"
             ) from error
 
+    def begin_save(self, sess: Any, save_path: str, global_step: int) -> Future[str]:
+        """Takes the values of a checkpoint, and writes it beside whatever comes next.
+
+        It returns once the session may go on: the values are those of now. There may be one such
+        checkpoint at a time.
+
+        Args:
+          sess: a session whose masters are up to date, or this saver's lowering brings them there.
+          save_path: as for `save`.
+          global_step: as for `save`.
+
+        Returns:
+          A future of what `save` returns or raises.
+
+        Raises:
+          TrainingError: a trained variable or a sum of gradients is not finite.
+        """
+        if self._to_masters:
+            sess.run(self._to_masters)
+        self._check_masters(sess, global_step)
+        taken = _TakenValues(sess, self.saver_def)
+        return self._writer.submit(self._write_taken, taken, save_path, global_step)
+
+    def _write_taken(self, taken: _TakenValues, save_path: str, global_step: int) -> str:
+        try:
+            return self.save(taken, save_path, global_step, write_meta_graph=False)
+        finally:
+            taken.close()
+
     def _check_masters(self, sess: Any, global_step: Any) -> None:
+        if isinstance(sess, _TakenValues):
+            return  # checked when they were taken
         if not self._finite:
             return
         # By name: a SIMD program's session runs a graph of its own.

@@ -6,6 +6,7 @@ import abc
 import collections
 import contextlib
 import tempfile
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Iterable, Mapping, Sequence, TypeVar
 
@@ -172,6 +173,21 @@ class ReplicaSession(abc.ABC):
         self._ops.check_has_variables()
         self._bring_masters_up_to_date()
         return self._write(path, saver, global_step)
+
+    def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
+        """Takes the values of a checkpoint, and writes it beside the steps that follow.
+
+        Args:
+          path: as for `save`.
+          saver: one with a method `begin_save`: a `mtf_gradsync.runtimes.saving.TrainingSaver`.
+          global_step: as for `save`.
+
+        Returns:
+          A future of what `save` returns or raises.
+        """
+        self._ops.check_has_variables()
+        self._bring_masters_up_to_date()
+        return saver.begin_save(self._session, path, global_step)
 
     def restore(self, path: str) -> None:
         """Restores a checkpoint of `save`, or of any ``tf.train.Saver`` of the same variables.

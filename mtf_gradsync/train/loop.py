@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import time
+from concurrent.futures import Future
 from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._common import ConfigError, TrainingError, first_line
@@ -34,6 +35,7 @@ _STEPS_BEFORE_TIMELINE = 5
 class LoopSettings(NamedTuple):
     """How long to train, and how often to save and log; see `RunConfig`.
 
+    With `saves_beside_steps` checkpoints are written beside the steps that follow, not before them.
     `parameters` are those that are trained, by which the model FLOPs utilization (MFU) counts 6
     operations for each token (Chowdhery et al. 2022, PaLM, appendix B, without attention).
     """
@@ -44,6 +46,7 @@ class LoopSettings(NamedTuple):
     tokens_per_step: int
     loss_denominator: float
     parameters: int
+    saves_beside_steps: bool = True
     timeline_steps: int = 0
 
 
@@ -114,6 +117,7 @@ def train_loop(
             if stopped_by is None:
                 stopped_by = train_to(settings.train_steps)
             loop.save()
+            loop.settle()
             loop.tell_left_steps()
         except (TrainingError, ConfigError):
             raise
@@ -146,7 +150,8 @@ class _Loop:
         self._on_first_step: Callable[[], None] | None = on_first_step
         self._patience = Patience(optimizers)
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
-        self.step = self._saved_at = runner.first_step
+        self.step = self._saved_at = self._begun_at = runner.first_step
+        self._saving: Future[str] | None = None
         # Updates made by the end of each step, where the optimizers count them.
         self._updates: list[int] = []
         self.seconds = 0.0
@@ -165,6 +170,7 @@ class _Loop:
             # The steps before are good. (Other processes may be in the middle of this one.)
             if self._runner.is_alone:
                 self.save()
+                self.settle()
             raise DataError(f"{error} {self._newest()}") from error
         self.step += 1
         # The user wants to see the first step at once.
@@ -172,6 +178,8 @@ class _Loop:
         while len(self._pending) > ahead:
             self._look_at_oldest()
         self.seconds += time.monotonic() - began
+        if self._saving and self._saving.done():
+            self.settle()
         self._runner.exchange(is_last=self.step == self._settings.train_steps)
         if self.step % self._settings.save_checkpoints_steps == 0:
             self.save()
@@ -202,7 +210,9 @@ class _Loop:
             self._look_at_oldest()
 
     def _newest(self) -> str:
-        """Returns a sentence on the checkpoint that there is."""
+        """Returns a sentence on the checkpoint that there is, or that is there in a moment."""
+        if self._saving and not self._saving.exception():
+            self._saved_at = self._begun_at
         if self._saved_at:
             return f"The newest checkpoint is of step {self._saved_at}."
         return "There is no checkpoint yet."
@@ -219,18 +229,31 @@ class _Loop:
         )
 
     def save(self) -> None:
-        """Saves a checkpoint of the last step, unless that step has one already."""
+        """Begins to save a checkpoint of the last step, unless that step has one already.
+
+        It is written beside the next steps, or before them if something has to be done with it.
+        """
         began = time.monotonic()
         self._look_at_all()
         self.seconds += time.monotonic() - began
-        if self.step == self._saved_at:
+        if self.step == self._begun_at:
             return
+        self.settle()
         self._check_waits()
         self._recorder.leave_means(self.step, self._means)
-        path = self._runner.save(self.step)
-        self._saved_at = self.step
-        self.is_at_end = self._on_checkpoint(path, self.step, self.progress)
+        self._saving, self._begun_at = self._runner.begin_save(self.step), self.step
+        if not self._settings.saves_beside_steps:
+            self.settle()
         self.progress.pause()
+
+    def settle(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one, and passes it on."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        path = saving.result()
+        self._saved_at = self._begun_at
+        self.is_at_end = self._on_checkpoint(path, self._saved_at, self.progress)
 
     def tell_left_steps(self) -> None:
         """Says how many microbatch steps are in sums and in no update, where there are some."""

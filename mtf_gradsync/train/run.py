@@ -452,6 +452,8 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
                     tokens_per_step=job.tokens_per_step,
                     loss_denominator=graph.loss_denominator,
                     parameters=graph.num_parameters,
+                    # A checkpoint that is scored is read before the next step.
+                    saves_beside_steps=config.eval_dataset_fn is None,
                     timeline_steps=config.timeline_steps,
                 ),
                 recorder,

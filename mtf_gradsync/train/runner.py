@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
+from concurrent.futures import Future
 from typing import Any, Callable, NamedTuple, Sequence, get_args
 
 import numpy as np
@@ -115,8 +116,12 @@ class Runner(abc.ABC):
         """
 
     @abc.abstractmethod
-    def save(self, step: int) -> str:
-        """Writes a checkpoint and returns its path. All steps' results must have been read."""
+    def begin_save(self, step: int) -> Future[str]:
+        """Takes the values of a checkpoint, and writes it beside the steps that follow.
+
+        Returns a future of its path. All steps' results must have been read, and the checkpoint
+        before must have been written.
+        """
 
     @abc.abstractmethod
     def timeline(self) -> Timeline:
@@ -328,12 +333,9 @@ class PlacementMeshRunner(GraphRunner):
         values = self._session.run(self._fetches, batch)
         return lambda: values
 
-    def save(self, step: int) -> str:
+    def begin_save(self, step: int) -> Future[str]:
         """See `Runner`."""
-        # The graph can be rebuilt from the config; its file would be larger than the variables'.
-        return self._raw(
-            lambda session: self._saver.save(session, self._prefix, step, write_meta_graph=False)
-        )
+        return self._raw(lambda session: self._saver.begin_save(session, self._prefix, step))
 
     def should_stop(self) -> bool:
         """See `Runner`."""
@@ -392,9 +394,9 @@ class SimdProgramRunner(GraphRunner):
 
         return result
 
-    def save(self, step: int) -> str:
+    def begin_save(self, step: int) -> Future[str]:
         """See `Runner`."""
-        return self._session.save(self._prefix, saver=self._saver, global_step=step)
+        return self._session.begin_save(self._prefix, self._saver, step)
 
     def agreed_stop(self, received: int | None) -> int | None:
         """See `Runner`."""

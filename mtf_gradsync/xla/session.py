@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+from concurrent.futures import Future
 from typing import Any, Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -301,6 +302,14 @@ class XlaSession(ReplicaSession):
         values = self._session.run(names, feeds) if names else ()
         self._variables.forget(touched.written)
         return dict(zip(names, values))
+
+    def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
+        """See `ReplicaSession.begin_save`; several processes write before they go on."""
+        if self._cores.is_alone:
+            return super().begin_save(path, saver, global_step)
+        written: Future[str] = Future()
+        written.set_result(self.save(path, saver=saver, global_step=global_step))
+        return written
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
         """Writes the checkpoint on the first process; returns on all when the files are there."""
