@@ -143,13 +143,13 @@ def is_last_step() -> tf.Tensor:
       A boolean tf scalar: true on step `RunConfig.train_steps`.
 
     Raises:
-      ValueError: no training step of ``mtf-gradsync train`` is being built.
+      RuntimeError: no training step of ``mtf-gradsync train`` is being built.
     """
     known = tf.get_collection(_LAST_STEP)
     if not known:
-        raise ValueError(
-            "is_last_step is for runs of mtf-gradsync train, which know their last step. In a "
-            "program of your own, give flush a boolean tensor."
+        raise RuntimeError(
+            "Only steps that mtf-gradsync train builds know whether they are the last: is_last_step "
+            "is for their configs. In a program of your own, give flush a boolean tensor."
         )
     step, last = known[-1]
     return tf.greater_equal(step + 1, last)

@@ -169,7 +169,9 @@ NO_SLICES = {
     "_private/mesh_tensorflow.py", "_private/patches.py",  # masters
     "compat_v1/accumulation.py",  # optimizers off the mesh
     "estimator/builder.py", "step/branch.py", "train/train_graph.py",  # step counters of TensorFlow
+    "runtimes/saving.py",  # initial values of masters
     "step/randomness.py", "xla/bridge.py",  # states of random numbers
+    "train/data/batches.py",  # how many examples a data set has drawn
 }  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def test_an_error_before_the_first_checkpoint_names_none(train):
 def test_gpus_that_are_not_there_are_named(train):
     if tf.config.list_physical_devices("GPU"):
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ConfigError, match=r"mesh_devices names /device:GPU:0, and .* no GPU here"):
+    with pytest.raises(ConfigError, match=r"mesh_devices names /device:GPU:0, and .* no GPUs here"):
         train(
             "train.run.runtime = 'placement_mesh'",
             "train.run.mesh_devices = ['/gpu:0', '/gpu:1']",
