@@ -148,8 +148,9 @@ def is_last_step() -> tf.Tensor:
     known = tf.get_collection(_LAST_STEP)
     if not known:
         raise RuntimeError(
-            "Only steps that mtf-gradsync train builds know whether they are the last: is_last_step "
-            "is for their configs. In a program of your own, give flush a boolean tensor."
+            "Only steps that mtf-gradsync train builds know whether they are the last: "
+            "is_last_step is for their configs. In a program of your own, give flush a boolean "
+            "tensor."
         )
     step, last = known[-1]
     return tf.greater_equal(step + 1, last)
