@@ -302,15 +302,15 @@ class TpuMachine:
         center network.
         """
         named = slice_of(topology)
-        if named.count > 1 and dcn_bytes_per_second is None:
+        if named.slices > 1 and dcn_bytes_per_second is None:
             raise ValueError(
-                f"The {named.count} slices of {topology!r} exchange data over a data center "
+                f"The {named.slices} slices of {topology!r} exchange data over a data center "
                 "network: give what a chip sends over it, as dcn_bandwidth (in GB/s)."
             )
         places = places_of(topology)
         self.name = topology
         self.cores = len(places)
-        self.slices = named.count
+        self.slices = named.slices
         self._of_slice = self.cores // self.slices
         self.chips = self.slices * len({place[:-1] for place in places})
         self.memory_per_core: int | None = named.generation.memory_per_core

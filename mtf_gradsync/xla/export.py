@@ -294,10 +294,13 @@ def _by_name(program: Program, values: Mapping[Any, Any]) -> dict[str, Any]:
     return {graph.as_graph_element(k, allow_operation=False).name: v for k, v in values.items()}
 
 
+_MEETING = (meeting.__file__, members.__file__)
+
+
 def _runner() -> dict[str, bytes]:
     """Returns the files of the runner, by path in the folder."""
-    modules = [*sorted((_HERE / "runner").glob("*.py")), meeting.__file__, members.__file__]
-    paths = [_HERE / "run.py", *map(Path, modules)]
+    modules = [*sorted((_HERE / "runner").glob("*.py")), *map(Path, _MEETING)]
+    paths = [_HERE / "run.py", *modules]
     files = {path.name if path == paths[0] else f"runner/{path.name}": path for path in paths}
     return {name: path.read_bytes() for name, path in files.items()}
 

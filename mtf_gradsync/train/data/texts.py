@@ -11,7 +11,7 @@ import logging
 import re
 import zlib
 from pathlib import Path
-from typing import Iterator, Mapping, Sequence, Tuple
+from typing import Any, Iterator, Mapping, Sequence, Tuple
 
 from mtf_gradsync._common import ConfigError, counted
 
@@ -132,7 +132,7 @@ def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: 
         raise ConfigError(f"held_out_every must be at least 2, got {held_out_every!r}")
     given, held_out = _divided(documents, held_out_every)
     seen = {_paragraph_key(*one) for part in held_out for one in _paragraphs(*part)} - {b""}
-    train: list[bytes] = []
+    train: list[Any] = []  # of bytes, or of what can be used as such
     removed = 0
     for part in given:
         kept = bytearray()

@@ -374,14 +374,14 @@ class Slice(NamedTuple):
       config: libtpu's name of a way to see their cores, as in "megacore"; "" for its own choice.
       generation: the generation, with the memory of a core that is seen so.
       chip: the published figures of the chip.
-      count: the number of such slices, which a data center network joins.
+      slices: the number of such slices, which a data center network joins.
     """
 
     topology: str
     config: str
     generation: Generation
     chip: Chip
-    count: int = 1
+    slices: int = 1
 
     @property
     def rates(self) -> Rates:
@@ -441,7 +441,7 @@ def slice_of(topology: str) -> Slice:
     """
     several = re.fullmatch(r"([1-9]\d*)x([a-z].*)", topology) if isinstance(topology, str) else None
     if several:
-        return slice_of(several[2])._replace(count=int(several[1]))
+        return slice_of(several[2])._replace(slices=int(several[1]))
     first, slash, config = topology.partition("/") if isinstance(topology, str) else ("", "", "")
     name = _topology_of_cloud(first)
     kind, _, shape = name.partition(":")

@@ -57,7 +57,7 @@ def ask(
     request = {
         "topology": named.topology,
         "chip_config": named.config,
-        "slices": named.count,
+        "slices": named.slices,
         "num_cores": num_cores,
         "compile": module is not None,
         "estimate": list(estimate),
