@@ -33,25 +33,64 @@ def counted(names: Sequence[str], noun: str) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns whether a value is a real number, Python's or numpy's."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Returns whether a value is a real number that a float holds, Python's or numpy's."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
-def is_whole_number(value: Any, least: int = 1) -> TypeGuard[int]:
-    """Returns whether a value is a whole number, Python's or numpy's, of at least `least`."""
+#: The largest int32: the dtype of what a step counts.
+INT32_MAX = 2**31 - 1
+
+
+def is_whole_number(value: Any, least: int = 1, most: int | None = None) -> TypeGuard[int]:
+    """Returns whether a value is a whole number, Python's or numpy's, from `least` to `most`."""
     return (
-        isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and int(value) >= least
+        and (most is None or int(value) <= most)
     )
 
 
-def check_whole_number(name: str, value: Any, least: int = 1, more: str = "") -> None:
-    """Raises ValueError unless an argument is a whole number of at least `least`.
+def check_whole_number(
+    name: str, value: Any, least: int = 1, more: str = "", most: int | None = INT32_MAX
+) -> int:
+    """Returns an argument as Python's int.
 
-    `more` is a sentence for the end of the error.
+    Raises ValueError unless it is a whole number of at least `least` that an int32 holds, or of at
+    most `most`, if that is another number or None; `more` is a sentence for the end of the error.
     """
     if not is_whole_number(value, least):
         what = f"{name} must be a whole number of {least} or more, got {value!r}."
         raise ValueError(f"{what} {more}".rstrip())
+    if most is not None and value > most:
+        upper = f"{most}, the largest int32" if most == INT32_MAX else str(most)
+        what = f"{name} must be a whole number from {least} to {upper}, got {value!r}."
+        raise ValueError(f"{what} {more}".rstrip())
+    return int(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Returns an argument as a bool; raises TypeError unless it is True or False, or numpy's."""
+    if isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and not value.shape):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def elements(value: Any) -> list[Any] | None:
+    """Returns what an argument lists; None for what lists nothing, such as a tensor or a text."""
+    # To iterate over a tensor adds operations to its graph before it fails.
+    if isinstance(value, (str, bytes)) or hasattr(value, "graph"):
+        return None
+    try:
+        return list(value)
+    except TypeError:
+        return None
 
 
 _logger = logging.getLogger("mtf_gradsync")

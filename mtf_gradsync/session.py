@@ -7,7 +7,7 @@ from typing import Iterator
 
 import gin
 
-from mtf_gradsync._common import counted
+from mtf_gradsync._common import check_flag, check_whole_number, counted
 from mtf_gradsync._private.libraries import tf
 
 
@@ -47,13 +47,17 @@ def session_config(
       A ConfigProto for ``tf.Session(config=...)`` and ``tf.train.Server(config=...)``.
 
     Raises:
-      ValueError: if num_cpu_devices is less than 1, or collective_group_leader names no task.
+      ValueError: num_cpu_devices is not a whole number of 1 or more, a number of threads not one
+        of 0 or more, or collective_group_leader names no task.
+      TypeError: allow_soft_placement or repeatable is neither True nor False.
     """
-    if num_cpu_devices is not None and num_cpu_devices < 1:
-        raise ValueError(
-            f"num_cpu_devices must be at least 1, or None for TensorFlow's default; "
-            f"got {num_cpu_devices!r}"
-        )
+    if num_cpu_devices is not None:
+        more = "None takes TensorFlow's default of one."
+        num_cpu_devices = check_whole_number("num_cpu_devices", num_cpu_devices, 1, more)
+    inter_op_threads = check_whole_number("inter_op_threads", inter_op_threads, 0)
+    intra_op_threads = check_whole_number("intra_op_threads", intra_op_threads, 0)
+    allow_soft_placement = check_flag("allow_soft_placement", allow_soft_placement)
+    repeatable = check_flag("repeatable", repeatable)
     leader = None if collective_group_leader is None else _task_name(collective_group_leader)
     config = tf.ConfigProto(
         allow_soft_placement=allow_soft_placement,
@@ -75,7 +79,7 @@ def session_config(
 def _task_name(task: str) -> str:
     """Returns a task's name as TensorFlow's servers spell it; they compare names as text."""
     try:
-        spec = tf.DeviceSpec.from_string(task)
+        spec = tf.DeviceSpec.from_string(task if isinstance(task, str) else "")
     except (AttributeError, TypeError, ValueError):
         spec = tf.DeviceSpec()
     if spec.job is None or spec.task is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterable, Literal, NamedTuple, Sequence
 
-from mtf_gradsync._common import check_whole_number, counted, is_number
+from mtf_gradsync._common import check_flag, check_whole_number, counted, is_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
     control_flow_v1,
@@ -73,7 +73,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                 f"got {backward_passes_per_step!r}: its counters are local variables, so that a "
                 "schedule would begin anew with every session."
             )
-        check_whole_number("backward_passes_per_step", backward_passes_per_step)
+        passes = check_whole_number("backward_passes_per_step", backward_passes_per_step)
         if any(isinstance(o, tf.train.SyncReplicasOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
                 "GradientAccumulationOptimizer around SyncReplicasOptimizer would put the queues "
@@ -83,9 +83,9 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
             )
         super().__init__(use_locking=False, name=name)
         self.opt = self._opt = opt  # the latter for wrappers of others that look inside
-        self._passes = int(backward_passes_per_step)
-        self._average = bool(average_aggregated_gradients)
-        self._sparse_as_dense = bool(sparse_as_dense)
+        self._passes = passes
+        self._average = check_flag("average_aggregated_gradients", average_aggregated_gradients)
+        self._sparse_as_dense = check_flag("sparse_as_dense", sparse_as_dense)
         self._allreduce = allreduce_fn
         self._dtype = accumulator_dtype
         self._states: list[_State] = []
@@ -342,7 +342,7 @@ class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
           **named: TensorFlow's.
 
         Raises:
-          ValueError: there is accumulation inside.
+          ValueError: there is accumulation inside, or a number is not whole, or less than 1.
         """
         if any(isinstance(o, GradientAccumulationOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
@@ -351,6 +351,9 @@ class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
                 "adds up gradients itself: give it the inner optimizer, and multiply "
                 "replicas_to_aggregate by backward_passes_per_step."
             )
+        replicas_to_aggregate = check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
+        if total_num_replicas is not None:
+            total_num_replicas = check_whole_number("total_num_replicas", total_num_replicas)
         if is_number(variable_averages):
             variable_averages = tf.train.ExponentialMovingAverage(variable_averages)
         super().__init__(

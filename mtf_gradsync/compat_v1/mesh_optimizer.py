@@ -99,14 +99,8 @@ class MeshOptimizer(mtf.optimize.Optimizer):
           ValueError: lengths differ, a shape differs from its variable's, or an mtf scalar was
             given for what a variable begins with.
         """
-        grads, variables = check_grads_and_variables(grads, variables)
+        grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
-        for grad, variable in pairs:
-            if grad.shape != variable.shape:
-                raise ValueError(
-                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but the "
-                    f"variable has {variable.shape.to_string}."
-                )
         if not pairs:
             return []
         rule = rule_of(self.opt)

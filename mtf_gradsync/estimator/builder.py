@@ -8,10 +8,11 @@ import gin
 import tensorflow as tf2
 
 from mtf_gradsync import simd
+from mtf_gradsync._common import check_flag
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.estimator.host import MeanLossHook
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, as_layout, as_mesh_shape
 from mtf_gradsync.optimizers import reported, split_by_shard, traits_of
 from mtf_gradsync.optimizers.pipeline.weights import mean_loss
 from mtf_gradsync.reduce import placement_mesh_impl
@@ -87,7 +88,8 @@ class SpecBuilder:
         modes = (_Modes.TRAIN, _Modes.EVAL, _Modes.PREDICT)
         if mode not in modes:
             raise ValueError(f"mode must be one of {list(modes)}, got {mode!r}.")
-        shape, layout = mtf.convert_to_shape(mesh_shape), mtf.convert_to_layout_rules(layout)
+        shape, layout = as_mesh_shape(mesh_shape), as_layout(layout)
+        autostack = check_flag("autostack", autostack)
         context = params.get("context") if hasattr(params, "get") else None
         self._is_simd = context is not None
         placer = None
@@ -97,7 +99,9 @@ class SpecBuilder:
             # An exported model loads anywhere.
             is_anywhere = mode == _Modes.PREDICT
             default = ["" if is_anywhere else f"/device:CPU:{n}" for n in range(shape.size)]
-            self.mesh_impl = placement_mesh_impl(shape, layout, list(devices or default))
+            self.mesh_impl = placement_mesh_impl(
+                shape, layout, default if devices is None else devices
+            )
         self.mode = mode
         self.graph = mtf.Graph()
         self.mesh = mtf.Mesh(self.graph, "mesh", placer)

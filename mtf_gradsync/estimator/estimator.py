@@ -9,7 +9,8 @@ import tempfile
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from mtf_gradsync import simd, xla
-from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
+from mtf_gradsync._common import check_whole_number
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from mtf_gradsync.estimator.host import Evaluation, HostCallHook, training_hooks, write_summary
 from mtf_gradsync.estimator.specs import (
     ModelFn,
@@ -22,7 +23,7 @@ from mtf_gradsync.estimator.specs import (
     warm_start_settings,
     write_saved_model,
 )
-from mtf_gradsync.mesh.axes import MeshShapeLike
+from mtf_gradsync.mesh.axes import MeshShapeLike, as_mesh_shape
 from mtf_gradsync.optimizers.average import check_averages_kept
 from mtf_gradsync.runtimes.sessions import RUNTIMES, OnCores, OnDevices, RuntimeName
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
@@ -456,8 +457,8 @@ class Estimator(_TensorFlows):
 
 def _check_positive(**numbers: int | None) -> None:
     for name, number in numbers.items():
-        if number is not None and number <= 0:
-            raise ValueError(f"{name} must be more than 0, or None; got {number!r}.")
+        if number is not None:
+            check_whole_number(name, number, 1, "Or give None.", most=None)
 
 
 def _checked_runtime(
@@ -514,7 +515,7 @@ def run_config(
     Returns:
       A RunConfig of Estimator's, or with tpu_config of TPUEstimator's.
     """
-    size = None if mesh_shape is None else mtf.convert_to_shape(mesh_shape).size
+    size = None if mesh_shape is None else as_mesh_shape(mesh_shape).size
     settings.setdefault("session_config", session_config(num_cpu_devices=size))
     if tpu_config is None:
         return tf.estimator.RunConfig(model_dir=model_dir, **settings)

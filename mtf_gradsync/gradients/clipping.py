@@ -7,7 +7,7 @@ from typing import Any, Container, NamedTuple, Sequence, Union
 
 import numpy as np
 
-from mtf_gradsync._common import is_number, walk, warn_once
+from mtf_gradsync._common import check_flag, is_number, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
 from mtf_gradsync.gradients.arguments import Bounds, is_tensor, scalar_of_step
@@ -243,6 +243,7 @@ def clip_by_shard_norm(
     check_one_mesh(grads, "clip_by_shard_norm")
     check_axes(axes)
     check_clip_norm(clip_norm)
+    accept_summed = check_flag("accept_summed", accept_summed)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     common_shard_dims([g for g in grads if g is not None], axes)
     shards = per_shard(grads, axes, strategy, accept_summed)

@@ -9,15 +9,18 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.gradients.stage import (
+    MaybeGradients,
     PartialSum,
     StageOperation,
+    check_one_mesh,
+    check_present,
     on_mesh,
     partial_sum,
     reduce_partial_sums,
     reduced_values,
 )
 from mtf_gradsync.gradients.stages import each_mesh, shard_dims_in
-from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import CompressedAllReduce, GradientStrategy
 from mtf_gradsync.reduce.sums import ordered_add_n
@@ -199,14 +202,21 @@ _RANGES = mtf.Dimension("ranges_of_squares", 2)
 
 
 def _measured(
-    grads: Sequence[mtf.Tensor],
+    grads: MaybeGradients,
     reducer: Strategy | None,
     measure: Measure,
-    shard_dims: Sequence[mtf.Dimension] = (),
-    axes: ReplicaAxes | None = None,
+    axes: Any = None,
+    of_shards: str = "",
     numbers: Sequence[mtf.Dimension] = (),
 ) -> mtf.Tensor:
+    """Sums a measure over gradients; `of_shards` names the function that does for each shard."""
+    grads = check_present(grads)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    shard_dims: Sequence[mtf.Dimension] = ()
+    if of_shards:
+        check_axes(axes)
+        check_one_mesh(grads, of_shards)
+        shard_dims = common_shard_dims(grads, axes)
     dtype = _norm_dtype(grads)
 
     def of_mesh(mesh: mtf.Mesh) -> mtf.Tensor:
@@ -218,12 +228,9 @@ def _measured(
 
 
 def _norms(
-    grads: Sequence[mtf.Tensor],
-    reducer: Strategy | None,
-    shard_dims: Sequence[mtf.Dimension] = (),
-    axes: ReplicaAxes | None = None,
+    grads: MaybeGradients, reducer: Strategy | None, axes: Any = None, of_shards: str = ""
 ) -> mtf.Tensor:
-    sums = _measured(grads, reducer, _sums_of_squares, shard_dims, axes, [_RANGES])
+    sums = _measured(grads, reducer, _sums_of_squares, axes, of_shards, [_RANGES])
     return _Root(sums).outputs[0]
 
 
@@ -239,25 +246,42 @@ class _Root(StageOperation):
         self.set_outputs(lowering, [lowering.mesh_impl(self).slicewise(_root, *sums)])
 
 
-def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+def global_norm(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Tensor:
     """Returns the square root of the sum of squares over all gradients, also of several meshes.
 
-    Pending gradients are reduced first; shard dims are dimensions like any other. The norm is an
-    mtf scalar on the first gradient's mesh, float32, or float64 if a gradient is.
+    Args:
+      grads: pending gradients, which are reduced first, reduced ones, or gradients per shard, whose
+        shard dims are dimensions like any other. None counts as zeros.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`.
+
+    Returns:
+      An mtf scalar on the first gradient's mesh, float32, or float64 if a gradient is.
+
+    Raises:
+      TypeError: an argument is of the wrong type, or a gradient of whole numbers.
+      ValueError: there is no gradient, or gradients are of several graphs.
     """
     return _norms(grads, reducer)
 
 
 def shard_norms(
-    grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
+    grads: MaybeGradients, axes: ReplicaAxes, reducer: Strategy | None = None
 ) -> mtf.Tensor:
-    """Returns the norm of each shard's gradients, `[shard dims...]`, in the dtype of `global_norm`.
+    """Returns the norm of each shard's gradients.
 
-    The gradients are per shard (`[shard dims...] + var dims`); different shard dims are a
-    ValueError.
+    Args:
+      grads: gradients per shard, `[shard dims...] + var dims`; None counts as zeros.
+      axes: the replica axes.
+      reducer: as for `global_norm`.
+
+    Returns:
+      An mtf tensor `[shard dims...]`, in the dtype of `global_norm`.
+
+    Raises:
+      TypeError: as `global_norm`, or axes are no `ReplicaAxes`.
+      ValueError: as `global_norm`, or gradients have different shard dims or are on several meshes.
     """
-    shard_dims = common_shard_dims(grads, axes)
-    return _norms(grads, reducer, shard_dims, axes)
+    return _norms(grads, reducer, axes, "shard_norms")
 
 
 def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
@@ -271,10 +295,10 @@ def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
     return mtf.cwise(join, [mtf.cast(x, dtype) for x in norms], dtype)
 
 
-def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+def not_finite(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Tensor:
     """Returns a float mtf scalar: 0 if all entries of gradients are finite, else more.
 
-    It is on the mesh of the first gradient.
+    Arguments, the scalar's mesh and errors are those of `global_norm`.
     """
     return _measured(grads, reducer, _any_not_finite)
 
@@ -305,13 +329,13 @@ def which_not_finite(
 
 
 def shards_not_finite(
-    grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
+    grads: MaybeGradients, axes: ReplicaAxes, reducer: Strategy | None = None
 ) -> mtf.Tensor:
     """Returns a float mtf tensor `[shard dims...]`: 0 where all entries are finite, else more.
 
-    The gradients are per shard (`[shard dims...] + var dims`).
+    Arguments and errors are those of `shard_norms`.
     """
-    return _measured(grads, reducer, _any_not_finite, axes.shard_dims, axes)
+    return _measured(grads, reducer, _any_not_finite, axes, "shards_not_finite")
 
 
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import NoReturn, Sequence
 
 from mtf_gradsync._common import some_lines
 from mtf_gradsync._private.libraries import mtf
@@ -21,6 +21,7 @@ from mtf_gradsync.gradients.pending.linear import linear_positions, passes_on
 from mtf_gradsync.gradients.stage import MaybeGradients, StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
+from mtf_gradsync.step.lowering import flat
 
 
 class MadeOfSums:
@@ -174,6 +175,7 @@ class Apart:
         self.made_of_sums: dict[int, MadeOfSums] = {}
         self.shared: dict[int, Mixing] = {}
         self._grads, self._flow, self._axes = grads, None, Axes(axes.mesh_axes)
+        self._layout = axes
         present = _checked(grads, axes, within)
         if not present:
             return
@@ -232,14 +234,15 @@ class Apart:
         """Raises ValueError unless per-shard gradients are recoverable.
 
         The error names the gradients, by `names` or by their variables, and the operations, and
-        says what helps. With `remakes`, gradients `made_of_sums` and `shared` ones are no error.
+        says what helps; a layout that Mesh-TF cannot lower comes first. With `remakes`, gradients
+        `made_of_sums` and `shared` ones are no error.
         """
         bad = {**self.mixed, **self.shared}
         if remakes:
             fine = {*self.made_of_sums, *self.shared}
             bad = {i: mixing for i, mixing in bad.items() if i not in fine}
         if bad:
-            raise ValueError(_says(self._grads, bad, names))
+            _refuse(self._grads, bad, names, self._layout)
 
 
 def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
@@ -313,10 +316,26 @@ def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]
     """Raises ValueError if shards are mixed otherwise than by a sum; see `mixed_gradients`."""
     mixed = mixed_gradients(grads, axes)
     if mixed:
-        raise ValueError(_says(grads, mixed, names))
+        _refuse(grads, mixed, names, axes)
 
 
-def _says(grads: MaybeGradients, mixed: dict[int, Mixing], names: Sequence[str] | None) -> str:
+def _refuse(
+    grads: MaybeGradients,
+    mixed: dict[int, Mixing],
+    names: Sequence[str] | None,
+    axes: ReplicaAxes,
+) -> NoReturn:
+    """Raises the ValueError about mixed shards, or about a tensor that causes them."""
+    mesh = next(g.mesh for g in grads if g is not None)
+    for operation in flat(mesh.graph.operations):
+        for tensor in operation.outputs if operation.mesh is mesh else ():
+            try:
+                axes.layout.tensor_layout(tensor.shape, axes.mesh_shape)
+            except ValueError as error:
+                raise ValueError(
+                    f"{str(error).strip()}: it is the shape of {tensor.name!r}. Split one of the "
+                    "two over another mesh dimension, or rename it (mtf.rename_dimension)."
+                ) from error
     paragraphs = []
     for cause in dict.fromkeys(mixing.cause for mixing in mixed.values()):
         lines = []
@@ -327,6 +346,7 @@ def _says(grads: MaybeGradients, mixed: dict[int, Mixing], names: Sequence[str] 
                 lines.append(f"\n  {name}: {type(operation).__name__} {operation.name!r}")
         what, cure = _SAYS[cause]
         paragraphs.append(f"an operation {what}:{some_lines(lines)}\n{cure}.")
-    return "Per-shard gradients are not recoverable from some gradients, because " + (
-        "\nThey are not recoverable from others, because ".join(paragraphs)
+    raise ValueError(
+        "Per-shard gradients are not recoverable from some gradients, because "
+        + "\nThey are not recoverable from others, because ".join(paragraphs)
     )

@@ -16,6 +16,7 @@ from typing import (
     TypeVar,
 )
 
+from mtf_gradsync._common import elements
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs, lowered_on
 from mtf_gradsync.mesh.groups import ProcessorGroups
@@ -28,22 +29,48 @@ GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 
 
 def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
-    """Returns grads as a new list; raises TypeError for what is neither an mtf tensor nor None."""
-    if isinstance(grads, mtf.Tensor) or not hasattr(grads, "__iter__"):
+    """Returns grads as a new list.
+
+    Raises:
+      TypeError: something is neither an mtf tensor nor None.
+      ValueError: gradients are of several mtf graphs.
+    """
+    found = elements(grads)
+    if found is None:
         raise TypeError(f"grads must be a list of mtf.Tensor or None, got {grads!r}.")
-    grads = list(grads)
+    grads = found
     for index, grad in enumerate(grads):
         if grad is not None and not isinstance(grad, mtf.Tensor):
             raise TypeError(f"grads must hold mtf.Tensor or None, but grads[{index}] is {grad!r}.")
+    if len({g.graph for g in grads if g is not None}) > 1:
+        raise ValueError(f"grads must be of one mtf graph, got those of several: {grads!r}.")
     return grads
+
+
+def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
+    """Returns those gradients that are not None, for what needs one at least.
+
+    Raises:
+      TypeError: as `check_gradients`, or a gradient is of whole numbers.
+      ValueError: as `check_gradients`, or there is no gradient.
+    """
+    grads = check_gradients(grads)
+    present = [g for g in grads if g is not None]
+    if not present:
+        raise ValueError(f"grads must have a gradient that is not None, got {grads!r}.")
+    for grad in present:
+        if not grad.dtype.is_floating:
+            raise TypeError(f"grads must be of floating dtypes, got {grad!r} of {grad.dtype.name}.")
+    return present
 
 
 def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
     """Returns variables, or variables of given values, as a new list of mtf.Variable."""
-    if isinstance(variables, (mtf.Variable, mtf.Tensor)) or not hasattr(variables, "__iter__"):
+    found = elements(variables)
+    if found is None:
         raise TypeError(f"variables must be a list of mtf.Variable, got {variables!r}.")
     result = []
-    for index, variable in enumerate(variables):
+    for index, variable in enumerate(found):
         if isinstance(variable, mtf.Tensor) and isinstance(variable.operation, mtf.Variable):
             variable = variable.operation
         if not isinstance(variable, mtf.Variable):
@@ -55,27 +82,30 @@ def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
 
 
 def check_grads_and_variables(
-    grads: Sequence[Any], variables: Sequence[Any]
+    grads: Sequence[Any], variables: Sequence[Any], same_shapes: bool = False
 ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
-    """Returns gradients and variables as new lists, which belong together; does not check shapes.
+    """Returns gradients and variables as new lists, which belong together.
+
+    With `same_shapes`, gradients of an optimizer without shards, their shapes are checked, too.
 
     Raises:
       TypeError: something is no gradient, no variable, or a gradient of integers.
       ValueError: lengths differ, a variable is listed twice, a gradient is on another mesh than
-        its variable, or there are several graphs.
+        its variable or (with `same_shapes`) of another shape, or there are several graphs.
     """
-    grads, variables = check_gradients(grads), check_variables(variables)
+    variables = check_variables(variables)
+    count = len({v.graph for v in variables})
+    if count > 1:
+        raise ValueError(
+            f"The variables are of several mtf graphs, {count}: apply those of each by itself."
+        )
+    grads = check_gradients(grads)
     if len(grads) != len(variables):
         raise ValueError(
             f"grads and variables must have the same length, got {len(grads)} gradients for "
             f"{len(variables)} variables."
         )
     seen = set()
-    if len({v.graph for v in variables}) > 1:
-        count = len({v.graph for v in variables})
-        raise ValueError(
-            f"The variables are of several mtf graphs, {count}: apply those of each by itself."
-        )
     for grad, variable in zip(grads, variables):
         if grad is not None and not grad.dtype.is_floating:
             raise TypeError(
@@ -88,6 +118,11 @@ def check_grads_and_variables(
             raise ValueError(
                 f"The gradient {grad.name!r} and its variable {variable.name!r} are on different "
                 "meshes."
+            )
+        if same_shapes and grad is not None and grad.shape != variable.shape:
+            raise ValueError(
+                f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but the "
+                f"variable has {variable.shape.to_string}."
             )
     return grads, variables
 
@@ -114,15 +149,16 @@ def check_pairs(grads_and_vars: Any) -> GradsAndVars:
       ValueError: it is not a list of pairs, or empty, or as `check_grads_and_variables`.
     """
     wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
-    if not hasattr(grads_and_vars, "__iter__") or isinstance(grads_and_vars, (str, mtf.Tensor)):
+    pairs = elements(grads_and_vars)
+    if pairs is None:
         raise ValueError(f"grads_and_vars must be {wanted}, got {grads_and_vars!r}.")
-    pairs = list(grads_and_vars)
     for index, pair in enumerate(pairs):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ValueError(f"grads_and_vars must be {wanted}, but item {index} is {pair!r}.")
     if not pairs:
         raise ValueError(f"grads_and_vars must be {wanted}, got no pair at all.")
-    grads, variables = check_grads_and_variables(*zip(*pairs))
+    given, owners = zip(*pairs)
+    grads, variables = check_grads_and_variables(given, owners)
     return list(zip(grads, variables))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable, Sequence
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import check_flag, warn_once
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
 from mtf_gradsync.gradients.recoverable import check_recoverable
@@ -171,6 +171,7 @@ def per_shard(
     grads = check_gradients(grads)
     check_one_mesh(grads, "per_shard")
     check_axes(axes)
+    accept_summed = check_flag("accept_summed", accept_summed)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     if not accept_summed:
         check_recoverable(

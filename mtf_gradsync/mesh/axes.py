@@ -6,6 +6,7 @@ from typing import Any, Iterable, Protocol, Sequence, Tuple, Union
 
 import gin
 
+from mtf_gradsync._common import check_whole_number, elements
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 
@@ -31,35 +32,33 @@ MeshShapeLike = Union[str, Sequence[Tuple[str, int]], Shape]
 LayoutLike = Union[str, Iterable[Tuple[str, str]], LayoutRules]
 
 
-def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
+def as_dim_names(dims: str | Sequence[str], argument: str = "batch_dims") -> tuple[str, ...]:
     """Returns dimension names, or a string of names separated by commas, as a tuple.
 
-    Raises a ValueError for other types, and for a name that is given twice.
+    Raises a ValueError about `argument` for other types, and for a name that is given twice.
     """
-    if isinstance(batch_dims, str):
-        batch_dims = [name.strip() for name in batch_dims.split(",") if name.strip()]
-    try:
-        names: tuple[Any, ...] = tuple(batch_dims)
-    except TypeError:
-        names = (None,)
-    for name in names:
-        if not isinstance(name, str):
-            raise ValueError(
-                f"batch_dims must be names of tensor dimensions such as ('batch',), got "
-                f"{batch_dims!r}."
-            )
+    if isinstance(dims, str):
+        dims = [name.strip() for name in dims.split(",") if name.strip()]
+    names = elements(dims)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"{argument} must be names of tensor dimensions such as ('batch',), got {dims!r}."
+        )
     if len(set(names)) != len(names):
-        raise ValueError(f"batch_dims must name each dimension once, got {names!r}.")
-    return names
+        raise ValueError(f"{argument} must name each dimension once, got {names!r}.")
+    return tuple(names)
 
 
-def _as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
+def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
+    """Returns a mesh shape; raises ValueError for what is none, or has a dimension of no size."""
     cause: Exception | None = None
     try:
-        shape = mtf.convert_to_shape(mesh_shape)
+        is_given = isinstance(mesh_shape, (str, mtf.Shape))
+        shape = mtf.convert_to_shape(mesh_shape if is_given else elements(mesh_shape))
     except (ValueError, TypeError, AttributeError) as error:
         shape, cause = None, error
-    if shape is None:
+    dims = [] if shape is None else shape.dims
+    if shape is None or not all(dim and isinstance(dim.name, str) for dim in dims):
         raise ValueError(
             "mesh_shape must be a mesh shape such as 'batch:4;model:2' or an mtf.Shape, got "
             f"{mesh_shape!r}."
@@ -67,16 +66,17 @@ def _as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
     if len(set(shape.dimension_names)) != len(shape.dimension_names):
         raise ValueError(f"mesh_shape names a mesh dimension twice: {shape.to_string}.")
     for dim in shape.dims:
-        if dim.size < 1:
-            raise ValueError(f"Mesh dimension {dim.name!r} must have size 1 or more, got {dim}.")
+        check_whole_number(f"The size of mesh dimension {dim.name!r}", dim.size)
     return shape
 
 
-def _as_layout(layout: Any) -> mtf.LayoutRules:
+def as_layout(layout: Any) -> mtf.LayoutRules:
+    """Returns layout rules; raises ValueError for what is none."""
     try:
         if not isinstance(layout, (str, mtf.LayoutRules)):
             # Mesh-TF looks at the pairs only when they are used.
-            layout = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in layout]
+            pairs = elements(layout)
+            layout = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in pairs or [None]]
         rules = mtf.convert_to_layout_rules(layout)
     except (ValueError, TypeError) as error:
         raise ValueError(
@@ -123,8 +123,8 @@ class ReplicaAxes:
             mesh axes, two batch dimensions share one, or a mesh of several processors splits
             none of them.
         """
-        self.mesh_shape = _as_mesh_shape(mesh_shape)
-        self.layout = _as_layout(layout)
+        self.mesh_shape = as_mesh_shape(mesh_shape)
+        self.layout = as_layout(layout)
         self.batch_dims = as_dim_names(batch_dims)
         axes: list[int] = []
         dims: list[mtf.Dimension] = []

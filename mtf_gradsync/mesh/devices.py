@@ -20,7 +20,8 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
     """
     cause: Exception | None = None
     try:
-        canonical = tf.DeviceSpec.from_string(device).to_string()
+        text = device if isinstance(device, str) else ""
+        canonical = tf.DeviceSpec.from_string(text).to_string()
     except (AttributeError, TypeError, ValueError) as error:
         canonical, cause = "", error
     if not canonical:

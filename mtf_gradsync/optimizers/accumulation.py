@@ -10,7 +10,7 @@ import gin
 import numpy as np
 
 from mtf_gradsync import compat_v1
-from mtf_gradsync._common import log_once, walk, warn_once
+from mtf_gradsync._common import check_flag, log_once, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
@@ -243,7 +243,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
                 "allreduce_fn is only for optimizers of tf.compat.v1, but got allreduce_fn="
                 f"{allreduce_fn!r} with {opt!r}. On a mesh, give reducer= a strategy."
             )
-        check_passes(backward_passes_per_step)
+        backward_passes_per_step = check_passes(backward_passes_per_step)
         check_skip_fn(should_skip_update_fn)
         if accumulate not in (None, LOCAL, SYNCED):
             raise ValueError(
@@ -259,14 +259,14 @@ class GradientAccumulationOptimizer(ReportsSkips):
         self._wrap(opt, common, needs_mesh_for, reduce_dtype)
         self._given_place = accumulate or (None if self.axes is None else LOCAL)
         self.backward_passes_per_step = backward_passes_per_step
-        self._average = bool(average_aggregated_gradients)
+        self._average = check_flag("average_aggregated_gradients", average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
         self._limit = limit
         self._flush = flush
         self.traits = self._traits()
         self._check_order()
         self._dtype = dtype
-        self._checkpointed = bool(checkpoint_accumulators)
+        self._checkpointed = check_flag("checkpoint_accumulators", checkpoint_accumulators)
         hint_if_micro_steps_are_counted(self.innermost(), name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

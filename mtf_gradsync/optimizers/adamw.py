@@ -9,9 +9,10 @@ from typing import Any, Sequence
 
 import gin
 
-from mtf_gradsync._common import is_number
+from mtf_gradsync._common import elements, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
+from mtf_gradsync.gradients.stage import check_grads_and_variables
 from mtf_gradsync.optimizers.slots import check_bare_update, named_state
 from mtf_gradsync.step import gated_update
 
@@ -95,7 +96,12 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
 
         Returns:
           A list of mtf operations.
+
+        Raises:
+          TypeError: a gradient or variable has the wrong type.
+          ValueError: lengths differ, or a gradient has another shape or mesh than its variable.
         """
+        grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
         updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
         check_bare_update(self, updates, variables)
         return updates
@@ -175,7 +181,10 @@ def _checked_rate(rate: Any) -> Any:
 
 
 def _checked_patterns(patterns: Any) -> tuple[str, ...]:
-    found = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+    given = (
+        [patterns] if isinstance(patterns, str) else elements(() if patterns is None else patterns)
+    )
+    found = [None] if given is None else given
     for pattern in found:
         if not isinstance(pattern, str):
             raise TypeError(
@@ -188,4 +197,4 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
                 f"exclude_from_weight_decay has {pattern!r}, which is no regular expression: "
                 f"{error}."
             ) from error
-    return found
+    return tuple(found)

@@ -19,6 +19,7 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weighted_loss,
 )
+from mtf_gradsync.optimizers.slots import check_name
 from mtf_gradsync.step import StepPlan, advance_step
 
 
@@ -38,6 +39,12 @@ class TrainOptimizerInterface:
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for variables that cannot be updated."""
+
+    def _check_step(self, global_step: Any, name: Any) -> None:
+        """Raises TypeError or ValueError for a step that cannot count updates, or a wrong name."""
+        stage.check_step(global_step)
+        if name is not None:
+            check_name(name)
 
     def compute_gradients(
         self,
@@ -65,8 +72,7 @@ class TrainOptimizerInterface:
           TypeError: loss or var_list has the wrong type.
           ValueError: var_list is empty, or wrappers of the stack contradict each other.
         """
-        if not isinstance(loss, mtf.Tensor):
-            raise TypeError(f"loss must be an mtf.Tensor, got {loss!r}.")
+        _check_loss(loss)
         if var_list is None:
             var_list = loss.graph.trainable_variables
         variables = stage.check_variables(var_list)
@@ -114,16 +120,20 @@ class TrainOptimizerInterface:
           TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
           ValueError: grads_and_vars is malformed, or a gradient does not fit its variable.
         """
+        self._check_step(global_step, name)
         pairs = stage.check_pairs(grads_and_vars)
-        stage.check_step(global_step)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         if weights is not None:
             kwargs = {**kwargs, "weights": weights}
+        mesh, counter = variables[0].mesh, getattr(global_step, "mesh", None)
+        if isinstance(counter, mtf.Mesh) and counter.graph is not mesh.graph:
+            raise ValueError(
+                f"global_step must be of the mtf graph of the variables, got {global_step!r} of "
+                "another one."
+            )
         operations = self.apply_grads(grads, variables, **kwargs)
         if global_step is not None:
-            mesh = variables[0].mesh
             updated = self.step.updated if operations and self.step else None
-            counter = getattr(global_step, "mesh", None)
             if updated is not None and isinstance(counter, mtf.Mesh):
                 updated = on_mesh(updated, counter)
             operations.append(
@@ -141,10 +151,17 @@ class TrainOptimizerInterface:
         **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Calls `compute_gradients`, then `apply_gradients`."""
-        stage.check_step(global_step)
+        _check_loss(loss)
+        self._check_step(global_step, name)
         self._check_arguments(OwnArguments((), kwargs))
-        pairs = self.compute_gradients(loss, var_list, weights)
-        return self.apply_gradients(pairs, global_step, name, **kwargs)
+        with StepPlan.of(loss.graph).undone_on_error():
+            pairs = self.compute_gradients(loss, var_list, weights)
+            return self.apply_gradients(pairs, global_step, name, **kwargs)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, mtf.Tensor):
+        raise TypeError(f"loss must be an mtf.Tensor, got {loss!r}.")
 
 
 class ShardShapes:

@@ -439,11 +439,9 @@ def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str,
         )
     if not _is_positive(multiplier) or not multiplier > 1:
         raise ValueError(f"multiplier must be finite and greater than 1, got {multiplier!r}.")
-    check_whole_number("growth_steps", growth_steps)
+    growth = check_whole_number("growth_steps", growth_steps)
     initial = float(initial if is_dynamic else loss_scale)
-    return ScaleRule(
-        is_dynamic, initial, int(growth_steps), float(multiplier), float(least), float(most)
-    )
+    return ScaleRule(is_dynamic, initial, growth, float(multiplier), float(least), float(most))
 
 
 def _is_positive(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence, Union
 
 import gin
 
-from mtf_gradsync._common import check_whole_number, is_number
+from mtf_gradsync._common import check_flag, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import losses_behind
@@ -581,8 +581,8 @@ class OuterOptimizer(ReportsSkips):
             mesh.
           TypeError: an argument has the wrong type.
         """
-        check_whole_number("inner_steps", inner_steps)
-        check_whole_number("fragments", fragments)
+        inner_steps = check_whole_number("inner_steps", inner_steps)
+        fragments = check_whole_number("fragments", fragments)
         if inner_steps % fragments:
             raise ValueError(
                 "inner_steps must be a multiple of fragments, as a fragment is synchronized every "
@@ -600,7 +600,9 @@ class OuterOptimizer(ReportsSkips):
             raise ValueError(
                 f"outer_momentum must be from 0 up to 1 (not included), got {outer_momentum!r}."
             )
-        names = None if outer_dims is None else as_dim_names(outer_dims)
+        nesterov = check_flag("nesterov", nesterov)
+        leave_out_not_finite = check_flag("leave_out_not_finite", leave_out_not_finite)
+        names = None if outer_dims is None else as_dim_names(outer_dims, "outer_dims")
         needs_mesh_for = "the islands"
         if names == () and fragments == 1:
             needs_mesh_for = ""
@@ -610,10 +612,10 @@ class OuterOptimizer(ReportsSkips):
         if not self.islands.shard_dims:
             self.traits = self.traits._replace(needs_shards=False, makes_islands=False)
         self._check_order()
-        self.inner_steps, self.fragments = int(inner_steps), int(fragments)
+        self.inner_steps, self.fragments = inner_steps, fragments
         self.outer_learning_rate = float(outer_learning_rate)
-        self.outer_momentum, self.nesterov = float(outer_momentum), bool(nesterov)
-        self.leave_out_not_finite = bool(leave_out_not_finite)
+        self.outer_momentum = float(outer_momentum)
+        self.nesterov, self.leave_out_not_finite = nesterov, leave_out_not_finite
         self._limit = limit if leave_out_not_finite else None
         for inner in self._wrappers()[1:]:
             if inner.traits.averages and inner not in self._segment_wrappers():

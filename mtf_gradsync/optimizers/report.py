@@ -18,9 +18,9 @@ from mtf_gradsync.gradients.measures import global_norm, joined_norm, shard_norm
 from mtf_gradsync.gradients.pending import gradient_name
 from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
 from mtf_gradsync.gradients.stages import per_shard, shard_dims_in, split_into_shards
-from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline import GradientSet, Reduced, StepBuilder
-from mtf_gradsync.optimizers.slots import named_state, scalar_state
+from mtf_gradsync.optimizers.slots import check_name, named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, Gate, StepPlan, WriteInPlace, values_after
@@ -203,7 +203,7 @@ def gradient_noise_scale(
       The noise scale.
 
     Raises:
-      TypeError: opt is not a wrapper.
+      TypeError: opt is not a wrapper, or axes are no `ReplicaAxes`.
       ValueError: an argument is out of range; gradients were not applied before, or were not summed
         over several shards, or shards are mixed or skipped.
 
@@ -214,6 +214,9 @@ def gradient_noise_scale(
         raise ValueError(f"batch_size must be finite and greater than 0, got {batch_size!r}.")
     if not is_number(decay) or not 0 <= decay < 1:
         raise ValueError(f"decay must be at least 0 and less than 1, got {decay!r}.")
+    if axes is not None:
+        check_axes(axes)
+    check_name(name)
     reduced, axes = _what_was_reduced(opt, axes)
     branch, mesh = reduced.branch, reduced.sums[0].mesh
     plan = StepPlan.of(mesh.graph)
@@ -448,15 +451,30 @@ def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
       Scalars: those of a name with shards are under `<name>/shard_0` and so on, in row-major order
       of the shard dims.
+
+    Raises:
+      TypeError: values are no mapping, or one is neither a tf tensor, an array nor a number.
+      ValueError: the shape of a tf tensor is not known.
     """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"values must be a mapping from names to values, got {values!r}.")
+    for tag, value in values.items():
+        if isinstance(value, (tf.Tensor, tf.Variable)):
+            if not value.shape.is_fully_defined():
+                raise ValueError(f"values[{tag!r}] must have a known shape, got {value!r}.")
+        elif not isinstance(value, (np.ndarray, np.generic, int, float)):
+            hint = ": lowering.export_to_tf_tensor makes one of it"
+            raise TypeError(
+                f"values[{tag!r}] must be a tf tensor, an array or a number, got {value!r}"
+                f"{hint if isinstance(value, mtf.Tensor) else ''}."
+            )
     scalars: dict[str, Any] = {}
     for tag, value in values.items():
-        shape = tuple(getattr(value, "shape", ()))
-        if not shape:
+        if not getattr(value, "shape", ()):
             scalars[tag] = value
             continue
         each = (
-            tf.unstack(tf.reshape(value, [-1])) if isinstance(value, tf.Tensor) else value.ravel()
+            value.ravel() if isinstance(value, np.ndarray) else tf.unstack(tf.reshape(value, [-1]))
         )
         scalars.update((f"{tag}/shard_{number}", one) for number, one in enumerate(each))
     return scalars

@@ -54,8 +54,7 @@ def per_update(
       TypeError: schedule is neither a function, a number nor a list of them.
       ValueError: backward_passes_per_step is neither a whole number of 1 or more nor a function.
     """
-    passes = backward_passes_per_step
-    check_passes(passes)
+    passes = check_passes(backward_passes_per_step)
     factors: list[Any] = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
     for factor in factors:
         if not (callable(factor) or is_number(factor)):
@@ -99,13 +98,16 @@ def adafactor_decay_rate_per_update(
       offset.
 
     Raises:
-      ValueError: backward_passes_per_step is not a whole number of 1 or more.
+      ValueError: backward_passes_per_step is not a whole number of 1 or more, offset not one of 0
+        or more, or exponent not a number of 0 or more.
 
     References:
       Shazeer and Stern, "Adafactor", 2018, section 7.2
     """
-    passes = backward_passes_per_step
-    check_whole_number("backward_passes_per_step", passes, more=_CONSTANT)
+    passes = check_whole_number("backward_passes_per_step", backward_passes_per_step, 1, _CONSTANT)
+    offset = check_whole_number("offset", offset, 0)
+    if not is_number(exponent) or not 0 <= exponent < float("inf"):
+        raise ValueError(f"exponent must be a number of 0 or more, got {exponent!r}.")
     update_step = tf.train.get_or_create_global_step() // passes - offset
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
 
@@ -130,6 +132,10 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
 
     Returns:
       An int32 mtf scalar.
+
+    Raises:
+      TypeError: mesh is no mesh.
+      ValueError: name cannot be a wrapper's, or the graph has another variable of that name.
     """
     return on_mesh(update_counter(mesh, name).value, mesh)
 
@@ -180,11 +186,12 @@ def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
 
 
-def check_passes(passes: Any) -> None:
-    """Raises ValueError if passes is neither a whole number of 1 or more nor a function."""
+def check_passes(passes: Any) -> Passes:
+    """Returns passes; raises ValueError if it is neither a whole number nor a function."""
     if isinstance(passes, type) or not callable(passes):
         more = "Or give a function from the update step to one."
-        check_whole_number("backward_passes_per_step", passes, more=more)
+        return check_whole_number("backward_passes_per_step", passes, more=more)
+    return passes
 
 
 def _check_whole(passes: Callable[[Any], Any], result: mtf.Tensor | tf.Tensor) -> None:
@@ -323,7 +330,7 @@ def passes_at(passes: Passes, update_step: mtf.Tensor, owner: str) -> Any:
     error names `owner`, a wrapper.
     """
     if not callable(passes):
-        return int(passes)
+        return passes
     try:
         with StepPlan.of(update_step.graph).undone_on_error():
             result = passes(update_step)
@@ -335,8 +342,7 @@ def passes_at(passes: Passes, update_step: mtf.Tensor, owner: str) -> Any:
         _check_whole(passes, result)
     elif isinstance(result, (int, float, np.number)):
         _check_constant(passes, result)
-        check_passes(result)
-        return int(result)
+        return check_passes(result)
     else:
         result = _evaluated(passes, update_step)
     what = "backward_passes_per_step"

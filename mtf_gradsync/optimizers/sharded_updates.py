@@ -215,7 +215,7 @@ class ShardedUpdateOptimizer(Wrapper):
           TypeError: an argument has the wrong type.
         """
         if min_size is not None:
-            check_whole_number("min_size", min_size, 0)
+            min_size = check_whole_number("min_size", min_size, 0, most=None)
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common, "the replicas")
         self._check_order()

@@ -67,10 +67,10 @@ def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
     """Returns max_steps_without_update, checked; `why` tells why fewer than `least` never do."""
     if limit is None:
         return None
-    check_whole_number("max_steps_without_update", limit)
+    limit = check_whole_number("max_steps_without_update", limit)
     if limit < least:
         raise ValueError(f"max_steps_without_update must be {least} or more, got {limit!r}: {why}.")
-    return int(limit)
+    return limit
 
 
 def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from typing import Any, Collection, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync._common import counted, warn_of_unmatched, warn_once
+from mtf_gradsync._common import check_flag, counted, is_number, warn_of_unmatched, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import patterns_of
 from mtf_gradsync._private.patches import patch
@@ -16,6 +17,21 @@ from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 
 #: The collection of variables that nothing reads, so that they need not be initialized.
 STAND_INS = ("mtf_gradsync stand-ins",)
+
+_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
+
+
+def check_name(name: Any) -> str:
+    """Returns a name; raises ValueError if TensorFlow takes none such for a variable."""
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
+    return name
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises TypeError for anything but an mtf mesh."""
+    if not isinstance(mesh, mtf.Mesh):
+        raise TypeError(f"mesh must be an mtf.Mesh, such as that of a variable, got {mesh!r}.")
 
 
 class UncheckpointedVariable(mtf.Variable):
@@ -108,7 +124,28 @@ def scalar_state(
         new session.
       stacked: whether Mesh-TF's autostack may put it into one variable with others.
       start: its first value; or the name of a variable in older checkpoints that has its value.
+
+    Raises:
+      TypeError: mesh is no mesh, dtype no dtype of numbers, or start neither a number nor a name.
+      ValueError: name cannot be a variable's, the graph has another variable of that name, dtype
+        does not hold start, or without checkpoints start is not 0.
     """
+    check_mesh(mesh)
+    check_name(name)
+    try:
+        dtype = tf.as_dtype(dtype).base_dtype
+    except TypeError:
+        raise TypeError(f"dtype must be a dtype such as tf.int32, got {dtype!r}.") from None
+    if not (dtype.is_integer or dtype.is_floating):
+        raise TypeError(f"dtype must be one of numbers, such as tf.int32, got {dtype!r}.")
+    checkpointed, stacked = check_flag("checkpointed", checkpointed), check_flag("stacked", stacked)
+    if not isinstance(start, str):
+        if not is_number(start):
+            raise TypeError(f"start must be a number or the name of a variable, got {start!r}.")
+        if dtype.is_integer and (not dtype.min <= start <= dtype.max or start % 1):
+            raise ValueError(f"start must be a number that {dtype.name} holds, got {start!r}.")
+        if start and not checkpointed:
+            raise ValueError(f"start must be 0 with checkpointed=False, got {start!r}.")
     return named_state(mesh, name, mtf.Shape([]), dtype, checkpointed, stacked, start=start)
 
 
@@ -150,6 +187,14 @@ def named_state(
             initializer=tf.zeros_initializer() if is_zero else tf.constant_initializer(start),
             trainable=False,
         ).operation
+    if not isinstance(result, mtf.StackedVariable) and (
+        result.shape != shape or result.slice_dtype != dtype
+    ):
+        raise ValueError(
+            f"The graph has a variable {result.name!r} already, of shape "
+            f"{result.shape.to_string} and dtype {result.slice_dtype.name}, in place of "
+            f"{shape.to_string} and {dtype.name}: give one of the two another name."
+        )
     note_state(result, start=start, **note)
     return result
 

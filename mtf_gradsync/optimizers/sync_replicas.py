@@ -7,7 +7,7 @@ from typing import Any, Mapping, Sequence, Union
 import gin
 
 from mtf_gradsync import compat_v1
-from mtf_gradsync._common import check_whole_number, counted
+from mtf_gradsync._common import check_flag, check_whole_number, counted, elements
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
@@ -143,7 +143,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
           ValueError: an argument is out of range, or there is no mesh.
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
-        check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
+        replicas_to_aggregate = check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
+        accept_summed = check_flag("accept_summed", accept_summed)
         limit = check_limit(max_steps_without_update)
         opt = given_optimizer(opt, learning_rate, type(self).__name__)
         if type(self) is SyncReplicasOptimizer and is_v1(opt):
@@ -175,7 +176,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         replicas.check_of_replicas("contributes", "boolean", contributes, self.axes)
         replicas.check_of_replicas("local_steps", "whole number", local_steps, self.axes)
         del use_locking
-        self._to_aggregate = int(replicas_to_aggregate)
+        self._to_aggregate = replicas_to_aggregate
         self._rule, self._averaged = rule, averaged
         self._contributes, self._local_steps = contributes, local_steps
         self._limit = limit
@@ -190,6 +191,14 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             one_mesh=ONE_FOR_EACH_MESH,
         )
         self._check_order()
+
+    def _check_step(self, global_step: Any, name: Any) -> None:
+        if global_step is None:
+            raise ValueError(
+                "A global step is required to recognise stale gradients, got None: give "
+                "global_step, a scalar mtf or tf variable that counts updates, or use apply_grads."
+            )
+        super()._check_step(global_step, name)
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
@@ -222,19 +231,12 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
           TypeError: an argument has the wrong type.
           ValueError: there is no variable or no global step, or a gradient does not fit.
         """
-        if hasattr(grads_and_vars, "__len__") and not len(grads_and_vars):
-            raise ValueError(
-                f"Must supply at least one variable, got grads_and_vars={grads_and_vars!r}."
-            )
-        if global_step is None:
-            raise ValueError(
-                "A global step is required to recognise stale gradients, got None: give "
-                "apply_gradients global_step, a scalar mtf or tf variable that counts updates, or "
-                "use apply_grads."
-            )
-        pairs = stage.check_pairs(grads_and_vars)
+        listed = elements(grads_and_vars)
+        if listed == []:
+            raise ValueError(f"Must supply at least one variable, got grads_and_vars={listed!r}.")
+        self._check_step(global_step, name)
+        pairs = stage.check_pairs(grads_and_vars if listed is None else listed)
         if all(grad is None for grad, _ in pairs):
-            stage.check_step(global_step)
             return self.apply_grads(*zip(*pairs), weights=weights, **kwargs)
         return super().apply_gradients(pairs, global_step, name, weights, **kwargs)
 

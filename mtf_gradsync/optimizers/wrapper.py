@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import re
 from inspect import getattr_static
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
 
@@ -40,14 +39,13 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     weights_of,
 )
 from mtf_gradsync.optimizers.restoring import adapt_lowering
-from mtf_gradsync.optimizers.slots import SlotBook
+from mtf_gradsync.optimizers.slots import SlotBook, check_name
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import StepPlan
 
 _OF_TENSORFLOW = (*TF_VALUES, tf.Operation, tf.Graph)
-_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
 class CommonArguments(NamedTuple):
@@ -139,9 +137,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
                     f"reduce_dtype={reduce_dtype!r}. Give one of them."
                 )
             self._gradient_reducer = CompressedAllReduce(self.reducer, reduce_dtype)
-        if not isinstance(name, str) or not _NAME.match(name):
-            raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
-        self.name = name
+        self.name = check_name(name)
         self._slots = SlotBook()
 
     def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:

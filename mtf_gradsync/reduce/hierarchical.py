@@ -8,7 +8,7 @@ from typing import Any, Callable, List, Literal, NamedTuple, Sequence, Tuple, Un
 
 import gin
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import INT32_MAX, check_whole_number, elements, is_whole_number, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import process_of
@@ -22,7 +22,6 @@ from mtf_gradsync.reduce.sums import (
     SumFn,
     all_reduce_fn,
     check_algorithm,
-    check_count,
     check_values,
     group_sum_dtype,
     in_groups,
@@ -40,16 +39,13 @@ def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
         return None
     if isinstance(outer_axes, str):
         outer_axes = [name.strip() for name in outer_axes.split(",") if name.strip()]
-    try:
-        axes = tuple(outer_axes)
-    except TypeError:
-        axes = (None,)
-    if not all(isinstance(a, (int, str)) and not isinstance(a, bool) for a in axes):
+    axes = elements(outer_axes)
+    if axes is None or not all(isinstance(a, str) or is_whole_number(a, -INT32_MAX) for a in axes):
         raise ValueError(
             f"outer_axes must be names or numbers of mesh axes, such as ('rows',), or None for a "
             f"default, got {outer_axes!r}."
         )
-    return axes
+    return tuple(axes)
 
 
 def outer_axis_numbers(shape: mtf.Shape, outer_axes: Sequence[Axis]) -> list[int]:
@@ -427,10 +423,11 @@ def _check_entry(entry: Any) -> AllReduceSpec:
         )
     for name in names:
         check_algorithm(name, "An algorithm of spec")
-    check_count("shards in spec", entry.shards, "a number of parts", least=1)
+    check_whole_number("shards in spec", entry.shards)
     if entry.limit is None or entry.limit == -1:
         return entry._replace(limit=-1)
-    check_count("A limit in spec", entry.limit, "a number of bytes, or -1 for no limit")
+    more = "-1 is no limit."
+    check_whole_number("A limit in spec, in bytes,", entry.limit, 0, more, most=None)
     return entry
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from typing import Any, Callable, NamedTuple, Sequence
 
 import gin
 import numpy as np
 
+from mtf_gradsync._common import check_flag, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.compressed import GradientStrategy, in_dtype_of, no_errors, plus_errors
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, State, StateMaker, Strategy
-from mtf_gradsync.reduce.sums import check_count, check_values
+from mtf_gradsync.reduce.sums import check_values
 
 _PHILOX = 1
 # A column counts as spanned by those before it if less than this share of its length remains.
@@ -216,20 +216,14 @@ class LowRankAllReduce(GradientStrategy):
           ValueError: a number is out of range.
         """
         super().__init__(reducer)
-        check_count("rank", rank, "a number of columns", least=1)
-        check_count("start_step", start_step, "a number of updates")
+        self.rank = check_whole_number("rank", rank)
+        self.start_step = check_whole_number("start_step", start_step, 0)
         rate = min_compression_rate
-        number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
-        if not number or not 0 < rate < math.inf:
+        if not is_number(rate) or not 0 < rate < math.inf:
             raise ValueError(f"min_compression_rate must be a number above 0, got {rate!r}.")
-        for name, flag in (("warm_start", warm_start), ("error_feedback", error_feedback)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}.")
-        self.rank = rank
-        self.start_step = start_step
         self.min_compression_rate = float(rate)
-        self.warm_start = warm_start
-        self.error_feedback = error_feedback
+        self.warm_start = check_flag("warm_start", warm_start)
+        self.error_feedback = check_flag("error_feedback", error_feedback)
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         """See `Strategy.gradient_state`."""

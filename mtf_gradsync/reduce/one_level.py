@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import gin
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import check_whole_number, is_number, warn_once
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import collective_sum, control_flow_context
 from mtf_gradsync.mesh.axes import is_simd
@@ -34,7 +34,6 @@ from mtf_gradsync.reduce.sums import (
     add_n,
     all_reduce_fn,
     check_algorithm,
-    check_count,
     check_values,
     group_sum_dtype,
     ring,
@@ -249,10 +248,9 @@ class FusedAllReduce(Strategy):
         Raises:
           ValueError: a number is negative or not whole.
         """
-        what = "a number of bytes, or None for a default"
         for argument, value in (("bucket_bytes", bucket_bytes), ("packed_bytes", packed_bytes)):
             if value is not None:
-                check_count(argument, value, what)
+                check_whole_number(argument, value, 0, "None takes a default.", most=None)
         self.bucket_bytes = bucket_bytes
         self.packed_bytes = packed_bytes
 
@@ -353,9 +351,8 @@ class CollectiveAllReduce(Strategy):
           ValueError: merge_scope is not a whole number of 1 or more, or timeout_seconds is not a
             number of 0 or more.
         """
-        self.merge_scope = check_count("merge_scope", merge_scope, "a number of tensors", least=1)
-        number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
-        if not number or not timeout_seconds >= 0:
+        self.merge_scope = check_whole_number("merge_scope", merge_scope)
+        if not is_number(timeout_seconds) or not timeout_seconds >= 0:
             raise ValueError(
                 f"timeout_seconds must be a number of seconds of 0 or more, got "
                 f"{timeout_seconds!r}."

@@ -6,11 +6,12 @@ import collections
 import itertools
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence
 
+from mtf_gradsync._common import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import memories
 from mtf_gradsync.mesh.groups import ProcessorGroups, slicewise
-from mtf_gradsync.reduce.sums import SumFn, check_count, check_values
+from mtf_gradsync.reduce.sums import SumFn, check_values
 
 
 class Piece(NamedTuple):
@@ -78,8 +79,12 @@ def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
 
 
 def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
-    """Splits a pack evenly; the last part takes the rest. Empty parts are not returned."""
+    """Splits a pack evenly; the last part takes the rest. Empty parts are not returned.
+
+    A pack of fewer elements than parts stays whole, as in TensorFlow 1.
+    """
     share = sum(piece.stop - piece.start for piece in pack) // parts
+    parts = parts if share else 1
 
     def part_of(position: int) -> int:
         return min(position // share, parts - 1) if share else parts - 1
@@ -132,13 +137,10 @@ class Packer:
         agg_small_grads_max_group: int = 10,
     ):
         """Sets the way to pack, as `AllReduce` describes: the first argument that is not 0."""
-        self.num_packs = check_count("num_packs", num_packs, "a number of packs")
-        self.max_bytes = check_count(
-            "agg_small_grads_max_bytes", agg_small_grads_max_bytes, "a number of bytes"
-        )
-        self.max_group = check_count(
-            "agg_small_grads_max_group", agg_small_grads_max_group, "a number of tensors"
-        )
+        max_bytes, max_group = agg_small_grads_max_bytes, agg_small_grads_max_group
+        self.num_packs = check_whole_number("num_packs", num_packs, 0)
+        self.max_bytes = check_whole_number("agg_small_grads_max_bytes", max_bytes, 0, most=None)
+        self.max_group = check_whole_number("agg_small_grads_max_group", max_group, 0)
 
     @property
     def packs_tensors(self) -> bool:

@@ -7,8 +7,9 @@ from typing import Any, Callable, Sequence
 
 import gin
 
+from mtf_gradsync._common import check_flag
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, as_layout, as_mesh_shape
 from mtf_gradsync.mesh.devices import canonical_device, memories
 from mtf_gradsync.mesh.groups import ProcessorGroups, SharedVariable, slicewise
 from mtf_gradsync.reduce.one_level import FusedAllReduce
@@ -80,7 +81,8 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
             raise TypeError(f"devices must be a list of device strings, got {devices!r}.")
         for device in filter(None, devices):
             canonical_device(device, "A device of devices")
-        on: mtf.Shape = mtf.convert_to_shape(shape)
+        share_copies = check_flag("share_copies", share_copies)
+        on, layout = as_mesh_shape(shape), as_layout(layout)
         if len(devices) != on.size:
             raise ValueError(
                 f"devices must name one device for each of the {on.size} processors of the "

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Sequence
 import gin
 import numpy as np
 
+from mtf_gradsync._common import check_flag, check_whole_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import cross_replica_gather, cross_replica_rows
 from mtf_gradsync.mesh.axes import is_simd
@@ -16,7 +17,6 @@ from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.compressed import GradientStrategy, in_dtype_of, no_errors, plus_errors
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, State, StateMaker, Strategy
 from mtf_gradsync.reduce.sums import (
-    check_count,
     check_values,
     in_groups,
     physical_groups,
@@ -263,17 +263,16 @@ class QuantizedAllReduce(GradientStrategy):
           ValueError: bits or block_size is anything else.
         """
         super().__init__(reducer)
-        if isinstance(bits, bool) or bits not in _BITS:
+        if not is_whole_number(bits) or bits not in _BITS:
             raise ValueError(f"bits must be one of {_BITS}, got {bits!r}.")
-        check_count("block_size", block_size, "how many numbers share a scale", least=1)
+        block_size = check_whole_number("block_size", block_size)
         if block_size * bits % 8:
             raise ValueError(
                 f"block_size must be even with bits={bits}, of which two numbers share a byte, got "
                 f"{block_size!r}."
             )
-        if not isinstance(error_feedback, bool):
-            raise TypeError(f"error_feedback must be True or False, got {error_feedback!r}.")
-        self.bits, self.block_size, self.error_feedback = bits, block_size, error_feedback
+        self.error_feedback = check_flag("error_feedback", error_feedback)
+        self.bits, self.block_size = bits, block_size
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         """See `Strategy.gradient_state`."""

@@ -14,16 +14,6 @@ from mtf_gradsync.mesh.devices import canonical_device, process_of
 from mtf_gradsync.mesh.groups import ProcessorGroups, first_alike
 
 
-def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:
-    """Returns value; raises ValueError if it is not a whole number of `least` or more.
-
-    The error says that `argument`, a name, must be `what`, a description.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{argument} must be {what}: {least} or more, got {value!r}.")
-    return value
-
-
 def check_values(values: Sequence[Any]) -> None:
     """Raises ValueError unless all slices of a value are dense numbers of one known shape."""
     for index, value in enumerate(values):

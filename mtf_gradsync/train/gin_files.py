@@ -138,8 +138,8 @@ def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
     except tokenize.TokenError as error:
         raise ConfigError(f"{where}: it ends in the middle of a value") from error
     except (
-        OSError, ValueError, TypeError, SyntaxError, ImportError, AttributeError, KeyError,
-    ) as error:  # fmt: skip
+        Exception
+    ) as error:  # TensorFlow's of a name, Python's of a text, a module's of an import
         # `where` has the text of a binding, and the message the token of a value.
         said = re.sub(" In bindings string .*|malformed node or string.*> ", "", _one_line(error))
         if "os.PathLike object, not NoneType" in said:

@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync._common import install_extra
+from mtf_gradsync._common import check_whole_number, install_extra
 from mtf_gradsync._private.jax import backends_are_initialized
 from mtf_gradsync.processes.members import ProcessesError
 from mtf_gradsync.xla.runner.devices import find_devices, first_devices, make_cpu_devices
@@ -180,9 +180,11 @@ def devices_for(
       As many jax devices, those of all processes.
 
     Raises:
+      ValueError: num_cores is not a whole number of 1 or more.
       XlaMissingError: when jax is not installed.
       DevicesError: when there is no such platform, or it has too few devices.
     """
+    num_cores = check_whole_number("num_cores", num_cores)
     check_installed("jax", "jaxlib")
     if devices is not None:
         return first_devices(devices, num_cores)

@@ -39,9 +39,9 @@ def test_model_dir_is_given_once(tmp_path):
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_no_steps(steps, tmp_path):
-    with pytest.raises(ValueError, match="steps must be more than 0"):
+    with pytest.raises(ValueError, match="steps must be a whole number of 1 or more"):
         ours(tmp_path).train(digits.input_fn, steps=steps)
-    with pytest.raises(ValueError, match="steps must be more than 0"):
+    with pytest.raises(ValueError, match="steps must be a whole number of 1 or more"):
         ours(tmp_path).evaluate(digits.input_fn, steps=steps)
     with pytest.raises(ValueError, match="not both"):
         ours(tmp_path).train(digits.input_fn, steps=1, max_steps=1)

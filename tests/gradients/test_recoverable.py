@@ -146,3 +146,21 @@ def test_experts_that_get_the_examples_of_all_shards():
         gs.clip_by_shard_norm(grads, 1.0, axes)
     assert "another mesh axis" in str(error.value)
     assert "'out'" not in str(error.value)
+
+
+def test_two_dims_of_a_tensor_on_one_mesh_axis_are_told_first():
+    with tf.Graph().as_default():
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        x = mtf.import_tf_tensor(mesh, tf.zeros([4, 2]), mtf.Shape([BATCH, D]))
+        both = mtf.tanh(mtf.broadcast(x, mtf.Shape([BATCH, COPIES, D])))
+        loss = squared(mesh, x) + mean_square(both)
+        grads = mtf.gradients([loss], [v.value for v in graph.trainable_variables])
+        opt = mtf.optimize.SgdOptimizer(0.1)
+        told = r"Two Tensor Dimensions may not map .*batch=4, copies=2.* it is the shape of '"
+        for apply in (
+            gs.SyncReplicasOptimizer(opt, 2, axes=AXES).apply_grads,
+            lambda grads, _: gs.per_shard(grads, AXES),
+        ):
+            with pytest.raises(ValueError, match=told):
+                apply(grads, graph.trainable_variables)

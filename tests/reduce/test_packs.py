@@ -110,6 +110,8 @@ def test_packs_cut_where_the_sizes_say():
     assert plan_packs([3, 0, 4], 2) == [[(0, 0, 3)], [(1, 0, 0), (2, 0, 4)]]
     assert plan_packs([10], 3) == [[(0, 0, 3)], [(0, 3, 6)], [(0, 6, 10)]]
     assert plan_packs([1, 1], 3) == [[(0, 0, 1), (1, 0, 1)]]
+    # More packs than elements are one, and take no memory.
+    assert plan_packs([1, 1], 2**31 - 1) == [[(0, 0, 1), (1, 0, 1)]]
 
 
 @pytest.mark.parametrize(

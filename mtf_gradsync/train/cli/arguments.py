@@ -48,12 +48,23 @@ def output_path(flag: str, name: str | None) -> Path | None:
     if not name:
         return None
     path = Path(name)
-    if path.is_dir():
-        raise ConfigError(f"{flag}={name} is a folder; name a file, such as {path / 'output'}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag}={name} cannot be written: {path.parent} must be a directory")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag}={name} cannot be written: permission denied")
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{flag}={name} is a folder; name a file, such as {path / 'output'}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{flag}={name} cannot be written: {path.parent} must be a directory")
+        is_new = not os.path.lexists(path)
+        if is_new or path.is_file():
+            # Opened, as neither permissions nor /proc tell what can be made there.
+            with open(path, "ab"):
+                pass
+            if is_new:
+                path.unlink()
+        elif not os.access(path, os.W_OK):
+            raise ConfigError(f"{flag}={name} cannot be written: permission denied")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{flag}={name} cannot be written: {reason}") from error
     return path
 
 
@@ -90,7 +101,7 @@ def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
     for flag, path in paths.items():
         # A device takes all that is written to it.
         if path is not None and (path.is_file() or not path.exists()):
-            other = flags.setdefault(path.resolve(), flag)
+            other = flags.setdefault(Path(os.path.realpath(path)), flag)
             if other != flag:
                 raise ConfigError(f"{other} and {flag} name the same file: {path}")
         is_picture = path is None or path.suffix.lower() == ".png" or path.is_char_device()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import errno
 import importlib.metadata
 import json
 import os
@@ -189,10 +190,26 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn
     parser.error(said)
 
 
+# What the system says of itself, and not of an argument.
+_NO_FAULT = (errno.EDQUOT, errno.EIO, errno.ENOSPC)
+
+
+def _as_line(error: Exception) -> str:
+    """Returns what an error says; of the system's errors the reason and the file."""
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object[:80]!r} is no text that can be written as {error.encoding}"
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    name = "" if error.filename is None else repr(error.filename)
+    short = name if len(name) <= 80 else f"{name[:60]}... ({len(name)} characters)"
+    return f"{error.strerror}: {short}" if name else error.strerror
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line of the process, or of `argv`, and returns the exit code.
 
     It is 0 when done, 1 when failed, 2 for bad arguments or config, 128 + n stopped by signal n.
+    What the system says of a name or a text that it does not take is one line, too.
     """
     for stream in (sys.stdout, sys.stderr):
         # Names of files need not be text, and samples may have letters that a terminal does not.
@@ -209,18 +226,19 @@ def main(argv: list[str] | None = None) -> int:
         code = _run(args)
         sys.stdout.flush()
         return code
-    except (ConfigError, TrainingError) as error:
-        if getattr(args, "verbosity", 0) >= 1:
-            traceback.print_exc()
-        print(f"mtf-gradsync: error: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
-    except KeyboardInterrupt as error:
-        print("mtf-gradsync: interrupted", file=sys.stderr)
-        return 128 + signal_of(error)
     except BrokenPipeError:
         # Who reads has seen enough, as in `| head`. Python would try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except (ConfigError, TrainingError, OSError, UnicodeError) as error:
+        if getattr(args, "verbosity", 0) >= 1:
+            traceback.print_exc()
+        print(f"mtf-gradsync: error: {_as_line(error)}", file=sys.stderr)
+        failed = isinstance(error, TrainingError) or getattr(error, "errno", None) in _NO_FAULT
+        return EXIT_FAILED if failed else EXIT_BAD_CONFIG
+    except KeyboardInterrupt as error:
+        print("mtf-gradsync: interrupted", file=sys.stderr)
+        return 128 + signal_of(error)
 
 
 def _run(args: argparse.Namespace) -> int:

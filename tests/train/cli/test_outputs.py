@@ -15,6 +15,7 @@ from mtf_gradsync.train.cli.arguments import (
     output_paths,
     write_output,
 )
+from tests.train.conftest import TINY
 
 
 def test_outputs_are_paths_in_the_order_of_the_flags(tmp_path):
@@ -75,3 +76,78 @@ def test_who_reads_may_have_seen_enough():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 128 + signal.SIGPIPE
+
+
+def test_what_cannot_be_made_is_told_before_the_work(tmp_path):
+    for name in (f"{tmp_path}/{'x' * 300}", "/proc/x.png", f"{tmp_path}/no/x", str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"--png=.* cannot be written: ."):
+            output_path("--png", name)
+    there = tmp_path / "there"
+    there.write_text("kept")
+    assert output_path("--png", str(there)) == there
+    assert there.read_text() == "kept"
+    assert output_path("--png", str(tmp_path / "new")) == tmp_path / "new"
+    assert list(tmp_path.iterdir()) == [there]
+
+
+# Names and texts that the system, TensorFlow or gin does not take.
+LONG, NO_TEXT = "a" * 300, "\udc80\ud800"
+HOSTILE = [
+    LONG,
+    "x/" * 3000,
+    NO_TEXT,
+    "/proc/self/mem",
+    "/dev/null/x",
+    "loop",
+    "gs://",
+    "memory://",
+]
+FLAGS = {
+    "train": ["gin_file", "gin_param", "gin_location_prefix", "model_dir", "cluster_spec"],
+    "sample": ["model_dir", "prompt", "seed"],
+    "report": ["gin_file", "json", "png"],
+    "compile": ["topology", "json", "save_hlo", "gin_param"],
+    "plan": ["topologies", "mesh_shape", "layout", "jobs", "png"],
+    "verify": ["mesh_shape", "divisions", "without", "steps", "runtime", "json"],
+    "timeline": ["model_dir", "trace", "part", "merge", "warm_up"],
+}
+CASES = [(command, flag) for command, flags in FLAGS.items() for flag in flags]
+
+
+@pytest.mark.parametrize(("command", "flag"), CASES)
+def test_hostile_names_and_texts_end_in_a_line(tmp_path, monkeypatch, capsys, command, flag):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("loop", "loop")
+    needed = {
+        "gin_file": TINY, "gin_param": "train.run.batch_size = -1", "model_dir": "run",
+        **({"prompt": "a"} if command == "sample" else {}),
+    }  # fmt: skip
+    if command not in ("train", "sample"):
+        del needed["model_dir"]
+    for value in HOSTILE:
+        arguments = [f"--{name}={x}" for name, x in {**needed, flag: value}.items()]
+        if flag == "gin_param":
+            arguments.append(f"--gin_param={needed[flag]}")
+        try:
+            code = cli.main([command, *arguments])
+        except SystemExit as error:  # of argparse
+            code = error.code
+        printed = capsys.readouterr().err
+        assert code == cli.EXIT_BAD_CONFIG, (value, printed)
+        assert "error: " in printed
+        assert "Traceback" not in printed
+
+
+def test_the_rest_of_the_commands_end_in_a_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["init", "lm_cpu_mesh", LONG],
+        ["init", "lm_cpu_mesh", "--text", LONG],
+        ["init", "lm_cpu_mesh", "x.gin", "--text", NO_TEXT],
+        ["islands", LONG, "--status"],
+        ["islands", NO_TEXT],
+    ):
+        assert cli.main(arguments) == cli.EXIT_BAD_CONFIG, arguments
+        printed = capsys.readouterr().err
+        assert printed.startswith("mtf-gradsync: error: ")
+        assert printed.count("\n") == 1
