@@ -79,7 +79,7 @@ def test_who_reads_may_have_seen_enough():
 
 
 def test_what_cannot_be_made_is_told_before_the_work(tmp_path):
-    for name in (f"{tmp_path}/{'x' * 300}", "/proc/x.png", f"{tmp_path}/no/x", str(tmp_path)):
+    for name in (f"{tmp_path}/{'x' * 300}", "/proc/x.png", f"{tmp_path}/no/x"):
         with pytest.raises(ConfigError, match=r"--png=.* cannot be written: ."):
             output_path("--png", name)
     there = tmp_path / "there"
