@@ -46,6 +46,15 @@ def _scales(dtype: tf.DType) -> tuple[float, float]:
     return 2.0 ** (exponents * 5 // 16), 2.0 ** -(exponents // 2 + 1)
 
 
+def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
+    """Returns x * scale, to be squared.
+
+    XLA makes x * x * scale^2 of a square of x * scale, which overflows; not of a minimum, which
+    changes no square.
+    """
+    return tf.minimum(x * scale, x.dtype.max)
+
+
 def _sums_of_squares(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
@@ -53,11 +62,11 @@ def _sums_of_squares(
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
         # l2_loss is one operation in place of two; its factor of a half is exact.
-        sums = [[tf.nn.l2_loss(x * scale) for x in values] for scale in _scales(dtype)]
+        sums = [[tf.nn.l2_loss(_scaled(x, s)) for x in values] for s in _scales(dtype)]
         return 2.0 * tf.stack([ordered_add_n(some) for some in sums])
     sums = [
-        [_flat(tf.reduce_sum(tf.square(x * scale), dims)) for x, dims in zip(values, over)]
-        for scale in _scales(dtype)
+        [_flat(tf.reduce_sum(tf.square(_scaled(x, s)), dims)) for x, dims in zip(values, over)]
+        for s in _scales(dtype)
     ]
     return tf.stack([ordered_add_n(some) for some in sums], axis=-1)
 
@@ -288,7 +297,7 @@ def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
     """Returns the norms of several sets of gradients together; each has the same shape."""
 
     def join(*norms: tf.Tensor) -> tf.Tensor:
-        by_scale = [[tf.square(x * scale) for x in norms] for scale in _scales(norms[0].dtype)]
+        by_scale = [[tf.square(_scaled(x, s)) for x in norms] for s in _scales(norms[0].dtype)]
         return _root(tf.stack([ordered_add_n(some) for some in by_scale], axis=-1))
 
     dtype = _norm_dtype(norms)

@@ -5,6 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients import measures
 from tests import harness
 
 EPS = np.finfo(np.float32).eps
@@ -235,6 +236,32 @@ def test_norms_of_gradients_of_any_size(kind):
         error = tf.errors.InvalidArgumentError if kind == "placement" else ValueError
         with pytest.raises(error, match=r"clip_by_\w+_norm: clip_norm must be 0 or more, got"):
             program.run([feed([3, 0, 0, 4], clip_norm)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_that_a_compiler_simplifies(kind):
+    """Of gradients with one value, where XLA takes constants out of products."""
+
+    def build(mesh, tensors):
+        value = mtf.import_tf_tensor(mesh, tensors["value"], mtf.Shape([]))
+        fetches = {}
+        for name, dims in (("scalar", []), ("vector", [hidden])):
+            grad = mtf.broadcast(value, mtf.Shape(dims))
+            fetches[name] = norm = measures.global_norm([grad])
+            fetches[f"{name} joined"] = measures.joined_norm([norm, norm])
+            shards = mtf.broadcast(value, mtf.Shape([*AXES.shard_dims, *dims]))
+            _, norms = gs.clip_by_shard_norm([shards], 1.0, AXES)
+            fetches[f"{name} of shards"] = norms
+        return [], fetches
+
+    program = harness.built(kind, MESH, LAYOUT, build, {"value": np.float32(1)})
+    values = [3e19, 1e37, 1e-22, 1e-28, 3]
+    for value, out in zip(values, program.run([{"value": np.float32(v)} for v in values]).fetched):
+        for name, size in (("scalar", 1), ("vector", H)):
+            norm = value * np.sqrt(size)
+            np.testing.assert_allclose(out[name], norm, 8 * EPS)
+            np.testing.assert_allclose(out[f"{name} joined"], norm * np.sqrt(2), 8 * EPS)
+            np.testing.assert_allclose(out[f"{name} of shards"], [norm] * SHARDS, 8 * EPS)
 
 
 def test_double_precision_has_a_range_of_its_own():
