@@ -15,6 +15,7 @@ from mtf_gradsync.estimator.host import MeanLossHook
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, as_layout, as_mesh_shape
 from mtf_gradsync.optimizers import reported, split_by_shard, traits_of
 from mtf_gradsync.optimizers.pipeline.weights import mean_loss
+from mtf_gradsync.optimizers.report import in_sums_now, weight_now
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.simd.traffic import has_calls
@@ -138,8 +139,10 @@ class SpecBuilder:
         """
         _check_tensor("loss", loss)
         shown = dict(summaries or {})
+        facts: dict[str, Any] = {}
         if optimizer is not None:
             shown.update(reported(optimizer))
+            facts = {"in_sums": in_sums_now(optimizer), "weight": weight_now(optimizer)}
         lowering, tf_loss = self._lower(loss)
         done = [lowering.lowered_operation(op) for op in updates]
         if not is_advanced(updates):
@@ -196,11 +199,13 @@ class SpecBuilder:
                 host_call=host_call,
                 training_hooks=[restore, *saving],
             )
+        logging = []
         if optimizer is not None:
             traffic = _traffic([tf_loss, train_op], self.mesh_impl, optimizer)
             every = getattr(config, "log_step_count_steps", None)
-            if every and "update_step" in scalars:
-                saving.append(MeanLossHook(tf_loss, every, scalars["update_step"]))
+            facts = _exported(lowering, {k: x for k, x in facts.items() if x is not None})
+            if every and "in_sums" in facts:
+                logging.append(MeanLossHook(tf_loss, every, **facts))
             scalars.update((name, tf.constant(float(x))) for name, x in traffic.items())
         for name, value in scalars.items():
             tf.summary.scalar(name, value)  # for a `tf.train.SummarySaverHook`
@@ -210,7 +215,7 @@ class SpecBuilder:
             train_op=train_op,
             # In one list, since a checkpoint of the beginning is written as soon as there are
             # slices, and Estimator's other hooks begin later.
-            training_chief_hooks=[restore, *saving],
+            training_chief_hooks=[restore, *saving, *logging],
         )
 
     def evaluate(

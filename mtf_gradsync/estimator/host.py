@@ -88,18 +88,24 @@ class MeanLossHook(tf.train.SessionRunHook):
     line has the loss of the last one alone.
     """
 
-    def __init__(self, loss: tf.Tensor, every_n_iter: int, update_step: tf.Tensor | None = None):
+    def __init__(
+        self,
+        loss: tf.Tensor,
+        every_n_iter: int,
+        in_sums: tf.Tensor | None = None,
+        weight: tf.Tensor | None = None,
+    ):
         """Logs a line on the first step and after every `every_n_iter` steps.
 
         Args:
           loss: a scalar of a step.
           every_n_iter: how many steps a line is about.
-          update_step: a scalar that counts the updates made by the end of a step; None where every
-            step is an update.
+          in_sums: a scalar, what waits for an update in sums of gradients by the end of a step;
+            None where every step is an update.
+          weight: a scalar, how much the loss stands for; None for losses of equal weight.
         """
-        self._fetches = {"loss": loss}
-        if update_step is not None:
-            self._fetches["update_step"] = update_step
+        given = {"loss": loss, "in_sums": in_sums, "weight": weight}
+        self._fetches = {name: x for name, x in given.items() if x is not None}
         self._every, self._means = every_n_iter, StepMeans()
         self._steps = 0
         self._began = time.monotonic()
@@ -117,8 +123,8 @@ class MeanLossHook(tf.train.SessionRunHook):
         """Adds the loss, and logs a line when there are enough."""
         del run_context
         values = run_values.results
-        updates = int(values["update_step"]) if "update_step" in values else None
-        self._means.add(Measured(float(values["loss"])), updates)
+        measured = Measured(float(values["loss"]), weight=float(values.get("weight", 1.0)))
+        self._means.add(measured, int(values.get("in_sums", 0)))
         if self._steps % self._every == 0:
             now = time.monotonic()
             loss, step = self._means.values()["loss"], int(values["step"])

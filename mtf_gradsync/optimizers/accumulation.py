@@ -331,6 +331,11 @@ class GradientAccumulationOptimizer(ReportsSkips):
         return self._now and self._now.update_step
 
     @property
+    def in_sums_now(self) -> mtf.Tensor | None:
+        """`mini_step` after the step that it is fetched with; None if every step updates."""
+        return self._now and self._now.mini_step
+
+    @property
     def skipped(self) -> mtf.Variable | None:
         """Microbatch steps skipped so far (int32); None before gradients were applied."""
         return self._counters and self._counters.skipped

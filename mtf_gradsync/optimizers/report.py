@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
@@ -17,6 +18,7 @@ from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, joined_norm, shard_norms
 from mtf_gradsync.gradients.pending import gradient_name
 from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.gradients.stages import per_shard, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline import GradientSet, Reduced, StepBuilder
@@ -387,6 +389,23 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
         for tag, value in (report() if callable(report) else {}).items():
             add(tag, value, name)
     return values
+
+
+def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
+    """Returns what waits for an update in the sums of a stack, after the step that is fetched.
+
+    It is an int32 scalar, 0 where nothing waits; None for a stack without such sums.
+    """
+    stack = [opt, *opt.inner_stack()] if isinstance(opt, Wrapper) else [opt]
+    found = [x for x in (getattr(one, "in_sums_now", None) for one in stack) if x is not None]
+    return functools.reduce(mtf.add, (on_mesh(x, found[0].mesh) for x in found)) if found else None
+
+
+def weight_now(opt: AppliesGradients) -> mtf.Tensor | None:
+    """Returns what the step that is fetched stands for, a float32 scalar; None without weights."""
+    step = opt.step if isinstance(opt, Wrapper) else None
+    weights = step.received[0].weights if step else None
+    return weights and weights.total
 
 
 def _add_norms(

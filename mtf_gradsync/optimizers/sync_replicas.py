@@ -245,6 +245,11 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         """Updates made, after the step that it is fetched with; None before there is a step."""
         return self._now and self._now.update_step
 
+    @property
+    def in_sums_now(self) -> mtf.Tensor | None:
+        """Contributions that wait for an update, after the step that it is fetched with."""
+        return self._now and self._now.count
+
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
         now = self._now

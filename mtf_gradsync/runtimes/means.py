@@ -13,11 +13,13 @@ class Measured(NamedTuple):
       loss: the model's loss: nats, and what else the model adds, divided by its denominator.
       tokens: targets that are no padding.
       learning_rate: None where the optimizer has its own.
+      weight: how much the loss stands for, where the optimizer was given weights.
     """
 
     loss: float
     tokens: int = 0
     learning_rate: float | None = None
+    weight: float = 1.0
 
 
 class StepMeans:
@@ -32,27 +34,35 @@ class StepMeans:
         self._denominator = denominator
         self._since_line: list[Measured] = []
         self._of_update: list[Measured] = []
-        self._update_step: int | None = None
-        self._is_between_updates = True
+        self._in_sums = 0
 
-    def add(self, measured: Measured, update_step: int | None) -> None:
-        """Adds a step; update_step counts updates made by its end, None if every step is one."""
-        if self._is_between_updates:
+    def add(self, measured: Measured, in_sums: int | None = None) -> None:
+        """Adds a step.
+
+        `in_sums` is how much waits for an update in sums of gradients after it, 0 for nothing; None
+        where there are no such sums.
+        """
+        before, self._in_sums = self._in_sums, in_sums or 0
+        if not before:
             self._of_update = []
         self._since_line.append(measured)
-        self._of_update.append(measured)
-        before, self._update_step = self._update_step, update_step
-        self._is_between_updates = update_step is None or before not in (None, update_step)
+        if not before or self._in_sums != before:  # or the step was skipped
+            self._of_update.append(measured)
 
     def values(self) -> dict[str, float]:
         """Returns the means by name: "loss", "nats_per_token", "learning_rate" where there is one.
 
         Losses that are not finite, of steps that were skipped, count only if there is no other. The
-        nats are those of all tokens together, in the unit of the held-out loss.
+        loss is the weighted mean, and the nats are those of all tokens together, in the unit of the
+        held-out loss.
         """
         steps = max(self._since_line, self._of_update, key=len)
         steps = [one for one in steps if math.isfinite(one.loss)] or steps
-        means = {"loss": math.fsum(one.loss for one in steps) / len(steps)}
+        weight = math.fsum(one.weight for one in steps)
+        if weight > 0:
+            means = {"loss": math.fsum(one.weight * one.loss for one in steps) / weight}
+        else:
+            means = {"loss": math.fsum(one.loss for one in steps) / len(steps)}
         if math.isnan(means["loss"]):
             return means
         tokens = sum(one.tokens for one in steps)
@@ -67,7 +77,7 @@ class StepMeans:
     @property
     def steps_in_no_update(self) -> int:
         """How many of the newest steps are in no update yet."""
-        return 0 if self._is_between_updates else len(self._of_update)
+        return len(self._of_update) if self._in_sums else 0
 
     def end_line(self) -> None:
         """Begins a new line: its means are of the steps that follow."""
@@ -75,17 +85,16 @@ class StepMeans:
 
     def state(self) -> dict[str, Any] | None:
         """Returns what a run that goes on from here has to know, for JSON; None for nothing."""
-        if not self._since_line and self._is_between_updates:
+        if not self._since_line and not self._in_sums:
             return None
         return {
             "since_line": self._since_line,
-            "of_update": [] if self._is_between_updates else self._of_update,
-            "update_step": self._update_step,
+            "of_update": self._of_update if self._in_sums else [],
+            "in_sums": self._in_sums,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state` that was read from JSON."""
         self._since_line = [Measured(*one) for one in state["since_line"]]
         self._of_update = [Measured(*one) for one in state["of_update"]]
-        self._update_step = state["update_step"]
-        self._is_between_updates = not self._of_update
+        self._in_sums = state["in_sums"]

@@ -286,7 +286,7 @@ class _Loop:
         if self._settings.timeline_steps and update_step is not None:
             self._updates.append(update_step)
         measured = Measured(loss, values["tokens"], None if rate is None else float(rate))
-        self._means.add(measured, update_step)
+        self._means.add(measured, int(values["in_sums"]) if "in_sums" in values else None)
         means = self._means.values()
         self.progress.update(step, means.get("nats_per_token", loss), values["fields"])
         if step % settings.log_steps == 0 or step == settings.train_steps:

@@ -150,7 +150,7 @@ class Runner(abc.ABC):
 def fetches_of(graph: TrainGraph) -> dict[str, Any]:
     """Returns what to fetch with a step: "step", "loss", "fields" and "reported" of `TrainGraph`.
 
-    "update_step" is there only if the optimizers count updates.
+    "update_step" and "in_sums" are there only if the optimizers have them.
     """
     fetches = {
         "step": graph.step,
@@ -158,7 +158,8 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
         "fields": graph.fields,
         "reported": graph.reported,
     }
-    return fetches if graph.update_step is None else {**fetches, "update_step": graph.update_step}
+    counts = {"update_step": graph.update_step, "in_sums": graph.in_sums}
+    return {**fetches, **{name: x for name, x in counts.items() if x is not None}}
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:

@@ -20,6 +20,7 @@ from mtf_gradsync.optimizers import (
     reported,
     traits_of,
 )
+from mtf_gradsync.optimizers.report import in_sums_now
 from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at, updates_before
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.simd import CommunicationReport
@@ -45,6 +46,7 @@ class TrainGraph(NamedTuple):
       reported: tensors for summaries, by name: the learning rate where the config has one, and the
         optimizers' reports (`mtf_gradsync.reported`).
       update_step: int scalar, updates made by the end of the step; None where no optimizer counts.
+      in_sums: int scalar, what waits for an update in sums of gradients by then; None likewise.
       num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
       optimizers: the optimizer that was made and those inside it, outermost first.
@@ -58,6 +60,7 @@ class TrainGraph(NamedTuple):
     fields: dict[str, tf.Tensor]
     reported: dict[str, tf.Tensor]
     update_step: tf.Tensor | None
+    in_sums: tf.Tensor | None
     num_parameters: int
     gradients: list[Any]
     optimizers: tuple[Any, ...]
@@ -90,6 +93,7 @@ def build_train_graph(
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
         fields, update_step = _facts(stack)
+        in_sums = in_sums_now(opt)
         reports_by_name = reported(opt) if job.reports or job.noise_scale else {}
         if job.noise_scale:
             value, more = _noise_scale(opt, job.model.batch_size)
@@ -109,7 +113,7 @@ def build_train_graph(
         tf_reported = {name: exported(x) for name, x in reports_by_name.items()}
         if rate is not None:
             tf_reported["learning_rate"] = tf.cast(exported(rate), tf.float32)
-        tf_update_step = exported(update_step)
+        tf_update_step, tf_in_sums = exported(update_step), exported(in_sums)
     with tf.control_dependencies([*updates, step_now]):
         counted = examples.assign_add(job.model.batch_size, read_value=False)
     with tf.control_dependencies([counted]):
@@ -123,6 +127,7 @@ def build_train_graph(
         fields=tf_fields,
         reported=tf_reported,
         update_step=tf_update_step,
+        in_sums=tf_in_sums,
         num_parameters=sum(v.shape.size for _, v in pairs),
         gradients=[g for g, _ in pairs if g is not None],
         optimizers=stack,

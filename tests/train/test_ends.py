@@ -124,6 +124,26 @@ def test_the_last_step_flushes_or_says_what_is_left(train, runtime, capfd):
     assert losses == pytest.approx(rows_of(flushed, "loss"), rel=1e-6)
 
 
+@pytest.mark.slow
+def test_where_each_step_is_an_update_lines_are_of_single_steps(train, capfd):
+    """Counted by an optimizer that may wait, and in a run that goes on."""
+    losses = {}
+    for name, more in {
+        "CrossShardOptimizer": (),
+        "SyncReplicasOptimizer": ("SyncReplicasOptimizer.replicas_to_aggregate = 1",),
+    }.items():
+        bindings = (
+            NO_EVAL, *more, f"train.run.optimizer = @{name}", f"{name}.opt = @AdafactorOptimizer",
+            "train.run.log_steps = 1",
+        )  # fmt: skip
+        for steps in (2, 4):
+            _, directory, _ = train(*bindings, f"train.run.train_steps = {steps}", model_dir=name)
+        losses[name] = rows_of(directory, "loss")
+    assert len(losses["CrossShardOptimizer"]) == 4
+    assert losses["SyncReplicasOptimizer"] == pytest.approx(losses["CrossShardOptimizer"], rel=1e-5)
+    assert "in no update" not in capfd.readouterr().err
+
+
 def padded(sequence_length, vocabulary, dataset_split):
     """The same 16 examples for training and evaluation, with 1 to 16 tokens of 16 positions."""
     del vocabulary, dataset_split

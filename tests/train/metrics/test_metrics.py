@@ -107,11 +107,11 @@ def test_an_interrupt_leaves_whole_files(tmp_path):
 LOSSES = [6.0, 2.0, 4.0, 8.0, 1.0, 3.0, 5.0, 7.0]
 
 
-def lines(every, updates=None, breaks=(), tmp_path=None):
+def lines(every, in_sums=None, breaks=(), tmp_path=None):
     """The mean losses of lines after every so many steps; sessions end after steps in `breaks`."""
     means, found = StepMeans(1.0), {}
     for step, loss in enumerate(LOSSES, 1):
-        means.add(Measured(loss, 1), updates and updates[step - 1])
+        means.add(Measured(loss, 1), in_sums and in_sums[step - 1])
         if step % every == 0:
             found[step] = means.values()["loss"]
             means.end_line()
@@ -134,14 +134,36 @@ def test_a_line_is_the_mean_over_the_steps_since_the_last_and_over_an_updates(tm
     assert lines(1, None, breaks, tmp_path) == dict(enumerate(LOSSES, 1))
     assert lines(3, None, breaks, tmp_path) == {3: mean(1, 3), 6: mean(4, 6)}
     # An update of four microbatch steps: a line is never of a part of those that were made.
-    updates = [0, 0, 0, 1, 1, 1, 1, 2]
-    assert lines(1, updates, breaks, tmp_path) == {
+    waiting = [1, 2, 3, 0, 1, 2, 3, 0]
+    assert lines(1, waiting, breaks, tmp_path) == {
         step: mean(1 if step <= 4 else 5, step) for step in range(1, 9)
     }
-    assert lines(3, updates, breaks, tmp_path) == {3: mean(1, 3), 6: mean(4, 6)}
-    assert lines(2, updates, breaks, tmp_path) == {
+    assert lines(3, waiting, breaks, tmp_path) == {3: mean(1, 3), 6: mean(4, 6)}
+    assert lines(2, waiting, breaks, tmp_path) == {
         2: mean(1, 2), 4: mean(1, 4), 6: mean(5, 6), 8: mean(5, 8)
     }  # fmt: skip
+    # Every step is an update, or skipped with nothing in the sums.
+    assert lines(1, [0] * 8, breaks, tmp_path) == dict(enumerate(LOSSES, 1))
+
+
+def test_steps_that_are_skipped_are_in_no_update():
+    """Microbatch steps 2 and 5 add nothing to the sums of three; step 7 begins others."""
+    means, found, left = StepMeans(), [], []
+    for loss, in_sums in zip(LOSSES, [1, 1, 2, 0, 0, 1, 2, 2]):
+        means.add(Measured(loss), in_sums)
+        found.append(means.values()["loss"])
+        left.append(means.steps_in_no_update)
+        means.end_line()
+    assert found == [6, 2, 5, 6, 1, 3, 4, 4]
+    assert left == [1, 1, 2, 0, 0, 1, 2, 2]
+
+
+def test_losses_have_their_weights():
+    means = StepMeans()
+    means.add(Measured(2.0, weight=30.0))
+    means.add(Measured(4.0, weight=10.0))
+    means.add(Measured(float("nan"), weight=0.0))  # a mean of nothing
+    assert means.values()["loss"] == 2.5
 
 
 def test_means_are_of_tokens_where_losses_are_of_positions():
