@@ -2,17 +2,20 @@
 
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
 
 from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes import saving
 from mtf_gradsync.train import held_out
 from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.evaluation import Score
 from mtf_gradsync.train.held_out import Improvement
 from mtf_gradsync.train.metrics import read_metrics
+from mtf_gradsync.train.runner import GraphRunner
 from tests.train.conftest import NO_EVAL
 
 OFTEN = "train.run.save_checkpoints_steps = 2"
@@ -142,6 +145,35 @@ def test_where_each_step_is_an_update_lines_are_of_single_steps(train, capfd):
     assert len(losses["CrossShardOptimizer"]) == 4
     assert losses["SyncReplicasOptimizer"] == pytest.approx(losses["CrossShardOptimizer"], rel=1e-5)
     assert "in no update" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh", "xla"])
+def test_a_checkpoint_is_of_its_step_though_steps_go_on(train, monkeypatch, runtime):
+    """Files are put on the disk long after the values were taken, beside the steps that follow."""
+    on_disk, dispatch = saving._put_on_disk, GraphRunner.dispatch
+    made, all_made = [], threading.Event()
+
+    def once_all_steps_are_made(path):
+        assert all_made.wait(120)
+        on_disk(path)
+
+    def counted(self):
+        made.append(dispatch(self))
+        if len(made) == 6:
+            all_made.set()
+        return made[-1]
+
+    monkeypatch.setattr(saving, "_put_on_disk", once_all_steps_are_made)
+    monkeypatch.setattr(GraphRunner, "dispatch", counted)
+    given = NO_EVAL, f"train.run.runtime = '{runtime}'", "train.run.train_steps = 6"
+    _, beside, _ = train(*given, "train.run.save_checkpoints_steps = 3", model_dir="beside")
+    _, alone, _ = train(*given, "train.run.train_steps = 3", model_dir="alone")
+    paths = [str(directory / "model.ckpt-3") for directory in (beside, alone)]
+    found, expected = map(tf.train.load_checkpoint, paths)
+    assert found.get_variable_to_shape_map() == expected.get_variable_to_shape_map()
+    for name in expected.get_variable_to_shape_map():
+        np.testing.assert_array_equal(found.get_tensor(name), expected.get_tensor(name), name)
 
 
 def padded(sequence_length, vocabulary, dataset_split):

@@ -3,7 +3,7 @@
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.xla.topology.chips import CHIPS, slice_of
+from mtf_gradsync.xla.topology.chips import CHIPS, peak_flops_of, slice_of
 from mtf_gradsync.xla.topology.compiling import places_of
 
 GIB = 2**30
@@ -92,3 +92,20 @@ def test_cores_are_those_that_programs_see(name, cores, cores_per_chip):
     places = places_of(name)
     assert len(places) == cores
     assert 1 + max(place[-1] for place in places) == cores_per_chip
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "expected"),
+    [
+        ("TPU v2", 23e12),
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("TPU7x", 1153.5e12),
+        ("cpu", None),
+        ("NVIDIA H100", None),
+    ],
+)
+def test_the_peak_of_a_device_is_that_of_a_core(device_kind, expected):
+    assert peak_flops_of(device_kind) == expected
