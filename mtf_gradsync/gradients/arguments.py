@@ -48,6 +48,13 @@ class Bounds(NamedTuple):
         return is_right if self.below is None else is_right & (x < self.below)
 
 
+def within(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """Casts a tensor; a whole number that another integer dtype does not hold is its largest."""
+    value = tf.convert_to_tensor(value)
+    both = value.dtype.is_integer and dtype.is_integer
+    return tf.saturate_cast(value, dtype) if both else tf.cast(value, dtype)
+
+
 def scalar_of_step(
     value: Any, mesh: mtf.Mesh, dtype: tf.DType, argument: str, owner: str, bounds: Bounds
 ) -> mtf.Tensor:
@@ -65,8 +72,9 @@ def scalar_of_step(
     given, value = value, value.value if isinstance(value, mtf.Variable) else value
     with plan.outside_of_branches([value] if isinstance(value, mtf.Tensor) else ()):
         if not isinstance(value, mtf.Tensor):
-            value = mtf.import_tf_tensor(mesh, tf.cast(value, dtype), mtf.Shape([]))
-        value = value if value.dtype == dtype else mtf.cast(value, dtype)
+            value = mtf.import_tf_tensor(mesh, within(value, dtype), mtf.Shape([]))
+        if value.dtype != dtype:
+            value = mtf.cwise(lambda x: within(x, dtype), [value], dtype)
         checked = _CheckedScalar(on_mesh(value, mesh), f"{owner}: {argument}", bounds).outputs[0]
         if not plan.is_in_branch:
             scalars.made = {**scalars.made, key: (given, checked)}

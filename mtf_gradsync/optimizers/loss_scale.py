@@ -187,7 +187,7 @@ class LossScaleOptimizer(ReportsSkips):
           loss_scale: "dynamic", or a fixed number greater than 0, which skips steps just the same.
           initial_scale: the first value of a dynamic scale.
           growth_steps: the number of updates in a row without a skipped step after which a dynamic
-            scale grows.
+            scale grows; 2**31 - 1, the most that there can be, never comes.
           multiplier: the factor by which it grows and shrinks, greater than 1. Powers of two add no
             rounding.
           min_scale: the smallest value of a dynamic scale.

@@ -10,7 +10,7 @@ import numpy as np
 
 from mtf_gradsync._common import check_whole_number, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step
+from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step, within
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.optimizers.slots import scalar_state
 from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
@@ -216,7 +216,7 @@ def _tf_passes(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
             f"and as a tf scalar: {error}. Make it a function of one of these."
         ) from error
     _check_whole(passes, result)
-    return tf.reshape(tf.cast(result, tf.int32), [])
+    return tf.reshape(within(result, tf.int32), [])
 
 
 def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], Any]) -> mtf.Tensor:

@@ -17,7 +17,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import compat_v1, estimator, gradients, optimizers, reduce, xla
 from mtf_gradsync._common import INT32_MAX
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import models
+from tests import harness, models
 
 PACKAGE = str(Path(gs.__file__).parent)
 MESH = {"mesh_shape": "rows:2;cols:2", "layout": "batch:rows;hidden:cols"}
@@ -258,6 +258,39 @@ def test_a_count_that_no_int32_holds_is_named(target, name):
         if target is not xla.devices_for:
             target(**{**given, "inner_steps": INT32_MAX, name: INT32_MAX} if name == "fragments"
                    else {**given, name: INT32_MAX})  # fmt: skip
+
+
+def many(step):
+    return tf.constant(2**32 + 1, tf.int64) + tf.cast(step, tf.int64)
+
+
+NEVER = {
+    "K": lambda opt: gs.GradientAccumulationOptimizer(opt, INT32_MAX, **MESH),
+    "K of a function": lambda opt: gs.GradientAccumulationOptimizer(opt, many, **MESH),
+    "replicas": lambda opt: gs.SyncReplicasOptimizer(opt, INT32_MAX, **MESH),
+}
+
+
+@pytest.mark.parametrize("kind", ["placement", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.parametrize("what", NEVER)
+@pytest.mark.slow
+def test_what_never_comes_does_not(kind, what):
+    """Numbers at the end of int32, and int64 numbers beyond it, do not wrap around in the step."""
+    build = models.train(lambda: NEVER[what](sgd()))
+    result = harness.run(kind, *MESH.values(), build, models.mlp_batches(2))
+    for name, value in models.mlp_values().items():
+        np.testing.assert_array_equal(result.variables[name], value)
+
+
+@pytest.mark.parametrize("kind", ["placement", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.slow
+def test_a_scale_that_never_grows(kind):
+    def wrapped():
+        return gs.LossScaleOptimizer(sgd(), growth_steps=INT32_MAX, **MESH)
+
+    result = harness.run(kind, *MESH.values(), models.train(wrapped), models.mlp_batches(3))
+    assert result.variables["LossScaleOptimizer/scale"] == 2.0**15
+    assert result.variables["LossScaleOptimizer/good_steps"] == 3
 
 
 def test_minimize_without_a_global_step_builds_nothing():
