@@ -160,7 +160,9 @@ def clip_together(
         limit = scalar_of_step(clip_norm, norm.mesh, norm.dtype, "clip_norm", owner, Bounds(0.0))
         factor = mtf.cwise(_factor, [norm, limit])
     else:
-        factor = mtf.cwise(functools.partial(_factor, limit=float(clip_norm)), [norm])
+        with np.errstate(over="ignore"):  # a number too large for float32 clips nothing
+            limit = norm.dtype.as_numpy_dtype(clip_norm)
+        factor = mtf.cwise(functools.partial(_factor, limit=limit), [norm])
     clipping = Clipping(norm, factor, len(present))
 
     def scaled(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:

@@ -143,7 +143,8 @@ class XlaSession(ReplicaSession):
     def peak_flops(self) -> float | None:
         """Bfloat16 operations a second that all devices can do; None where it is not known."""
         peaks = [peak_flops_of(device.device_kind) for device in self._cores.devices]
-        return None if None in peaks else sum(peaks)
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if len(known) == len(peaks) else None
 
     def wait(self) -> None:
         """Waits until the steps that were dispatched have ended on this process's devices.

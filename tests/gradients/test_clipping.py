@@ -270,12 +270,16 @@ def test_double_precision_has_a_range_of_its_own():
     def build(mesh, tensors):
         grad = mtf.import_tf_tensor(mesh, tensors["x"], mtf.Shape([hidden]))
         (clipped,), norm = gs.clip_by_global_norm([grad], 1.0)
-        return [], {"clipped": clipped, "norm": norm}
+        (tenth,), _ = gs.clip_by_global_norm([grad], 0.1)
+        (whole,), _ = gs.clip_by_global_norm([grad], 1e300)
+        return [], {"clipped": clipped, "norm": norm, "tenth": tenth, "whole": whole}
 
     feed = {"x": np.array([3e200, 0, 4e200, 1.0])}
     out = harness.run("placement", MESH, LAYOUT, build, [feed]).fetched[0]
     np.testing.assert_allclose(out["norm"], 5e200, rtol=1e-15)
     np.testing.assert_allclose(out["clipped"], [0.6, 0, 0.8, 2e-201], rtol=1e-15)
+    np.testing.assert_allclose(out["tenth"], [0.06, 0, 0.08, 2e-202], rtol=1e-15)
+    np.testing.assert_array_equal(out["whole"], feed["x"])
 
 
 def test_norms_cross_as_they_are(mesh_kind):
