@@ -158,7 +158,8 @@ def test_what_is_not_finite_of_one_shard_is_named_behind_a_reduction(
 
 def test_a_norm_that_overflows_is_reported(capfd):
     def make():
-        return gs.LossScaleOptimizer(gs.ClipByGlobalNormOptimizer(sgd(), 1.0), axes=AXES)
+        clipped = gs.ClipByGlobalNormOptimizer(sgd(), 1.0)
+        return gs.LossScaleOptimizer(clipped, loss_scale=1.0, axes=AXES)
 
-    run("placement", make, [1e25])
+    run("placement", make, [6e37])
     assert "not finite: none by itself, but the norm of all." in capfd.readouterr().err
