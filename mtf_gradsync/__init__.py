@@ -3,8 +3,11 @@
 Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and later.
 """
 
+from typing import TYPE_CHECKING
+
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
+from mtf_gradsync._private.lazy import lazy_names
 from mtf_gradsync._private.mesh_tensorflow import (
     check_imported_shapes,
     keep_masks_finite,
@@ -18,7 +21,6 @@ from mtf_gradsync._private.patches import (
     keep_summaries_in_meta_graphs,
     recompute_each_shard_by_itself,
 )
-from mtf_gradsync.cluster import Cluster, join_cluster
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
     clip_by_global_norm,
@@ -53,8 +55,6 @@ from mtf_gradsync.optimizers.restoring import (
 )
 from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.optimizers.slots import check_bare_optimizers
-from mtf_gradsync.planning import plan
-from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
 from mtf_gradsync.reduce import (
     FusedAllReduce,
     LowRankAllReduce,
@@ -64,8 +64,18 @@ from mtf_gradsync.reduce import (
 from mtf_gradsync.session import session_config
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 from mtf_gradsync.step.randomness import draw_by_step
-from mtf_gradsync.timelines import Timeline, TimelineError, timeline
-from mtf_gradsync.verification import verify
+
+if TYPE_CHECKING:
+    from mtf_gradsync import estimator as estimator
+    from mtf_gradsync import islands as islands
+    from mtf_gradsync import simd as simd
+    from mtf_gradsync import xla as xla
+    from mtf_gradsync.cluster import Cluster, join_cluster
+    from mtf_gradsync.planning import plan
+    from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
+    from mtf_gradsync.timelines import Timeline, TimelineError
+    from mtf_gradsync.timelines.timeline import timeline
+    from mtf_gradsync.verification.verify import verify
 
 note_meshes()
 note_gradients()
@@ -80,6 +90,26 @@ keep_summaries_in_meta_graphs()
 explain_mesh_tensors_to_tensorflow()
 check_what_savers_restore()
 keep_state_where_values_come_from_checkpoints()
+
+# Where programs run, and what people do with them, is loaded when it is first used.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Cluster": "mtf_gradsync.cluster",
+        "join_cluster": "mtf_gradsync.cluster",
+        "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.processes.members",
+        "ProcessesError": "mtf_gradsync.processes.members",
+        "plan": "mtf_gradsync.planning",
+        "Timeline": "mtf_gradsync.timelines",
+        "TimelineError": "mtf_gradsync.timelines",
+        "timeline": "mtf_gradsync.timelines",
+        "verify": "mtf_gradsync.verification",
+        "simd": "mtf_gradsync.simd",
+        "xla": "mtf_gradsync.xla",
+        "estimator": "mtf_gradsync.estimator",
+        "islands": "mtf_gradsync.islands",
+    },
+)
 
 __all__ = [
     "LOST_PROCESS_EXIT_CODE",
