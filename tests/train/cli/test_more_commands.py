@@ -113,7 +113,7 @@ def test_init_names_a_config_after_its_text_in_either_order(capsys, tmp_path, mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", "short.txt"], "The train split of text short.txt (12 characters) has 12 tok"),
+        (["--text", "short.txt"], "The train split of text short.txt (12 bytes) has 12 tok"),
         (["--text", "novel.txt", "lm_acumulate"], "config 'lm_acumulate'; did you mean lm_accumul"),
         (
             ["novel.txt"],
