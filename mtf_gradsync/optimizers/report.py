@@ -489,7 +489,7 @@ def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:
             )
     scalars: dict[str, Any] = {}
     for tag, value in values.items():
-        if not getattr(value, "shape", ()):
+        if not tuple(getattr(value, "shape", ())):  # a TensorShape of a scalar is true
             scalars[tag] = value
             continue
         each = (

@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import split_by_shard
 from tests import harness, models, reference
 
@@ -181,3 +181,12 @@ def test_training_has_the_same_bits_and_sends_a_few_numbers_more(passes):
 def test_bare_optimizers_report_nothing():
     assert gs.reported(sgd()) == {}
     assert gs.reported(gs.CrossShardOptimizer(sgd())) == {}
+
+
+def test_scalars_keep_their_names():
+    with tf.Graph().as_default():
+        scalars = {"tensor": tf.constant(1.0), "array": np.float32(2.0), "number": 3.0}
+        assert split_by_shard(scalars) == scalars
+        split = split_by_shard({"of_shards": tf.constant([1.0, 2.0])})
+        assert list(split) == ["of_shards/shard_0", "of_shards/shard_1"]
+        assert all(x.shape.rank == 0 for x in split.values())
