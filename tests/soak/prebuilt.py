@@ -123,6 +123,10 @@ class _LaterBatches:
             batches.placeholders()
         self._batches, self.begin = batches, batches.begin
 
+    @property
+    def targets(self) -> int:
+        return self._batches.targets
+
     def next(self) -> dict[tf.Tensor, Any]:
         return {self._feeds[feed.op.name]: ids for feed, ids in self._batches.next().items()}
 
