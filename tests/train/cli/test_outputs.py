@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import gin
 import pytest
 
 from mtf_gradsync._common import ConfigError
@@ -16,6 +17,12 @@ from mtf_gradsync.train.cli.arguments import (
     write_output,
 )
 from tests.train.conftest import TINY
+
+
+@pytest.fixture(autouse=True)
+def own_search_path(monkeypatch):
+    """Folders to search for gin files in, which gin keeps for the process, are those of a test."""
+    monkeypatch.setattr(gin.config, "_LOCATION_PREFIXES", list(gin.config._LOCATION_PREFIXES))
 
 
 def test_outputs_are_paths_in_the_order_of_the_flags(tmp_path):
