@@ -271,7 +271,7 @@ class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it 
         (save,) = [op for op in (last, *last.control_inputs) if op.type == "SaveV2"]
         _, names, slices, *tensors = save.inputs
         self._filename = saver_def.filename_tensor_name
-        # TensorFlow hands out its own memory, which it does not write to as long as it is held.
+        # Copies: the steps that follow do not write to them.
         names, slices, values = sess.run([names, slices, tensors])
         with tf.Graph().as_default() as graph:
             self._prefix = tf.placeholder(tf.string, [])

@@ -35,7 +35,7 @@ def advance_step_after_reads(graph: tf.Graph) -> None:
             if read._get_control_flow_context() or read in increment.control_inputs:
                 continue
             if not _is_behind(read, increment):
-                increment._add_control_input(read)
+                run_after(increment, read)
 
 
 def _is_behind(operation: tf.Operation, other: tf.Operation) -> bool:
