@@ -221,7 +221,9 @@ def _run(checked: _CheckedRun, accepted: Accepted, part: RunPart) -> RunResult:
             "The same command evaluates again."
         ) from error
     if writes:
-        _write_report(checked, result.step, "finished")
+        is_whole = result.step >= config.train_steps
+        how = "finished" if is_whole else "ended early, by the held-out loss or a hook"
+        _write_report(checked, result.step, how)
     else:
         say(
             f"nothing was trained, and the results in {checked.directory} stay as they are; more "

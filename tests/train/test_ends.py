@@ -15,6 +15,7 @@ from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.evaluation import Score
 from mtf_gradsync.train.held_out import Improvement
 from mtf_gradsync.train.metrics import read_metrics
+from mtf_gradsync.train.report import REPORT_FILE
 from mtf_gradsync.train.runner import GraphRunner
 from tests.train.conftest import NO_EVAL
 
@@ -76,6 +77,9 @@ def test_the_best_checkpoint_is_kept_and_a_run_ends_early(train, monkeypatch, af
     after_step(None)
     result, _, said = train(*settings)
     assert (result.step, result.stopped_by, result.held_out.nats) == (10, None, 3.2)
+    assert (
+        "10 of 12 steps: ended early, by the held-out loss" in (directory / REPORT_FILE).read_text()
+    )
     best = tf.train.latest_checkpoint(str(directory / "best"))
     assert tf.train.load_variable(best, "global_step") == 6
     assert sorted(p.name for p in (directory / "best").iterdir()) == [
