@@ -2,7 +2,7 @@
 
 ``import mtf_gradsync`` imports TensorFlow. Until a command begins its work, the package stands here
 with its folder alone, unexecuted, so that its modules that read arguments and gin files can be
-imported by themselves; `mtf_gradsync.train.cli.arguments` imports it when the work begins.
+imported by themselves; `mtf_gradsync.tools.train.cli.arguments` imports it when the work begins.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; see `mtf_gradsync.train.cli.main`."""
+    """Runs the command line; see `mtf_gradsync.tools.train.cli.main`."""
     if "mtf_gradsync" not in sys.modules:
         spec = importlib.util.find_spec("mtf_gradsync")
         sys.modules["mtf_gradsync"] = importlib.util.module_from_spec(spec)
-    from mtf_gradsync.train.cli.main import main as run
+    from mtf_gradsync.tools.train.cli.main import main as run
 
     return run(argv)
 

@@ -16,9 +16,9 @@ import mtf_gradsync as gs
 from benchmarks import models, report, timing
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.model import TrainingJob, placeholders, resolve_job
-from mtf_gradsync.train.train_graph import build_simd
+from mtf_gradsync.tools.train import gin_files
+from mtf_gradsync.tools.train.model import TrainingJob, placeholders, resolve_job
+from mtf_gradsync.tools.train.train_graph import build_simd
 
 CONFIG = "lm_cpu_mesh.gin"
 # How many ways the batch is split; the model is split two ways.

@@ -25,7 +25,7 @@ from benchmarks import less_communication, models, report
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import Folder, Island, Merger, MergeSettings, Waiting
-from mtf_gradsync.islands.folder import Spec
+from mtf_gradsync.tools.islands.folder import Spec
 
 ISLANDS, BATCH, LENGTH = 4, 8, 32
 TOKENS = BATCH * LENGTH  # of a step of one island

@@ -20,8 +20,8 @@ from benchmarks.cluster import LocalCluster
 from benchmarks.slow_link import SlowLink
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train.data.texts import read_python_topics as read_python_topics
-from mtf_gradsync.train.data.texts import split_documents
+from mtf_gradsync.tools.train.data.texts import read_python_topics as read_python_topics
+from mtf_gradsync.tools.train.data.texts import split_documents
 
 # mesh_tf_defaults: whether Adam and the embedding are as Mesh-TF has them, 0 or 1.
 SETTINGS = {"steps": 1500, "seeds": 2, "megabits": 20.0, "mesh_tf_defaults": 0}

@@ -11,7 +11,7 @@ import numpy as np
 import mtf_gradsync as gs
 from benchmarks import report, timing
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train.config import transformer_models
+from mtf_gradsync.tools.train.config import transformer_models
 
 BARE, WRAPPED, FLOOR = "bare", "wrapped", "floor"
 _STEPS_IN_A_ROW = {"dense": 4, "lm": 2}

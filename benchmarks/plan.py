@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, Mapping
 from benchmarks import models, report, timing
 from benchmarks.this_machine import Calibration, CpuMachine
 from mtf_gradsync import simd, xla
-from mtf_gradsync.planning.search import Built, Candidate, search
+from mtf_gradsync.tools.planning.search import Built, Candidate, search
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
 SHAPES += [(8, 1), (4, 2), (2, 4), (16, 1), (8, 2), (4, 4)]

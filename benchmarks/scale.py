@@ -11,7 +11,7 @@ from typing import Any, Iterator, NamedTuple
 
 from benchmarks import models, report, timing
 from mtf_gradsync import simd, xla
-from mtf_gradsync.simd.program import compiled_only
+from mtf_gradsync.runtimes.simd.program import compiled_only
 
 CORES = (8, 32, 128, 512, 1024)
 LAYERS = (2, 4, 8, 16)
@@ -94,7 +94,7 @@ def _measure(size: _Size) -> report.Row:
         "GiB": None,
     }
     if size.kind == ONLY and not xla.why_no_tpu_compiler():
-        from mtf_gradsync.xla.topology.compiling import compile_lowered, lower
+        from mtf_gradsync.runtimes.xla.topology.compiling import compile_lowered, lower
 
         start = time.process_time()
         with built.graph.as_default():

@@ -20,16 +20,16 @@ from tqdm import tqdm
 from mtf_gradsync._private.jax import compiled_hlo, cost_numbers, memory_bytes, stablehlo_flops
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
-from mtf_gradsync.planning.machines import Begun, Compiled
-from mtf_gradsync.simd.facts import UnsupportedProgramError
-from mtf_gradsync.simd.program import Program, tpu_program
-from mtf_gradsync.xla.devices import devices_for
-from mtf_gradsync.xla.executable import Cache, CoreModule, loaded, lowered
-from mtf_gradsync.xla.hlo import read_module
-from mtf_gradsync.xla.replica_program import replica_program
-from mtf_gradsync.xla.session import session
-from mtf_gradsync.xla.topology.compiled import CoreMemory, find_hlo_collectives
-from mtf_gradsync.xla.topology.compiling import LoweredProgram
+from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
+from mtf_gradsync.runtimes.simd.program import Program, tpu_program
+from mtf_gradsync.runtimes.xla.devices import devices_for
+from mtf_gradsync.runtimes.xla.executable import Cache, CoreModule, loaded, lowered
+from mtf_gradsync.runtimes.xla.hlo import read_module
+from mtf_gradsync.runtimes.xla.replica_program import replica_program
+from mtf_gradsync.runtimes.xla.session import session
+from mtf_gradsync.runtimes.xla.topology.compiled import CoreMemory, find_hlo_collectives
+from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
+from mtf_gradsync.tools.planning.machines import Begun, Compiled
 
 Mesh = tuple[int, int]
 _HEADS = 4

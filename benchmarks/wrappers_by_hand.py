@@ -3,8 +3,9 @@
 usage: python -m benchmarks.wrappers_by_hand TOPOLOGY KIND CONDITION SIZES...
 
 KIND is one of `KINDS`. CONDITION is "true" or "false": the value of all conditions, put in line as
-in `mtf_gradsync.xla.topology.estimate.with_conditions`. SIZES are those of `lm_by_hand`, or layers,
-width and batch of the dense model. It prints one line of JSON, as `lm_by_hand` does.
+in `with_conditions` of `mtf_gradsync.runtimes.xla.topology.estimate`. SIZES are those of
+`lm_by_hand`, or layers, width and batch of the dense model. It prints one line of JSON, as
+`lm_by_hand` does.
 
 Every core has gradients of its own (`shard_map` over the axis of the batch), so that a step without
 an update sends none, as those of mtf_gradsync.

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import trange
 
 import mtf_gradsync as gs
-from mtf_gradsync.train.data.texts import read_python_topics as read_python_topics
+from mtf_gradsync.tools.train.data.texts import read_python_topics as read_python_topics
 
 # isort: split
 # After mtf_gradsync, which makes it importable on TensorFlow 2.13 and later.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
-from mtf_gradsync._private.lazy import lazy_names
+from mtf_gradsync._private.lazy import find_moved, lazy_names
 from mtf_gradsync._private.mesh_tensorflow import (
     check_imported_shapes,
     keep_masks_finite,
@@ -66,16 +66,16 @@ from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 from mtf_gradsync.step.randomness import draw_by_step
 
 if TYPE_CHECKING:
-    from mtf_gradsync import estimator as estimator
-    from mtf_gradsync import islands as islands
-    from mtf_gradsync import simd as simd
-    from mtf_gradsync import xla as xla
-    from mtf_gradsync.cluster import Cluster, join_cluster
-    from mtf_gradsync.planning import plan
-    from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
-    from mtf_gradsync.timelines import Timeline, TimelineError
-    from mtf_gradsync.timelines.timeline import timeline
-    from mtf_gradsync.verification.verify import verify
+    from mtf_gradsync.runtimes import simd as simd
+    from mtf_gradsync.runtimes import xla as xla
+    from mtf_gradsync.runtimes.cluster import Cluster, join_cluster
+    from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
+    from mtf_gradsync.tools import estimator as estimator
+    from mtf_gradsync.tools import islands as islands
+    from mtf_gradsync.tools.planning import plan
+    from mtf_gradsync.tools.timelines import Timeline, TimelineError
+    from mtf_gradsync.tools.timelines.timeline import timeline
+    from mtf_gradsync.tools.verification.verify import verify
 
 note_meshes()
 note_gradients()
@@ -95,20 +95,35 @@ keep_state_where_values_come_from_checkpoints()
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "Cluster": "mtf_gradsync.cluster",
-        "join_cluster": "mtf_gradsync.cluster",
-        "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.processes.members",
-        "ProcessesError": "mtf_gradsync.processes.members",
-        "plan": "mtf_gradsync.planning",
-        "Timeline": "mtf_gradsync.timelines",
-        "TimelineError": "mtf_gradsync.timelines",
-        "timeline": "mtf_gradsync.timelines",
-        "verify": "mtf_gradsync.verification",
-        "simd": "mtf_gradsync.simd",
-        "xla": "mtf_gradsync.xla",
-        "estimator": "mtf_gradsync.estimator",
-        "islands": "mtf_gradsync.islands",
+        "Cluster": "mtf_gradsync.runtimes.cluster",
+        "join_cluster": "mtf_gradsync.runtimes.cluster",
+        "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.runtimes.processes.members",
+        "ProcessesError": "mtf_gradsync.runtimes.processes.members",
+        "plan": "mtf_gradsync.tools.planning",
+        "Timeline": "mtf_gradsync.tools.timelines",
+        "TimelineError": "mtf_gradsync.tools.timelines",
+        "timeline": "mtf_gradsync.tools.timelines",
+        "verify": "mtf_gradsync.tools.verification",
+        "simd": "mtf_gradsync.runtimes.simd",
+        "xla": "mtf_gradsync.runtimes.xla",
+        "estimator": "mtf_gradsync.tools.estimator",
+        "islands": "mtf_gradsync.tools.islands",
     },
+)
+# Programs import these rooms by the names that they had before they stood on floors, too.
+find_moved(
+    {
+        "mtf_gradsync.simd": "mtf_gradsync.runtimes.simd",
+        "mtf_gradsync.xla": "mtf_gradsync.runtimes.xla",
+        "mtf_gradsync.processes": "mtf_gradsync.runtimes.processes",
+        "mtf_gradsync.cluster": "mtf_gradsync.runtimes.cluster",
+        "mtf_gradsync.train": "mtf_gradsync.tools.train",
+        "mtf_gradsync.estimator": "mtf_gradsync.tools.estimator",
+        "mtf_gradsync.timelines": "mtf_gradsync.tools.timelines",
+        "mtf_gradsync.verification": "mtf_gradsync.tools.verification",
+        "mtf_gradsync.planning": "mtf_gradsync.tools.planning",
+        "mtf_gradsync.islands": "mtf_gradsync.tools.islands",
+    }
 )
 
 __all__ = [

@@ -14,8 +14,8 @@ import functools
 from typing import Any, Iterator, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.xla.runner import program
 from mtf_gradsync.xla import executable
-from mtf_gradsync.xla.runner import program
 
 # As a flag of XLA's, for programs that have no `turn_off`.
 XLA_FLAG = "--xla_backend_optimization_level=0"

@@ -5,8 +5,8 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._common import close_to, counted, did_you_mean, some_of, warn_of_unmatched
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.estimator.specs import warm_start
 from mtf_gradsync.runtimes.saving import initialize_from
+from mtf_gradsync.tools.estimator.specs import warm_start
 
 
 def test_names_of_a_message():

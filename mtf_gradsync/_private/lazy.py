@@ -1,10 +1,20 @@
-"""Names of a package that load their modules when they are first used (PEP 562)."""
+"""Names that load their modules when they are first used, and modules under earlier names.
+
+`import mtf_gradsync` loads what an optimizer wrapper is made of. Runtimes and tools load when they
+are first used (PEP 562), whichever way a program names them: ``mtf_gradsync.xla``, ``from
+mtf_gradsync import xla``, or ``import mtf_gradsync.xla``, which finds the module at its real place,
+so that no module is ever loaded twice.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any, Callable, Mapping
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Callable, Mapping, Sequence
 
 
 def lazy_names(
@@ -21,7 +31,7 @@ def lazy_names(
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(places[name])
-        value = module if places[name] == f"{package}.{name}" else getattr(module, name)
+        value = module if places[name].endswith(f".{name}") else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -29,3 +39,37 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *places})
 
     return get, names
+
+
+class _EarlierNames(MetaPathFinder, Loader):
+    """Imports modules under the names that they had before their folders moved."""
+
+    def __init__(self, moved: Mapping[str, str]):
+        self._moved = moved
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns a spec that leads to a module's real place; None if the module did not move."""
+        for old, new in self._moved.items():
+            if fullname == old or fullname.startswith(f"{old}."):
+                place = new + fullname[len(old) :]
+                if find_spec(place) is not None:
+                    return ModuleSpec(fullname, self, loader_state=place, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Returns the module of the real place; imports it there if nobody has yet."""
+        module = importlib.import_module(spec.loader_state)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Gives the module its own spec back, which Python's import has replaced by this one."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def find_moved(moved: Mapping[str, str]) -> None:
+    """Lets modules be imported by earlier names: `moved` has the new name of each."""
+    sys.meta_path.insert(0, _EarlierNames(moved))

@@ -9,8 +9,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
-from tests.cluster.processes import Processes
 from tests.compat_v1 import optimizers
+from tests.runtimes.cluster.processes import Processes
 
 PASSES = 3
 # At most 4 updates, of sums of 3 gradients; see `optimizers.TOLERANCE`.

@@ -14,8 +14,8 @@ from benchmarks import page as benchmarks_page
 from mtf_gradsync import compat_v1, estimator, reduce, simd, xla
 from mtf_gradsync._private.libraries import tf
 from tests import documents
-from tests.cluster.processes import Processes
 from tests.documents import DOCUMENTS, ROOT
+from tests.runtimes.cluster.processes import Processes
 
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 # Run by a test of their own: several processes, or a namespace that they take as given.

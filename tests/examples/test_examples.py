@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.cluster.processes import ROOT, Processes
+from tests.runtimes.cluster.processes import ROOT, Processes
 
 pytest.importorskip("sklearn", reason="the examples need the extra 'examples'")
 

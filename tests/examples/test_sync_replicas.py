@@ -9,7 +9,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.train import gin_files
+from mtf_gradsync.tools.train import gin_files
 from tests import documents
 from tests.examples.test_examples import ROOT, run
 

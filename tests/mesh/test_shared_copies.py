@@ -168,10 +168,11 @@ BY_THE_DOOR = {
 NO_SLICES = {
     "_private/mesh_tensorflow.py", "_private/patches.py",  # masters
     "compat_v1/accumulation.py",  # optimizers off the mesh
-    "estimator/builder.py", "step/branch.py", "train/train_graph.py",  # step counters of TensorFlow
+    # Step counters of TensorFlow.
+    "tools/estimator/builder.py", "step/branch.py", "tools/train/train_graph.py",
     "runtimes/saving.py",  # initial values of masters
-    "step/randomness.py", "xla/bridge.py",  # states of random numbers
-    "train/data/batches.py",  # how many examples a data set has drawn
+    "step/randomness.py", "runtimes/xla/bridge.py",  # states of random numbers
+    "tools/train/data/batches.py",  # how many examples a data set has drawn
 }  # fmt: skip
 
 

@@ -12,9 +12,9 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.slots import STAND_INS
 from tests import harness, models
-from tests.cluster.processes import Processes
 from tests.pipelines import restart_program
 from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, K
+from tests.runtimes.cluster.processes import Processes
 
 
 def killed_runs(wrapper, folder, numbers):

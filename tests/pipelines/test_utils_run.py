@@ -197,7 +197,7 @@ def test_the_step_is_advanced_after_it_was_read(tmp_path, caplog, capfd, optimiz
 def test_the_command(tmp_path):
     """What `python -m mesh_tensorflow.transformer.main` does, by the example that corrects it."""
     config = f"""
-    import mtf_gradsync.train.data.vocabulary
+    import mtf_gradsync.tools.train.data.vocabulary
     import tests.pipelines.utils_run
     {utils_run.PIPELINE}
     {utils_run.TWO_DEVICES}

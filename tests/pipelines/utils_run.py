@@ -8,7 +8,7 @@ import gin
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.config import transformer_models
+from mtf_gradsync.tools.train.config import transformer_models
 from tests.pipelines.losses import on_cpu_devices
 
 transformer_models()  # checks the version, and imports it

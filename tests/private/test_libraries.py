@@ -21,7 +21,7 @@ from tensorflow.python.framework import ops
 import mtf_gradsync
 from mtf_gradsync._private import libraries
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, EstimatorRemovedError, mtf, tf
-from tests.cluster.processes import Processes
+from tests.runtimes.cluster.processes import Processes
 
 TF_VERSION = tuple(int(part) for part in tf2.__version__.split(".")[:2])
 

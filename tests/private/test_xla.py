@@ -17,7 +17,7 @@ from mtf_gradsync._private.tensorflow import (
     xla_custom_call,
     xla_element_types,
 )
-from tests.cluster.processes import Processes
+from tests.runtimes.cluster.processes import Processes
 
 MAKE_HLO = """
 import json

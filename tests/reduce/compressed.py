@@ -12,7 +12,7 @@ import numpy as np
 
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.xla.runner import Step
+from mtf_gradsync.runtimes.xla.runner import Step
 from tests.reduce import exact
 
 BATCH, INPUTS, HIDDEN = 16, 24, 20

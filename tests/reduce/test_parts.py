@@ -15,7 +15,7 @@ from mtf_gradsync.reduce import (
 )
 from mtf_gradsync.reduce.packs import Cut
 from mtf_gradsync.reduce.scatter_gather import all_gather
-from mtf_gradsync.simd.emulator import emulate
+from mtf_gradsync.runtimes.simd.emulator import emulate
 from tests.reduce import on_mesh
 
 # The first fills a tile of a TPU's memory and more.

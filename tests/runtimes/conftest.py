@@ -1,5 +1,5 @@
 """Runs that are trained as a user trains them."""
 
-from tests.train.conftest import after_step, mesh_defaults, train
+from tests.tools.train.conftest import after_step, mesh_defaults, train
 
 __all__ = ["after_step", "mesh_defaults", "train"]

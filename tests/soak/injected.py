@@ -13,8 +13,8 @@ from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes import saving
-from mtf_gradsync.train import loop, train_graph
-from mtf_gradsync.train.metrics import MetricsFile
+from mtf_gradsync.tools.train import loop, train_graph
+from mtf_gradsync.tools.train.metrics import MetricsFile
 
 _PR_SET_SECUREBITS, _NO_ROOT = 28, 1 | 2
 

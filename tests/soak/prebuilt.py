@@ -17,11 +17,11 @@ import gin
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.train import gin_files
-from mtf_gradsync.train import run as run_module
-from mtf_gradsync.train.config import transformer_utils
-from mtf_gradsync.train.model import resolve_job
-from mtf_gradsync.train.runner import choose_runtime
+from mtf_gradsync.tools.train import gin_files
+from mtf_gradsync.tools.train import run as run_module
+from mtf_gradsync.tools.train.config import transformer_utils
+from mtf_gradsync.tools.train.model import resolve_job
+from mtf_gradsync.tools.train.runner import choose_runtime
 from tests.soak import settings
 
 
@@ -41,8 +41,8 @@ def prebuilt(runtime: str, config: str) -> Callable[[], None]:
       config: its name.
 
     Returns:
-      A function that makes `mtf_gradsync.train.run.run` take the graph in place of building one; to
-      be called in a fork of this process.
+      A function that makes `mtf_gradsync.tools.train.run.run` take the graph in place of building
+      one; to be called in a fork of this process.
     """
     # How many processes share a mesh of XLA devices is not in the graph.
     chosen = settings.RUNTIMES[runtime]

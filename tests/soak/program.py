@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Callable, Sequence
 
-from mtf_gradsync.train import held_out, plots
-from mtf_gradsync.train.cli import main as cli
+from mtf_gradsync.tools.train import held_out, plots
+from mtf_gradsync.tools.train.cli import main as cli
 from tests.soak.injected import install
 
 

@@ -7,7 +7,7 @@ from typing import Callable, NamedTuple, Sequence
 
 from benchmarks.cluster import free_ports
 
-TINY = Path(__file__).resolve().parents[1] / "train" / "tiny.gin"
+TINY = Path(__file__).resolve().parents[1] / "tools" / "train" / "tiny.gin"
 STEPS, SAVE_EVERY, KEEP = 24, 3, 3
 # How long a process of several may be silent before the others give it up.
 SILENCE_S = 15.0

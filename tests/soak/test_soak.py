@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.cluster.processes import ROOT, Processes
+from tests.runtimes.cluster.processes import ROOT, Processes
 from tests.soak import settings
 from tests.soak.faults import FAULTS, faults_for
 from tests.soak.plan import plan

@@ -8,9 +8,9 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.config import resolve_mesh
-from mtf_gradsync.train.model import MeshModel, ModelSettings
+from mtf_gradsync.tools.train import gin_files
+from mtf_gradsync.tools.train.config import resolve_mesh
+from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
 from tests import harness, models
 from tests.optimizers.outer.test_checkpoints import session_of, train
 

@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import xla
-from mtf_gradsync.xla.runner import Step
+from mtf_gradsync.runtimes.xla.runner import Step
 from tests import harness
 from tests.optimizers.pipeline.rounded_programs import (
     FEEDS,

@@ -7,9 +7,9 @@ import pytest
 
 from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.run import Accepted, run
-from tests.train.conftest import NO_EVAL, QUICK, TINY, train_tiny
+from mtf_gradsync.tools.train import gin_files
+from mtf_gradsync.tools.train.run import Accepted, run
+from tests.tools.train.conftest import NO_EVAL, QUICK, TINY, train_tiny
 
 pytestmark = pytest.mark.slow
 

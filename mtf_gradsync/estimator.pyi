@@ -1,0 +1,2 @@
+# For type checkers; at run time the name leads to the folder.
+from mtf_gradsync.tools.estimator import *

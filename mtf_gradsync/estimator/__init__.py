@@ -1,9 +1,0 @@
-"""Builds the specs of a model_fn on a mesh, and runs model_fns on every TensorFlow and runtime.
-
-See ``docs/guides/model_fn.md``.
-"""
-
-from mtf_gradsync.estimator.builder import SpecBuilder
-from mtf_gradsync.estimator.estimator import Estimator, run_config
-
-__all__ = ["Estimator", "SpecBuilder", "run_config"]

@@ -1,0 +1,364 @@
+"""The tasks of a cluster, and which of them this process is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import bind_to_loopback
+from mtf_gradsync.runtimes._signals import StopSignal
+from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet
+from mtf_gradsync.runtimes.processes.members import Member, ProcessesError
+from mtf_gradsync.runtimes.processes.watchdog import Membership, Watchdog
+from mtf_gradsync.session import session_config
+
+_logger = logging.getLogger(__name__)
+
+# The first of these that a cluster has is the chief's job.
+_CHIEF_JOBS = ("chief", "master", "worker")
+_ORDER = (*_CHIEF_JOBS, "ps")
+_EXAMPLE = '"worker=host1:2222,host2:2222" or {"worker": ["host1:2222", "host2:2222"]}'
+
+
+class Task(NamedTuple):
+    """A task of a cluster: its job, its number in the job, and the addresses of all jobs' tasks.
+
+    The chief's job comes first, then workers, parameter servers, and other jobs by name.
+    """
+
+    jobs: dict[str, list[str]]
+    job: str
+    index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
+
+    @property
+    def all_tasks(self) -> list[tuple[str, int]]:
+        """Job and number of each task, the chief first."""
+        return [(job, index) for job, tasks in self.jobs.items() for index in range(len(tasks))]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tasks, the chief's first: "worker 0" and so on."""
+        return [f"{job} {index}" for job, index in self.all_tasks]
+
+    @property
+    def number(self) -> int:
+        """Place of this task among all; 0 is the chief."""
+        return self.all_tasks.index((self.job, self.index))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of this task."""
+        return _host_and_port(self.jobs[self.job][self.index], self.job)
+
+    @property
+    def chief_address(self) -> tuple[str, int]:
+        """Host and port of the chief."""
+        job, index = self.all_tasks[0]
+        return _host_and_port(self.jobs[job][index], job)
+
+    def devices(self, each: int) -> list[str]:
+        """Returns device strings of all tasks' CPU devices, task by task, `each` for a task."""
+        return [
+            f"/job:{job}/task:{index}/device:CPU:{device}"
+            for job, index in self.all_tasks
+            for device in range(each)
+        ]
+
+    def free_port(self) -> int:
+        """Returns the first port after the chief's that no task has."""
+        taken = {
+            _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
+        }
+        after = range(self.chief_address[1] + 1, 1 << 16)
+        port = next((p for p in after if p not in taken), None)
+        if port is None:
+            raise ValueError(
+                f"No port after the chief's, {self.chief_address[1]}, is left to meet at: "
+                "give watch_port."
+            )
+        return port
+
+
+def task_of_spec(
+    cluster_spec: str | Mapping[str, Sequence[str]], job_name: str, task_index: int
+) -> Task:
+    """Returns this process's task of a cluster, or raises a ValueError if it is none.
+
+    cluster_spec has addresses "host:port" of each job's tasks; it is a dictionary, JSON of one, or
+    text like "worker=host1:2222,host2:2222" with ";" between jobs.
+    """
+    spec = _parsed(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
+    if not isinstance(spec, Mapping) or not spec:
+        raise ValueError(f"A cluster must be like {_EXAMPLE}; got {cluster_spec!r}.")
+    jobs = {job: spec[job] for job in sorted(spec, key=_place)}
+    addresses = set()
+    for job, tasks in jobs.items():
+        if isinstance(tasks, str) or not isinstance(tasks, Sequence) or not tasks:
+            raise ValueError(
+                f"The job {job!r} of a cluster must list addresses, like {_EXAMPLE}; got {tasks!r}."
+            )
+        for address in tasks:
+            _host_and_port(address, job)
+            if address in addresses:
+                raise ValueError(f"Two tasks of the cluster have the same address {address!r}.")
+            addresses.add(address)
+    chief = next(iter(jobs))
+    if chief not in _CHIEF_JOBS:
+        raise ValueError(
+            f'A cluster must have a job "chief" or "worker", whose first task is the chief; got '
+            f"the jobs {', '.join(jobs)}."
+        )
+    if chief != "worker" and len(jobs[chief]) > 1:
+        raise ValueError(f"A cluster has one {chief}; got {len(jobs[chief])}: {jobs[chief]}.")
+    if job_name not in jobs:
+        raise ValueError(
+            f"The cluster has the jobs {', '.join(jobs)}, and not {job_name!r}"
+            + (": the chief evaluates." if job_name == "evaluator" else ".")
+        )
+    if not isinstance(task_index, int) or not 0 <= task_index < len(jobs[job_name]):
+        raise ValueError(
+            f"The job {job_name!r} has the tasks 0 to {len(jobs[job_name]) - 1}; got "
+            f"{task_index!r}."
+        )
+    return Task({job: list(tasks) for job, tasks in jobs.items()}, job_name, task_index)
+
+
+def task_of_environment() -> Task | None:
+    """Returns the task that the environment variable TF_CONFIG describes, as Estimator reads it.
+
+    It is None where TF_CONFIG has no cluster; what `task_of_spec` refuses is a ValueError.
+    """
+    text = os.environ.get("TF_CONFIG") or "{}"
+    try:
+        content = json.loads(text)
+        spec, task = content.get("cluster"), content.get("task") or {}
+        if not spec:
+            return None
+        job, index = task.get("type"), task.get("index", 0)
+        if not isinstance(job, (str, type(None))):
+            raise ValueError(f"The type of the task must be text; got {job!r}.")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            'TF_CONFIG must be like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": '
+            f'{{"type": "worker", "index": 0}}}}; got {text!r}.'
+        ) from error
+    try:
+        number = int(index) if str(index).isdigit() else index
+        # Where the type is missing, the error names the jobs that there are.
+        return task_of_spec(spec, job, number)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"TF_CONFIG: {error}") from error
+
+
+def _parsed(text: str) -> Any:
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"A cluster must be like {_EXAMPLE}; got {text!r} ({error})."
+            ) from error
+    spec = {}
+    for part in filter(None, text.split(";")):
+        job, sign, tasks = part.partition("=")
+        if not sign or job.strip() in spec:
+            raise ValueError(f"A cluster must be like {_EXAMPLE}; got {text!r}.")
+        spec[job.strip()] = [address.strip() for address in tasks.split(",") if address.strip()]
+    return spec
+
+
+def _place(job: str) -> tuple[int, str]:
+    return (_ORDER.index(job) if job in _ORDER else len(_ORDER), job)
+
+
+def _host_and_port(address: Any, job: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f'Addresses of a cluster must be like "host:2222"; the job {job!r} has {address!r}.'
+        )
+    return host.strip("[]"), int(port)
+
+
+# What a session may raise when a task is gone.
+_LOSSES = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+    tf.errors.UnknownError,
+)
+
+
+class Cluster(Membership):
+    """This process as a task of a cluster. Use it as a context manager around all work on the mesh.
+
+    The chief works inside the context. Any other task that reaches its end serves its devices until
+    the chief reaches the end, too. An exception that leaves the context of one task ends the other
+    tasks with an error that quotes it.
+
+    Attributes:
+      task: the task that this process is.
+      is_chief: whether it is the one that builds the graph and runs the session: task 0 of the job
+        "chief", or of "worker" where there is no chief.
+      target: argument of ``tf.Session(target)``, and ``master=`` of monitored sessions.
+      config: the ConfigProto of the server, for sessions.
+      devices: strings of the CPU devices of all tasks, task by task, the chief's first.
+    """
+
+    def __init__(self, task: Task, server: Any, config: tf.ConfigProto, watchdog: Watchdog):
+        self.task = task
+        self.is_chief = task.number == 0
+        self.target: str = server.target
+        self.config = config
+        self.devices = task.devices(config.device_count.get("CPU", 1))
+        self._server = server
+        super().__init__(watchdog)
+
+    def _leave(self) -> None:
+        if self.is_chief:
+            super()._leave()
+        else:
+            # The chief wants to save its work on the devices of this task.
+            with StopSignal(self._say_that_it_serves):
+                self._watchdog.serve()
+
+    def _say_that_it_serves(self, number: int) -> None:
+        names = self.task.names
+        print(
+            f"mtf_gradsync: {names[self.task.number]} got {signal.Signals(number).name} and "
+            f"serves until {names[0]} has ended; a second signal ends it now",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _may_be_a_loss(self, error: BaseException | None) -> bool:
+        while error is not None:
+            if isinstance(error, _LOSSES):
+                return True
+            error = error.__cause__
+        return False
+
+
+def join_cluster(
+    cluster_spec: str | Mapping[str, Sequence[str]] | None = None,
+    job_name: str | None = None,
+    task_index: int | None = None,
+    *,
+    num_cpu_devices: int = 1,
+    watch_port: int | None = None,
+    timeout: float = 300.0,
+    silence: float = 20.0,
+    open_to_network: bool = False,
+) -> Cluster:
+    """Starts this process's ``tf.train.Server``; returns when all tasks of the cluster are there.
+
+    Call it in every task. Afterwards a thread watches over the tasks: when one dies, or says
+    nothing for a while, all others end with an error that names it and
+    `mtf_gradsync.LOST_PROCESS_EXIT_CODE`. TensorFlow itself would wait without end.
+
+    Args:
+      cluster_spec: addresses "host:port" of each job's tasks, a dictionary, JSON of one, or text
+        like "worker=host1:2222,host2:2222"; None takes all three from the environment variable
+        TF_CONFIG, as Estimator does.
+      job_name: the job of this process.
+      task_index: its number in the job.
+      num_cpu_devices: how many CPU devices each task has; the same in all.
+      watch_port: the port of the chief's machine at which the tasks meet and watch each other; None
+        is the first one after the chief's own that no task of the cluster has.
+      timeout: seconds to wait for the other tasks.
+      silence: seconds without a sign of life after which a task is lost.
+      open_to_network: that other machines may call the server, which obeys anybody. A cluster of
+        loopback addresses does not start without it where they cannot be kept out (which needs
+        Linux); one of other addresses logs a warning without it.
+
+    Returns:
+      A context manager; close it when the work is done.
+
+    Raises:
+      ValueError: when there is no cluster, or this task is none of it.
+      ProcessesError: when the tasks cannot meet, or other machines cannot be kept out.
+    """
+    task = _task(cluster_spec, job_name, task_index)
+    names = task.names
+    chief_job, chief_index = task.all_tasks[0]
+    config = session_config(
+        num_cpu_devices=num_cpu_devices,
+        collective_group_leader=f"/job:{chief_job}/task:{chief_index}",
+    )
+    port = task.free_port() if watch_port is None else watch_port
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"watch_port must be a port, 1 to 65535; got {port}")
+    me = Member.this(task.number, names[task.number])
+    end = time.monotonic() + timeout
+    try:
+        server = tf.train.Server(task.jobs, task.job, task.index, config=config, start=False)
+    except tf.errors.OpError as error:
+        raise ProcessesError(
+            f"{me} cannot serve on port {task.address[1]}, which the cluster gives it: "
+            f"{error.message or type(error).__name__}. If this task does not run already, another "
+            "program has the port; give the task another one, in all processes."
+        ) from error
+    if not open_to_network:
+        _keep_others_out(me, task)
+    server.start()
+    facts = {
+        "cluster": json.dumps(task.jobs),
+        "num_cpu_devices": num_cpu_devices,
+        "tensorflow": tf.__version__,
+    }
+    place = MeetingAddress(task.chief_address[0], port, "watch_port")
+    peers = meet(place, me, names, facts, end - time.monotonic())
+    return Cluster(task, server, config, Watchdog(me, peers, silence))
+
+
+def _keep_others_out(me: Member, task: Task) -> None:
+    """Lets only this machine call a server that has not begun, if the cluster is on it alone."""
+    addresses = [_host_and_port(a, job) for job, tasks in task.jobs.items() for a in tasks]
+    what = (
+        "TensorFlow's server listens on all addresses of this machine, and whoever reaches port "
+        f"{task.address[1]} can run any operation in this process, which may read and write its "
+        "files"
+    )
+    if not all(MeetingAddress(*address, "cluster_spec").loopback for address in addresses):
+        _logger.warning("%s: %s. Let no machine but those of the cluster reach it.", me, what)
+        return
+    try:
+        bind_to_loopback(task.address[1])
+    except OSError as error:
+        raise ProcessesError(
+            f"{me}: {what}. The cluster's addresses are all of this machine, but other machines "
+            f"cannot be kept out here: {error.strerror or error}. Start it inside a network that "
+            "you trust (a container, a network namespace) and say so: open_to_network=True "
+            "(--open_to_network)."
+        ) from error
+
+
+def _task(
+    cluster_spec: str | Mapping[str, Sequence[str]] | None,
+    job_name: str | None,
+    task_index: int | None,
+) -> Task:
+    given = {"cluster_spec": cluster_spec, "job_name": job_name, "task_index": task_index}
+    missing = [name for name, value in given.items() if value is None]
+    if cluster_spec is not None and job_name is not None and task_index is not None:
+        return task_of_spec(cluster_spec, job_name, task_index)
+    if len(missing) < len(given):
+        raise ValueError(
+            f"join_cluster got {', '.join(n for n in given if n not in missing)} without "
+            f"{' and '.join(missing)}. Give all three, or none of them and TF_CONFIG."
+        )
+    task = task_of_environment()
+    if task is None:
+        raise ValueError(
+            "join_cluster got no cluster, and the environment variable TF_CONFIG has none. Give "
+            "cluster_spec, job_name and task_index."
+        )
+    return task

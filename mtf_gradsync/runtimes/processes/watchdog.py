@@ -1,0 +1,407 @@
+"""Ends a process, with an error that says why, when another process of its job is lost.
+
+A process that dies or stops leaves the others waiting in a collective without end. In each process
+a thread, which works while the main thread waits, exchanges a beat every second with process 0.
+Process 0 reports lost processes to the others, and they notice the loss of process 0 by
+themselves. Then every living process writes one error and exits with `LOST_PROCESS_EXIT_CODE`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, TypeVar
+
+from mtf_gradsync.runtimes.processes import proxy
+from mtf_gradsync.runtimes.processes.members import (
+    LOST_PROCESS_EXIT_CODE,
+    Connection,
+    ConnectionBroken,
+    Member,
+    printable,
+)
+
+_BEAT_S = 1.0
+# A loop that was late by this much has to read before it can say who was silent.
+_LATE_S = 2.0
+# When another process failed, this one may be about to fail by itself, with a better error.
+_GRACE_S = 2.0
+# How long an error of a step waits for the watchdog's word on it.
+_VERDICT_S = 10.0
+# A process that crashes may do so because another one is lost, which is the better error.
+_CRASH_S = 2.0
+# What another thread has begun to write has come out after this time.
+_WRITING_S = 0.1
+
+_running: Watchdog | None = None
+# What this process has begun last, in words.
+_begun = ""
+
+
+class Alarm(NamedTuple):
+    """Tells a watchdog that its process is about to be ended by a signal."""
+
+    descriptor: int  # read end of a pipe that is written to then; the watchdog closes it
+    explain: Callable[[str], str]  # returns in words what has happened, given what was written
+
+
+class Watchdog:
+    """The watchdog's thread of one process."""
+
+    def __init__(
+        self,
+        me: Member,
+        peers: Mapping[Member, Connection],
+        silence: float,
+        alarm: Alarm | None = None,
+    ):
+        """Starts the thread.
+
+        `peers` are the connections to all others on process 0, to process 0 on the others. A
+        process is lost after `silence` seconds without a beat.
+        """
+        global _running
+        self._me = me
+        self._silence = silence
+        self._is_spoken_for = False
+        self._peers = dict(peers)
+        self._size = len(peers) + 1
+        self._last = self._next_beat = time.monotonic()
+        self._heard = dict.fromkeys(peers, self._last)
+        self._begun: dict[Member, str] = {}  # what others have begun last, as far as known
+        self._alarm, self._alarmed = alarm, ""
+        self._crash_at: float | None = None
+        self._left: set[Member] = set()  # those who said goodbye, this process included
+        self._doom: tuple[float, str] | None = None  # when to end, and why
+        self._requests: collections.deque[tuple[str, str]] = collections.deque()
+        self._finished = threading.Event()
+        self._dismissed = threading.Event()  # process 0 said goodbye
+        self._noted = threading.Event()
+        self._closing = threading.Lock()  # held to close connections
+        self._waker, self._wakened = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wakened, selectors.EVENT_READ, None)
+        for member, connection in self._peers.items():
+            self._selector.register(connection, selectors.EVENT_READ, member)
+        if alarm is not None:
+            self._selector.register(alarm.descriptor, selectors.EVENT_READ, alarm)
+        _running = self
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def leave(self) -> None:
+        """Says goodbye, and waits until all processes have."""
+        self._request("goodbye", "")
+        self._finished.wait()
+
+    def serve(self) -> None:
+        """Waits until process 0 says goodbye, and leaves, too."""
+        self._dismissed.wait()
+        self.leave()
+
+    def fail(self, reason: str) -> None:
+        """Tells the others that this process ends with an error, so that they end, too."""
+        self._request("failed", reason)
+        self._finished.wait(_GRACE_S)
+
+    @contextlib.contextmanager
+    def beating_by_proxy(self) -> Iterator[None]:
+        """Lets a separate process send the beats meanwhile; it stops when this one does."""
+        with self._descriptors() as peers:
+            given = map(str, (os.getpid(), _BEAT_S, *peers))
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", proxy.__file__, *given],
+                pass_fds=peers,
+                stdin=subprocess.DEVNULL,
+            )
+        self._request_and_wait("silence begins")
+        try:
+            yield
+        finally:
+            child.kill()
+            child.wait()
+            self._request_and_wait("silence ends")
+
+    @contextlib.contextmanager
+    def _descriptors(self) -> Iterator[list[int]]:
+        """Yields the connections' file descriptors; the thread may close its own meanwhile."""
+        with self._closing:
+            copies = [os.dup(connection.fileno()) for connection in self._peers.values()]
+        try:
+            yield copies
+        finally:
+            for copy in copies:
+                os.close(copy)
+
+    def _request_and_wait(self, kind: str) -> None:
+        self._noted.clear()
+        self._request(kind, "")
+        if not self._finished.is_set():
+            self._noted.wait(_LATE_S)
+
+    def wait_for_verdict(self) -> None:
+        """Waits after an error for the watchdog to find out whether a lost process caused it.
+
+        If so, the watchdog ends this process.
+        """
+        self._finished.wait(_VERDICT_S)
+
+    def _request(self, kind: str, text: str) -> None:
+        self._requests.append((kind, text))
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def _run(self) -> None:
+        global _running
+        while not self._finished.is_set():
+            ready = self._selector.select(_BEAT_S / 4)
+            now = time.monotonic()
+            late, self._last = now - self._last, now
+            if late > self._silence and not self._is_spoken_for:
+                self._end(
+                    f"this process stood still for {late:.0f} s, and the others give a process up "
+                    f"after {self._silence:g} s"
+                )
+            for key, _ in ready:
+                if key.data is None:
+                    self._wakened.recv(1024)
+                elif isinstance(key.data, Alarm):
+                    self._hear_alarm(key.data, now)
+                else:
+                    self._hear(key.data, now)
+            while self._requests:
+                self._do(*self._requests.popleft())
+            if now >= self._next_beat:
+                self._next_beat = now + _BEAT_S
+                self._tell_all(beat=True, begun=_begun)
+            if late < _LATE_S:
+                for member in list(self._peers):
+                    if now - self._heard[member] > self._silence:
+                        self._lose(member, f"has been silent for {self._silence:g} s")
+            if self._me.index == 0 and len(self._left) == self._size:
+                self._tell_all(all_left=True)
+                self._finished.set()
+            if self._crash_at is not None and now >= self._crash_at and self._doom is None:
+                self._end_of_crash()
+            if self._doom is not None and now >= self._doom[0]:
+                self._end(self._doom[1])
+        _running = None
+        with self._closing:
+            for connection in self._peers.values():
+                connection.close()
+            self._peers.clear()
+        self._selector.close()
+        if self._alarm is not None:
+            os.close(self._alarm.descriptor)
+        self._waker.close()
+        self._wakened.close()
+
+    def _hear(self, member: Member, now: float) -> None:
+        try:
+            for message in self._peers[member].receive():
+                self._take(member, message)
+        except ConnectionBroken as error:
+            with self._closing:
+                connection = self._peers.pop(member)
+                self._selector.unregister(connection)
+                connection.close()
+            begun = self._begun.get(member)
+            at = f"; the last that it had said to have begun is {begun}" if begun else ""
+            self._lose(member, f"ended without a word: {error}{at}")
+            return
+        self._heard[member] = now
+
+    def _take(self, member: Member, message: Mapping[str, Any]) -> None:
+        """Does what a message says; ConnectionBroken if no process of this package sends it."""
+        if "begun" in message:
+            self._begun[member] = printable(str(message["begun"]))
+        if "goodbye" in message:
+            self._left.add(member)
+            if member.index == 0:
+                self._dismissed.set()
+        elif "all_left" in message:
+            self._finished.set()
+        elif "failed" in message:
+            reason = printable(str(message["failed"]))
+            self._lose(member, f"ended with an error: {reason}", _GRACE_S)
+        elif "lost" in message:
+            how, grace = message.get("how"), message.get("grace")
+            if not isinstance(how, str) or not isinstance(grace, (int, float)):
+                raise ConnectionBroken(f"no message: {message!r:.80}")
+            self._learn(Member.of(message["lost"]), printable(how), grace)
+
+    def _hear_alarm(self, alarm: Alarm, now: float) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._alarmed += os.read(alarm.descriptor, 1 << 16).decode("utf-8", "replace")
+        if self._crash_at is None:
+            self._crash_at = now + _CRASH_S
+
+    def _end_of_crash(self) -> None:
+        """Ends this process and the others with a report of its crash."""
+        at = f" The last that it had begun is {_begun}." if _begun else ""
+        assert self._alarm is not None  # it has rung
+        what = f"crashed: {self._alarm.explain(self._alarmed)}{at}"
+        self._tell_failure(what)
+        self._end(f"this process {what}")
+
+    def _do(self, kind: str, text: str) -> None:
+        """Does what the main thread asks."""
+        if kind == "goodbye":
+            self._left.add(self._me)
+            self._tell_all(goodbye=True)
+            return
+        if kind.startswith("silence"):
+            self._is_spoken_for = kind == "silence begins"
+            self._noted.set()
+            return
+        self._tell_failure(text)
+        self._finished.set()
+
+    def _tell_failure(self, text: str) -> None:
+        """Tells the others that this process ends with an error."""
+        if self._me.index == 0:
+            self._tell_all(lost=self._me, how=f"ended with an error: {text}", grace=_GRACE_S)
+        else:
+            self._tell_all(failed=text)
+
+    def _lose(self, member: Member, how: str, grace: float = 0.0) -> None:
+        """Handles the loss of a process that this one has noticed."""
+        if member in self._left and member.index == 0 and self._me in self._left:
+            # Only process 0 says that all have left, and there is nothing to do any more.
+            self._finished.set()
+        elif member not in self._left or member.index == 0:
+            self._tell_all(lost=member, how=how, grace=grace)
+            self._learn(member, how, grace)
+
+    def _learn(self, member: Member, how: str, grace: float) -> None:
+        """Records that a process is lost, and ends this one, at once or soon."""
+        if self._doom is None:
+            what = f"lost {member}: it {how}"
+            if member == self._me:
+                what = f"the other processes have given this one up: it {how}"
+            self._doom = time.monotonic() + grace, what
+        if time.monotonic() >= self._doom[0]:
+            self._end(self._doom[1])
+
+    def _tell_all(self, **message: Any) -> None:
+        for connection in self._peers.values():
+            with contextlib.suppress(ConnectionBroken):  # which reading will show
+                connection.send(**message)
+
+    def _end(self, what: str) -> None:
+        text = (
+            f"\nmtf_gradsync: {self._me}: {what}. No step can be made without all processes, so "
+            f"this one ends with exit code {LOST_PROCESS_EXIT_CODE}. Start the job again; it goes "
+            "on from the newest checkpoint.\n"
+        )
+        # What was printed before comes first, unless the main thread stands still in the middle.
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(1.0)
+        with contextlib.suppress(OSError):
+            _write_last(text)
+        # The main thread may never come back from XLA.
+        os._exit(LOST_PROCESS_EXIT_CODE)
+
+
+@contextlib.contextmanager
+def beats_go_on() -> Iterator[None]:
+    """Sends beats from a separate process while Python's interpreter lock is held for long."""
+    if _running is None:
+        yield
+        return
+    with _running.beating_by_proxy():
+        yield
+
+
+def note(begun: str) -> None:
+    """Records what this process begins ("step 7"), for the error if it crashes or is lost."""
+    global _begun
+    _begun = begun
+
+
+def _write_last(text: str) -> None:
+    """Writes a text to standard error as the last of this process.
+
+    jax's threads report the loss, too, at the same moment, which may be after this text.
+    """
+    errors = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    time.sleep(_WRITING_S)
+    os.write(errors, text.encode())
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+_LONGEST = 300
+_Self = TypeVar("_Self", bound="Membership")
+
+
+class Membership:
+    """A context manager around all work that needs the other processes.
+
+    An exception that leaves the context ends the other processes, too; so does the end of this
+    process without `close`, unless the interpreter ends as it should.
+    """
+
+    def __init__(self, watchdog: Watchdog):
+        self._watchdog = watchdog
+        self._closed = False
+        atexit.register(self._at_exit)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Waits until all processes have called this, and leaves them."""
+        if not self._closed:
+            self._closed = True
+            self._leave()
+
+    def _leave(self) -> None:
+        self._watchdog.leave()
+
+    def _may_be_a_loss(self, error: BaseException) -> bool:
+        """Returns whether an error may come of a process that is lost."""
+        raise NotImplementedError
+
+    def _fail(self, error: BaseException) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._may_be_a_loss(error):
+            # Then this does not return.
+            self._watchdog.wait_for_verdict()
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        self._watchdog.fail(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+
+    def _at_exit(self) -> None:
+        uncaught = getattr(sys, "last_value", None)
+        if uncaught is not None:
+            self._fail(uncaught)
+        self.close()

@@ -1,0 +1,217 @@
+"""Checks of SIMD programs: what cannot run on CPU replicas, and where cores have to agree."""
+
+from __future__ import annotations
+
+from typing import Iterable, Iterator, NamedTuple
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import kernel_devices
+from mtf_gradsync.runtimes.simd.effects import (
+    COLLECTIVE_TYPES,
+    CollectiveOperation,
+    Effects,
+    connected,
+    find_collectives,
+)
+from mtf_gradsync.runtimes.simd.facts import (
+    CONTROL,
+    Context,
+    GraphFacts,
+    Loop,
+    UnsupportedProgramError,
+)
+
+# The emulator rewrites these, so they need no CPU kernel.
+_REWRITTEN = frozenset(COLLECTIVE_TYPES) | {"TPUReplicateMetadata"}
+_BOUNDARY = frozenset(["TPUReplicatedInput", "TPUReplicatedOutput"])
+
+_REMEDIES = {
+    "InfeedDequeue": "feed per-core tensors through program.per_replica([...])",
+    "InfeedDequeueTuple": "feed per-core tensors through program.per_replica([...])",
+    "OutfeedEnqueue": "fetch the tensor from the session",
+    "OutfeedEnqueueTuple": "fetch the tensor from the session",
+    "Placeholder": "make the placeholder before the program opens, and use it inside",
+}
+
+
+def check_can_be_emulated(facts: GraphFacts) -> None:
+    """Raises `UnsupportedProgramError` for a graph that the emulator would get wrong."""
+    if not facts.num_replicas:
+        raise UnsupportedProgramError(
+            "The graph holds no TPU program. Build the model inside simd.tpu_program(...) or "
+            "tf.tpu.replicate(...)."
+        )
+    check_functions_are_silent(facts)
+    find_collectives(facts)  # raises where their groups make no sense
+    functions = {f.signature.name for f in facts.graph_def.library.function}
+    types: dict[str, tf.NodeDef] = {}
+    for name in facts.order:
+        node = facts.node[name]
+        if name in facts.cluster:
+            _check_cluster(facts, node)
+            if node.op not in functions:
+                types.setdefault(node.op, node)
+        elif node.op not in _BOUNDARY:
+            _check_outside(facts, node)
+    for op_type, node in types.items():
+        if op_type not in _REWRITTEN and not kernel_devices(op_type) & {"CPU", "DEFAULT"}:
+            remedy = _REMEDIES.get(op_type, "remove it from the program, or run it on a TPU")
+            raise UnsupportedProgramError.of(node, "TensorFlow has no CPU kernel for it", remedy)
+
+
+def check_functions_are_silent(facts: GraphFacts) -> None:
+    """Raises `UnsupportedProgramError` for programs that call functions with collectives."""
+    talking = _functions_with_collectives(
+        {f.signature.name: f for f in facts.graph_def.library.function}
+    )
+    for name in facts.order:
+        if talking and name in facts.cluster:
+            _check_functions(facts.node[name], talking)
+
+
+def _check_cluster(facts: GraphFacts, node: tf.NodeDef) -> None:
+    if facts.cluster[node.name] not in facts.num_replicas:
+        raise UnsupportedProgramError.of(
+            node,
+            f"its program {facts.cluster[node.name]!r} has no TPUReplicateMetadata",
+            "take the whole graph, not a part of it",
+        )
+    if node.op == "Placeholder":
+        raise UnsupportedProgramError.of(
+            node, "a TPU program cannot be fed from inside", _REMEDIES["Placeholder"]
+        )
+
+
+def _check_outside(facts: GraphFacts, node: tf.NodeDef) -> None:
+    for source, number in facts.inputs(node.name):
+        if number != CONTROL and source in facts.cluster:
+            raise UnsupportedProgramError.of(
+                node,
+                f"it stands outside the TPU program and reads {source!r} from inside it",
+                f"move it into the program, or fetch {source!r} from the session",
+            )
+        if facts.node[source].op == "TPUReplicatedInput":
+            raise UnsupportedProgramError.of(
+                node,
+                f"it reads the per-core input {source!r} outside the program",
+                "read the tensors that went into program.per_replica([...])",
+            )
+
+
+def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
+    for function in _functions_named(node):
+        if function in talking:
+            raise UnsupportedProgramError.of(
+                node,
+                f"its function {function!r} holds the collective {talking[function]}",
+                "build loops and conditionals with control flow version 1 "
+                "(tf.disable_v2_behavior() or tf.disable_control_flow_v2()), and call collectives "
+                "outside tf.function",
+            )
+
+
+def _functions_named(node: tf.NodeDef) -> Iterator[str]:
+    """Yields the functions that a node calls: its own type, and those in its attributes."""
+    yield node.op
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        for item in value.list.func:
+            yield item.name
+
+
+def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, str]:
+    """Returns function name -> "'operation' of type T", for functions that reach a collective."""
+    calls: dict[str, list[str]] = {}
+    talking: dict[str, str] = {}
+    for name, function in functions.items():
+        called: set[str] = set()
+        for node in function.node_def:
+            if node.op in COLLECTIVE_TYPES:
+                talking[name] = f"{node.name!r} of type {node.op}"
+            called.update(f for f in _functions_named(node) if f in functions)
+        for callee in called:
+            calls.setdefault(callee, []).append(name)
+    pending = list(talking)
+    while pending:
+        callee = pending.pop()
+        for caller in calls.get(callee, ()):
+            if caller not in talking:
+                talking[caller] = talking[callee]
+                pending.append(caller)
+    return talking
+
+
+class Meeting(NamedTuple):
+    """A collective or a write to a shared variable; each group has to reach it together."""
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    context: Context
+
+
+def find_meetings(
+    facts: GraphFacts, collectives: dict[str, CollectiveOperation], effects: Effects
+) -> list[Meeting]:
+    """Finds the operations that several cores of a graph's programs have to reach together."""
+    meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
+    for name in facts.order:
+        if name in effects.shared_writes:
+            cores = tuple(range(facts.num_replicas[facts.cluster[name]]))
+            meetings.append(Meeting(name, (cores,), facts.context[name]))
+    return meetings
+
+
+def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
+    """Returns (loop, core) -> the core whose frame it shares, where cores meet inside the loop.
+
+    Cores that meet there iterate together in one frame. Others need one of their own: in a branch
+    that only some groups take, a frame is either alive or dead as a whole.
+    """
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for meeting in meetings:
+        for around in meeting.context:
+            if isinstance(around, Loop):
+                groups.setdefault(around.frame, []).extend(meeting.groups)
+    return {
+        (frame, core): cores[0]
+        for frame, found in groups.items()
+        for cores in connected(found)
+        for core in cores
+    }
+
+
+class Agreement(NamedTuple):
+    """One predicate that one group of cores has to agree on."""
+
+    kind: str  # "conditional" or "while loop"
+    predicate: str  # in the user's graph, as a NodeDef spells an input
+    group: tuple[int, ...]
+    meetings: list[str]  # names of the operations that need it
+
+
+def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
+    """Finds what groups of more than one core have to agree on, by predicate."""
+    found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
+    for meeting in meetings:
+        for around in meeting.context:
+            if isinstance(around, Loop):
+                kind, predicate = "while loop", facts.node[facts.condition_of[around]].input[0]
+            else:
+                kind, predicate = "conditional", around.predicate
+            for group in meeting.groups:
+                if len(group) < 2:
+                    continue
+                key = (predicate, tuple(sorted(group)))
+                if key not in found:
+                    found[key] = Agreement(kind, predicate, key[1], [])
+                found[key].meetings.append(meeting.name)
+    by_predicate: dict[str, list[Agreement]] = {}
+    for agreement in found.values():
+        by_predicate.setdefault(agreement.predicate, []).append(agreement)
+    return by_predicate
+
+
+def values_name(check: str) -> str:
+    """Returns the name of the tensor of what an operation compared last, in a group's order."""
+    return check + "/last_values"

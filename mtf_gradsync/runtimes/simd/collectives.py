@@ -1,0 +1,166 @@
+"""Lists the collectives of SIMD programs: sizes, groups, loops and branches, and variables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import mesh_text
+from mtf_gradsync.runtimes.simd.checks import check_functions_are_silent
+from mtf_gradsync.runtimes.simd.effects import (
+    CollectiveOperation,
+    find_collectives,
+    written_variables,
+)
+from mtf_gradsync.runtimes.simd.facts import (
+    CalledBranch,
+    GraphFacts,
+    Loop,
+    UnsupportedProgramError,
+    turns_in,
+)
+from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.simd.session import lowerings_in
+from mtf_gradsync.runtimes.simd.traffic import CommunicationReport, CommunicationRow
+
+
+def list_collectives(
+    program: Program | tf.Graph,
+    mesh_impl: Any | None = None,
+    lowering: Any = None,
+) -> CommunicationReport:
+    """Lists every collective of the TPU programs in a graph.
+
+    Args:
+      program: a `Program`, or a graph that holds TPU programs of any origin.
+      mesh_impl: the ``SimdMeshImpl`` that a graph was lowered with, to name groups by mesh axes. A
+        lowering and a `Program` bring their own. Without one, groups are lists of core numbers.
+      lowering: the lowering, or the spec of a model_fn, to give the names of variables that
+        Mesh-TF stacked, in place of the stack's name.
+
+    Returns:
+      The report, one row per collective in program order.
+
+    Raises:
+      UnsupportedProgramError: when there is no TPU program, or a function holds a collective.
+    """
+    lowerings = lowerings_in(lowering)
+    if mesh_impl is None and len(lowerings) == 1 and len(lowerings[0].mesh_to_impl) == 1:
+        (mesh_impl,) = lowerings[0].mesh_to_impl.values()
+    graph: Any = program
+    if isinstance(program, Program):
+        graph, mesh_impl = program.graph, mesh_impl or program.mesh_impl
+    facts = GraphFacts(graph.as_graph_def())
+    if not facts.num_replicas:
+        raise UnsupportedProgramError(
+            "The graph holds no TPU program, so it has no collectives. For a placement mesh, use "
+            "simd.list_transfers."
+        )
+    check_functions_are_silent(facts)
+    collectives = find_collectives(facts)
+    group_names = {} if mesh_impl is None else groups_by_axes(mesh_impl)
+    trainable = {v.op.name for v in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
+    stacked = _original_names(lowerings)
+    reached = {
+        name: _spell(variables, stacked, trainable)
+        for name, variables in _variables_reached(facts, collectives).items()
+    }
+    rows = [
+        _row(graph, facts, collective, group_names, reached[name])
+        for name, collective in collectives.items()
+    ]
+    mesh = "" if mesh_impl is None else mesh_text(mesh_impl.shape)
+    return CommunicationReport(tuple(rows), mesh)
+
+
+def _row(
+    graph: tf.Graph,
+    facts: GraphFacts,
+    collective: CollectiveOperation,
+    group_names: dict[frozenset, str],
+    variables: tuple[str, ...],
+) -> CommunicationRow:
+    operand = graph.get_operation_by_name(collective.name).inputs[0]
+    shape = tuple(operand.shape.as_list()) if operand.shape.is_fully_defined() else None
+    groups = frozenset(frozenset(g) for g in collective.groups)
+    lists = ",".join(str(list(g)).replace(" ", "") for g in collective.groups)
+    return CommunicationRow(
+        operation=collective.op,
+        name=collective.name,
+        dtype=operand.dtype.name,
+        shape=shape,
+        bytes_per_core=None if shape is None else math.prod(shape) * operand.dtype.size,
+        group=group_names.get(groups, lists),
+        loops=tuple(c.frame for c in collective.context if isinstance(c, Loop)),
+        turns=turns_in(facts, collective.context),
+        branches=tuple(
+            (c.predicate, c.taken) for c in collective.context if isinstance(c, CalledBranch)
+        ),
+        variables=variables,
+        together=collective.together,
+    )
+
+
+def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
+    """Returns the names of mesh axes, joined by "+", by the groups of cores along these axes.
+
+    Groups are sets of physical core numbers. All sets of axes are in it, but for axes of size 1.
+    """
+    shape = mesh_impl.shape
+    axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
+    names: dict[frozenset, str] = {}
+    for size in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(axes, size):
+            groups: dict[int, set[int]] = {}
+            for logical in range(shape.size):
+                group = mtf.pnum_to_group(shape, list(chosen), logical)
+                groups.setdefault(group, set()).add(mesh_impl.l2p(logical))
+            key = frozenset(frozenset(g) for g in groups.values())
+            names[key] = "+".join(shape.dims[i].name for i in chosen)
+    return names
+
+
+def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
+    """Returns the names of the variables in each variable that Mesh-TF stacked, by its name."""
+    return {
+        v.name: list(v.original_names)
+        for lowering in lowerings
+        for v in lowering.graph.all_variables
+        if isinstance(v, mtf.StackedVariable)
+    }
+
+
+def _spell(
+    variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
+) -> tuple[str, ...]:
+    """Returns the names of the trainable ones of variables, or of all if none is; unstacked."""
+    names = [name for v in variables for name in stacked.get(v, [v])]
+    # Without the lowering, a stack is known by the name of its first variable.
+    known = [n for n in names if n in trainable or n.partition("stacked/")[2] in trainable]
+    return tuple(known or names)
+
+
+def _variables_reached(
+    facts: GraphFacts, collectives: dict[str, CollectiveOperation]
+) -> dict[str, list[str]]:
+    """Returns by collective the variables that its result reaches without another collective."""
+    written = written_variables(facts)
+    names = sorted({v for variables in written.values() for v in variables})
+    bit = {name: 1 << i for i, name in enumerate(names)}
+    reach = {name: sum(bit[v] for v in set(vs)) for name, vs in written.items()}
+    changed = True
+    while changed:  # a second pass follows values around a loop, further ones around nested loops
+        changed = False
+        for name in reversed(facts.order):
+            found = reach.get(name, 0)
+            if not found or name in collectives:
+                continue
+            # The second input of a Switch is the predicate, which is no part of the value.
+            count = 1 if facts.node[name].op == "Switch" else None
+            for source, number in facts.inputs(name)[:count]:
+                if number >= 0 and found & ~reach.get(source, 0):
+                    reach[source] = reach.get(source, 0) | found
+                    changed = True
+    return {name: [v for v in names if reach.get(name, 0) & bit[v]] for name in collectives}

@@ -1,0 +1,301 @@
+"""What operations of a SIMD program do beside computing: collectives, writes, their order."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Iterable, NamedTuple, Sequence
+
+from mtf_gradsync._private.tensorflow import TOGETHER_ATTR
+from mtf_gradsync.runtimes.simd.facts import (
+    CONTROL,
+    CalledBranch,
+    Context,
+    GraphFacts,
+    Loop,
+    UnsupportedProgramError,
+    common_context,
+)
+from mtf_gradsync.runtimes.simd.randomness import STATELESS
+
+COLLECTIVE_TYPES = ("CrossReplicaSum", "AllToAll", "CollectivePermute", "XlaReduceScatter")
+
+
+class CollectiveOperation(NamedTuple):
+    """One collective operation of a program.
+
+    Attributes:
+      op: one of `COLLECTIVE_TYPES`.
+      groups: physical core numbers that have to reach the operation together: for
+        ``CollectivePermute``, those that its pairs connect.
+      pairs: ``CollectivePermute`` only: (source, target) core numbers.
+      together: name of its group of sums; "" for a sum that is in none.
+    """
+
+    name: str
+    op: str
+    groups: tuple[tuple[int, ...], ...]
+    pairs: tuple[tuple[int, int], ...]
+    context: Context
+    together: str = ""
+
+    def group_of(self, core: int) -> tuple[int, ...]:
+        """Returns the group that a core belongs to, itself included."""
+        return next(group for group in self.groups if core in group)
+
+
+def find_collectives(facts: GraphFacts) -> dict[str, CollectiveOperation]:
+    """Returns every collective of every TPU program in a graph by name, in program order.
+
+    Raises:
+      UnsupportedProgramError: when groups are not a constant, or not a partition of the cores.
+    """
+    return {
+        name: _read(facts, name) for name in facts.order if facts.node[name].op in COLLECTIVE_TYPES
+    }
+
+
+def _read(facts: GraphFacts, name: str) -> CollectiveOperation:
+    node = facts.node[name]
+    if name not in facts.cluster:
+        raise UnsupportedProgramError.of(
+            node, "it stands outside every TPU program", "build it inside simd.tpu_program(...)"
+        )
+    cores = facts.num_replicas[facts.cluster[name]]
+    value = facts.constant(facts.inputs(name)[1][0])
+    if value is None:
+        raise UnsupportedProgramError.of(
+            node, "its groups are not a constant", "give the group assignment as Python lists"
+        )
+    lists = value.tolist()
+    if node.op == "CollectivePermute":
+        pairs = tuple((int(a), int(b)) for a, b in lists)
+        _check_pairs(node, pairs, cores)
+        groups = connected(pairs)
+    else:
+        pairs = ()
+        # TensorFlow's kernel takes an empty assignment as one group of all cores.
+        groups = tuple(tuple(int(c) for c in g) for g in lists if g) or (tuple(range(cores)),)
+        if sorted(c for g in groups for c in g) != list(range(cores)):
+            raise UnsupportedProgramError.of(
+                node,
+                f"its groups {lists} do not hold each of the {cores} cores once",
+                "give every core exactly one group",
+            )
+    if node.op == "AllToAll":
+        parts = node.attr["split_count"].i
+        if any(len(g) != parts for g in groups):
+            raise UnsupportedProgramError.of(
+                node,
+                f"split_count is {parts} and its groups are {lists}",
+                "make every group as large as split_count",
+            )
+    together = node.attr[TOGETHER_ATTR].s.decode() if TOGETHER_ATTR in node.attr else ""
+    return CollectiveOperation(name, node.op, groups, pairs, facts.context[name], together)
+
+
+def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -> None:
+    targets = [b for _, b in pairs]
+    if len(set(targets)) != len(targets) or any(not 0 <= c < cores for p in pairs for c in p):
+        raise UnsupportedProgramError.of(
+            node,
+            f"its source-target pairs are {list(pairs)} on {cores} cores",
+            f"name each target once, and cores from 0 to {cores - 1}",
+        )
+
+
+def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Returns the sorted, disjoint sets of cores that groups, which may overlap, connect."""
+    set_of: dict[int, set[int]] = {}
+    for group in groups:
+        joined = set(group).union(*(set_of[core] for core in group if core in set_of))
+        for core in joined:
+            set_of[core] = joined
+    return tuple(sorted({tuple(sorted(cores)) for cores in set_of.values()}))
+
+
+_READS = frozenset(["ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
+_QUERIES = frozenset(["VariableShape", "VarIsInitializedOp"])
+_OTHER_EFFECTS = frozenset(("Assert", "Print", "PrintV2", *COLLECTIVE_TYPES))
+_BOOKKEEPING = frozenset(["Identity", "Enter", "Switch", "Merge", "Exit", "NextIteration"])
+
+
+class Effects(NamedTuple):
+    """The edges that a program needs beyond its own.
+
+    Attributes:
+      after: node -> nodes of the same program that it waits for, each core for its own.
+      after_all_cores: the same, but each core waits for all cores. Both nodes are in the same loops
+        and branches as a shared write.
+      last: program -> nodes that have to run before it is done.
+      shared_writes: writes to variables of which all cores see one copy (a global step that lives
+        on the host): all have the same new value, and one of them writes it.
+    """
+
+    after: dict[str, set[str]]
+    after_all_cores: dict[str, set[str]]
+    last: dict[str, set[str]]
+    shared_writes: set[str]
+
+
+def find_effects(facts: GraphFacts) -> Effects:
+    """Finds a graph's effects."""
+    return _Finder(facts).effects
+
+
+def written_variables(facts: GraphFacts) -> dict[str, list[str]]:
+    """Returns operation -> the variables that it writes, by the names that Mesh-TF gave them."""
+    written = {}
+    for name in facts.order:
+        if name in facts.cluster and facts.node[name].op not in _READS:
+            handles = variable_handles(facts, name)
+            if handles:
+                written[name] = [_variable_name(facts, handle) for handle in handles]
+    return written
+
+
+def _variable_name(facts: GraphFacts, handle: str) -> str:
+    if facts.node[handle].op == "TPUReplicatedInput":
+        handle = facts.inputs(handle)[0][0]
+    if not handle.endswith("_slice_0"):
+        return handle
+    # Mesh-TF makes slices in a name scope of the variable's own name: "w/w_slice_0", or
+    # "w_1/w_slice_0" where "w" is taken, which it is as the master is called that.
+    stem = handle[: -len("_slice_0")]
+    for slash in re.finditer("/", stem):
+        scope, name = stem[: slash.start()], stem[slash.end() :]
+        if name and re.search(f"(^|/){re.escape(name)}(_[0-9]+)?$", scope):
+            return name
+    return stem
+
+
+def variable_handles(facts: GraphFacts, name: str) -> list[str]:
+    """Returns what stands for the variables that a node reads or writes.
+
+    That is a ``VarHandleOp``, or a ``TPUReplicatedInput`` over one per core.
+    """
+    op = facts.node[name].op
+    if op in _BOOKKEEPING or op in _QUERIES:
+        return []
+    roots = (facts.root(source) for source, number in facts.inputs(name) if number != CONTROL)
+    return [root for root in roots if _is_variable(facts, root)]
+
+
+def _is_variable(facts: GraphFacts, name: str) -> bool:
+    node = facts.node[name]
+    if node.op == "TPUReplicatedInput" and node.input:
+        return facts.node[facts.inputs(name)[0][0]].op == "VarHandleOp"
+    return node.op == "VarHandleOp"
+
+
+class _Finder:
+    def __init__(self, facts: GraphFacts):
+        self._facts = facts
+        sets: list[dict[str, set[str]]] = [collections.defaultdict(set) for _ in range(3)]
+        self.effects = Effects(sets[0], sets[1], sets[2], set())
+        self._turns: dict[str, list[str]] = collections.defaultdict(list)
+        self._exits: dict[str, list[str]] = collections.defaultdict(list)
+        self._merges: dict[tuple[Context, str], list[str]] = collections.defaultdict(list)
+        self._find_ends()
+        last_write: dict[tuple[str, str], str] = {}
+        reads: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        all_reads: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        for name in facts.order:
+            if name not in facts.cluster:
+                continue
+            cluster, op = facts.cluster[name], facts.node[name].op
+            handles = variable_handles(facts, name)
+            for handle in handles:
+                key = (cluster, handle)
+                shared = facts.node[handle].op != "TPUReplicatedInput"
+                if key in last_write:
+                    self._put_after(name, last_write[key], shared)
+                if op in _READS:
+                    reads[key].append(name)
+                    all_reads[key].append(name)
+                    continue
+                for read in reads.pop(key, ()):
+                    self._put_after(name, read, shared)
+                last_write[key] = name
+                if shared:
+                    self.effects.shared_writes.add(name)
+            if (handles and op not in _READS) or op in _OTHER_EFFECTS:
+                self.effects.last[cluster].update(self._ends(name, ()))
+            elif op in STATELESS:
+                # The turns of a loop draw their numbers one after the other.
+                self._ends(name, ())
+        for key in last_write:
+            for name in all_reads[key]:
+                # A loop's next iteration may write what this one reads.
+                self._ends(name, ())
+
+    def _find_ends(self) -> None:
+        """Finds where loops iterate and end, and where the sides of conditionals meet."""
+        facts = self._facts
+        for name in facts.order:
+            op, context = facts.node[name].op, facts.context[name]
+            if op in ("NextIteration", "Exit"):
+                loop = [c for c in context if isinstance(c, Loop)][-1]
+                (self._turns if op == "NextIteration" else self._exits)[loop.frame].append(name)
+            elif op == "Merge":
+                for source, number in facts.inputs(name):
+                    inner = facts.context_of_output(source, number)
+                    side = inner[len(context)] if len(inner) > len(context) else None
+                    if isinstance(side, CalledBranch):
+                        self._merges[context, side.predicate].append(name)
+                        break
+
+    def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
+        """Makes ``name`` wait for an earlier node, on its own core or on all of them."""
+        context, other = self._facts.context[name], self._facts.context[earlier]
+        shared = common_context(context, other)
+        size = len(shared)
+        here = context[size] if len(context) > size else None
+        there = other[size] if len(other) > size else None
+        if (
+            isinstance(here, CalledBranch)
+            and isinstance(there, CalledBranch)
+            and here.predicate == there.predicate
+        ):
+            return  # two sides of one conditional: only one of them runs
+        after = self.effects.after_all_cores if all_cores else self.effects.after
+        for end in self._ends(earlier, shared):
+            for begin in self._begins(name, shared):
+                if begin != end:
+                    after[begin].add(end)
+
+    def _ends(self, name: str, context: Context) -> list[str]:
+        """Returns nodes in an outer context that run only after ``name`` has run, if it runs."""
+        inner = self._facts.context[name]
+        ends = [name]
+        while len(inner) > len(context):
+            around, inner = inner[-1], inner[:-1]
+            if isinstance(around, Loop):
+                for turn in self._turns[around.frame]:
+                    self.effects.after[turn].update(ends)
+                ends = self._exits[around.frame]
+            else:
+                merges = self._merges[inner, around.predicate]
+                for merge in merges:
+                    self.effects.after[merge].update(ends)
+                ends = merges
+        return ends
+
+    def _begins(self, name: str, context: Context) -> list[str]:
+        """Returns where to make ``name`` wait for something of an outer context."""
+        facts = self._facts
+        inner = facts.context[name][len(context) :]
+        loops = [i for i, c in enumerate(inner) if isinstance(c, Loop)]
+        if not loops:
+            return [name]
+        # Edges enter a loop only through its Enter nodes; the handle's own one will do.
+        wanted = len(context) + loops[0] + 1
+        for source, number in facts.inputs(name):
+            while number >= 0:
+                node = facts.node[source]
+                if node.op == "Enter" and len(facts.context[source]) == wanted:
+                    return [source]
+                if node.op not in _BOOKKEEPING:
+                    break
+                source, number = facts.inputs(source)[0]
+        return []

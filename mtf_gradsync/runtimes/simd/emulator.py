@@ -1,0 +1,489 @@
+"""Rewrites a graph that holds TPU programs into one that runs them on CPU replicas.
+
+Every operation of a program is cloned once per core. What the cores exchange becomes ordinary
+operations between the clones:
+
+    TPUReplicatedInput      core i takes the i-th tensor
+    TPUReplicatedOutput     output i is core i's tensor
+    CrossReplicaSum         one AddN per group, which all its cores read
+    AllToAll                every core splits once; each concatenates the pieces meant for it
+    CollectivePermute       the source's tensor, or zeros
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.simd.checks import (
+    Agreement,
+    check_can_be_emulated,
+    find_agreements,
+    find_meetings,
+    frame_leaders,
+    values_name,
+)
+from mtf_gradsync.runtimes.simd.effects import CollectiveOperation, find_collectives, find_effects
+from mtf_gradsync.runtimes.simd.facts import (
+    CONTROL,
+    GraphFacts,
+    check_alive_outside,
+    data_first,
+    join_input,
+    split_input,
+    untie,
+    without_pass,
+)
+from mtf_gradsync.runtimes.simd.randomness import STATELESS, RandomSteps, StatelessDraws
+
+
+def clone_name(prefix: str, name: str, core: int) -> str:
+    """Returns the name of a physical core's copy of an operation or tensor of a program."""
+    return f"{prefix}_{core}/{name}"
+
+
+class EmulatedGraph:
+    """A graph whose TPU programs run on CPU replicas.
+
+    Attributes:
+      graph_def: the rewritten graph. It has no TPU operations and no device names.
+      num_replicas: name of each TPU program -> its number of cores.
+      done: name of each TPU program -> the operation that runs all of it, on all cores.
+      agreements: name of each comparing operation -> what it compares.
+      random_steps: what tells random operations the step; None if there are none.
+    """
+
+    def __init__(
+        self,
+        facts: GraphFacts,
+        graph_def: tf.GraphDef,
+        prefix: str,
+        done: dict[str, str],
+        agreements: dict[str, Agreement],
+        random_steps: RandomSteps | None,
+    ):
+        self._facts = facts
+        self._prefix = prefix
+        self.graph_def = graph_def
+        self.num_replicas = dict(facts.num_replicas)
+        self.done = done
+        self.agreements = agreements
+        self.random_steps = random_steps
+
+    def program_of(self, name: str) -> str:
+        """Returns the TPU program that an operation or tensor belongs to.
+
+        Args:
+          name: name of an operation or tensor in the graph before the rewriting.
+
+        Returns:
+          The program's name, or "" for what stands outside.
+
+        Raises:
+          KeyError: when the graph has no such operation.
+        """
+        node = split_input(name)[0]
+        op = self._facts.node[node].op
+        if op == "TPUReplicatedOutput":
+            node = self._facts.inputs(node)[0][0]
+        elif op == "TPUReplicatedInput":
+            node = self._facts.consumers(node)[0][0]
+        return self._facts.cluster.get(node, "")
+
+    def place_of(self, name: str) -> tuple[int, str] | None:
+        """Where an operation of the rewritten graph runs.
+
+        Args:
+          name: the operation's.
+
+        Returns:
+          The core, and what the operation was called before the rewriting; None for what stands
+          outside every program.
+        """
+        first, _, rest = name.partition("/")
+        stem, _, number = first.rpartition("_")
+        if stem != self._prefix or not number.isdigit() or not rest:
+            return None
+        return int(number), rest
+
+    def groups_of_sums(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The groups of cores of each sum, of which one is made for all of a group.
+
+        Returns:
+          Name before the rewriting -> groups; the first core of each has the operation.
+        """
+        found = find_collectives(self._facts).values()
+        return {one.name: one.groups for one in found if one.op == "CrossReplicaSum"}
+
+    def names_on_replicas(self, name: str) -> list[str]:
+        """Returns the names that an operation or tensor has after the rewriting.
+
+        Args:
+          name: name of an operation ("loss") or tensor ("loss:0") in the graph before.
+
+        Returns:
+          One name per core, or a single one for what is outside every program.
+
+        Raises:
+          KeyError: when the graph has no such operation.
+          ValueError: when it is in a loop or branch, or is an input of the program.
+        """
+        node_name, number = split_input(name)
+        node = self._facts.node[node_name]
+        if node.op == "TPUReplicatedOutput":
+            source, source_number = self._facts.inputs(node_name)[0]
+            return [f"{clone_name(self._prefix, source, number)}:{source_number}"]
+        if node.op == "TPUReplicatedInput":
+            sources = self._facts.inputs(node_name)
+            return [f"{n}:{k}" for n, k in sources if k != CONTROL]
+        if node_name not in self._facts.cluster:
+            return [name]
+        check_alive_outside(self._facts, node_name, number)
+        cores = self.num_replicas[self._facts.cluster[node_name]]
+        return [clone_name(self._prefix, name, core) for core in range(cores)]
+
+
+# Any large odd number: clones of one random operation must not draw the same numbers.
+_SEED_STRIDE = 0x9E3779B1
+
+
+def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
+    """Rewrites every TPU program of a graph so that it runs on CPU replicas.
+
+    The programs may come from `mtf_gradsync.simd.tpu_program` or from ``tf.tpu.replicate``. The
+    graph itself stays as it is.
+
+    Args:
+      graph: a graph, or its ``GraphDef``.
+
+    Returns:
+      The rewritten graph.
+
+    Raises:
+      UnsupportedProgramError: when the graph holds what cannot be emulated; the error names it.
+    """
+    graph_def = graph.as_graph_def() if isinstance(graph, tf.Graph) else graph
+    facts = GraphFacts(graph_def)
+    check_can_be_emulated(facts)
+    return _Rewriter(facts).run()
+
+
+class _Rewriter:
+    """The state of one rewriting."""
+
+    def __init__(self, facts: GraphFacts):
+        self._facts = facts
+        self._collectives = find_collectives(facts)
+        self._effects = find_effects(facts)
+        meetings = find_meetings(facts, self._collectives, self._effects)
+        self._checks = find_agreements(facts, meetings)
+        self._agreed: dict[tuple[str, int], str] = {}  # (predicate, core) -> compared predicate
+        self._agreements: dict[str, Agreement] = {}
+        self._leaders = frame_leaders(meetings)
+        self._out = tf.GraphDef()
+        self._out.library.CopyFrom(facts.graph_def.library)
+        self._out.versions.CopyFrom(facts.graph_def.versions)
+        tops = {n.split("/", 1)[0] for n in facts.node}
+        cores = max(facts.num_replicas.values())
+        self._prefix = "replica"
+        while any(clone_name(self._prefix, "", i)[:-1] in tops for i in range(cores)):
+            self._prefix += "_"
+        self._done = {c: self._free_name(c + "_done") for c in facts.num_replicas}
+        random = "random_numbers"
+        while random in tops:
+            random += "_"
+        self._draws = StatelessDraws(facts, self._add, random)
+
+    def run(self) -> EmulatedGraph:
+        for name in self._facts.order:
+            node = self._facts.node[name]
+            if node.op in ("TPUReplicatedInput", "TPUReplicatedOutput"):
+                continue
+            if name not in self._facts.cluster:
+                self._copy_outside(node)
+            elif name in self._collectives:
+                self._exchange(node, self._collectives[name])
+            else:
+                for core in self._cores(name):
+                    self._copy_to_core(node, core)
+        self._add_done()
+        for predicate, agreements in self._checks.items():
+            self._compare(predicate, agreements)
+        return EmulatedGraph(
+            self._facts, self._out, self._prefix, self._done, self._agreements,
+            self._draws.finish(),
+        )  # fmt: skip
+
+    def _free_name(self, name: str) -> str:
+        while name in self._facts.node:
+            name += "_"
+        return name
+
+    def _cores(self, name: str) -> range:
+        return range(self._facts.num_replicas[self._facts.cluster[name]])
+
+    def _name(self, name: str, core: int) -> str:
+        return clone_name(self._prefix, name, core)
+
+    def _add(self, name: str, op: str, inputs: Iterable[str], **types: int) -> tf.NodeDef:
+        node = self._out.node.add()
+        node.name, node.op = name, op
+        node.input.extend(data_first(inputs))
+        for attr, value in types.items():
+            node.attr[attr].type = value
+        return node
+
+    def _add_int(self, name: str, value: Any, near: str) -> str:
+        """Returns a constant that lives in the same loop and branch as the node ``near``."""
+        node = self._add(name, "Const", ["^" + near], dtype=tf.int32.as_datatype_enum)
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
+        return name
+
+    # Inputs, seen from each side of the program's boundary.
+
+    def _outside_input(self, source: str, number: int) -> list[str]:
+        """Returns an input of an operation outside a program, or from outside."""
+        facts, node = self._facts, self._facts.node[source]
+        if node.op == "TPUReplicatedOutput":
+            inner, inner_number = facts.inputs(source)[0]
+            done = "^" + self._done[facts.cluster[inner]]
+            if number == CONTROL:
+                return [done]
+            return [join_input(self._name(inner, number), inner_number), done]
+        if source in facts.cluster:
+            if node.op == "TPUReplicateMetadata":
+                # It is at the start of the program: waiting for it is not waiting for the end.
+                return ["^" + self._name(source, core) for core in self._cores(source)]
+            return ["^" + self._done[facts.cluster[source]]]
+        return [join_input(source, number)]
+
+    def _core_input(self, source: str, number: int, core: int) -> list[str]:
+        """Returns an input of a node inside a program, on one core."""
+        node = self._facts.node[source]
+        if source in self._facts.cluster:
+            return [join_input(self._name(source, core), number)]
+        if node.op == "TPUReplicatedInput":
+            sources = self._facts.inputs(source)
+            if number == CONTROL:
+                return [join_input(s, CONTROL) for s, _ in sources]
+            picked = sources[0] if node.attr["is_packed"].b else sources[core]
+            return self._outside_input(*picked)
+        return self._outside_input(source, number)
+
+    def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
+        """Returns the data inputs or the control inputs of a node on one core."""
+        found = [
+            text
+            for source, number in self._facts.inputs(name)
+            if (number == CONTROL) == control
+            for text in self._core_input(source, number, core)
+        ]
+        found.sort(key=lambda text: text.startswith("^"))
+        if control:
+            found += ["^" + self._name(n, core) for n in self._effects.after.get(name, ())]
+            for earlier in self._effects.after_all_cores.get(name, ()):
+                found += ["^" + self._name(earlier, c) for c in self._cores(name)]
+        return found
+
+    # The nodes themselves.
+
+    def _copy_outside(self, node: tf.NodeDef) -> None:
+        if node.op == "TPUCompilationResult":
+            result = self._add(node.name, "Const", [], dtype=tf.string.as_datatype_enum)
+            result.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(b""))
+            return
+        copy = self._out.node.add()
+        copy.CopyFrom(node)
+        untie(copy)
+        del copy.input[:]
+        inputs = [t for s, k in self._facts.inputs(node.name) for t in self._outside_input(s, k)]
+        copy.input.extend(data_first(inputs))
+
+    def _copy_to_core(self, node: tf.NodeDef, core: int) -> None:
+        facts, name = self._facts, self._name(node.name, core)
+        data = self._core_inputs(node.name, core, control=False)
+        control = self._core_inputs(node.name, core, control=True)
+        if node.op == "TPUReplicateMetadata":
+            self._add(name, "NoOp", control)
+            return
+        if core and node.name in self._effects.shared_writes:
+            # Every core would write the same value: the first one does, the others wait for it.
+            waits = ["^" + split_input(text)[0] for text in data] + control
+            self._add(name, "NoOp", [*waits, "^" + self._name(node.name, 0)])
+            return
+        if node.op == "LoopCond":
+            data = [self._compared(data[0], node.input[0], core)]
+        elif facts.is_conditional_switch(node.name):
+            data = [
+                data[0],
+                self._compared(data[1], facts.predicate_of(node.name), core),
+                *data[2:],
+            ]
+        copy = self._out.node.add()
+        copy.CopyFrom(node)
+        copy.name = name
+        untie(copy)
+        if node.op in ("LoopCond", "Enter"):
+            frame = facts.loop_of(node.name).frame
+            leader = self._leaders.get((frame, core), core)
+            if node.op == "Enter":
+                copy.attr["frame_name"].s += f"_replica_{leader}".encode()
+            elif core != leader:
+                # TensorFlow wants one LoopCond in a frame.
+                copy.op = "Identity"
+                copy.attr["T"].type = tf.bool.as_datatype_enum
+        if copy.op not in STATELESS and core and "seed" in copy.attr and "seed2" in copy.attr:
+            seed, seed2 = copy.attr["seed"], copy.attr["seed2"]
+            if seed.i or seed2.i:  # both 0: every clone draws its own numbers anyway
+                seed2.i = (seed2.i + core * _SEED_STRIDE) % (1 << 62)
+        del copy.input[:]
+        copy.input.extend(data_first(without_pass(copy, data) + control))
+        if copy.op in STATELESS:
+            self._draws.rewrite(copy, node.name, core)
+
+    def _exchange(self, node: tf.NodeDef, collective: CollectiveOperation) -> None:
+        kind = node.attr["T"].type
+        sent = {c: self._core_inputs(node.name, c, False)[0] for c in self._cores(node.name)}
+        control = {c: self._core_inputs(node.name, c, True) for c in self._cores(node.name)}
+        if node.op == "CrossReplicaSum":
+            for number, group in enumerate(collective.groups):
+                # Named after the first core, so that it cannot collide with another clone.
+                total = self._name(node.name, group[0]) + f"/sum_of_group_{number}"
+                waits = [text for c in group for text in control[c]]
+                add = self._add(total, "AddN", [sent[c] for c in group] + waits, T=kind)
+                add.attr["N"].i = len(group)
+                for core in group:
+                    self._add(self._name(node.name, core), "Identity", [total], T=kind)
+        elif node.op == "CollectivePermute":
+            source_of = {b: a for a, b in collective.pairs}
+            for core in self._cores(node.name):
+                op = "Identity" if core in source_of else "ZerosLike"
+                received = sent[source_of.get(core, core)]
+                self._add(self._name(node.name, core), op, [received] + control[core], T=kind)
+        elif node.op == "XlaReduceScatter":
+            self._reduce_scatter(node, collective, sent, control)
+        else:
+            self._all_to_all(node, collective, sent, control)
+
+    def _reduce_scatter(
+        self,
+        node: tf.NodeDef,
+        collective: CollectiveOperation,
+        sent: dict[int, str],
+        control: dict[int, list[str]],
+    ) -> None:
+        kind = node.attr["T"].type
+        constant = self._facts.constant(self._facts.inputs(node.name)[2][0])
+        assert constant is not None  # as XLA wants it
+        dimension = int(constant)
+        for group in collective.groups:
+            for core in group:
+                self._split(node, core, [sent[core]], dimension, len(group))
+            waits = [text for c in group for text in control[c]]
+            for position, core in enumerate(group):
+                parts = [join_input(self._name(node.name, c) + "/split", position) for c in group]
+                add = self._add(self._name(node.name, core), "AddN", parts + waits, T=kind)
+                add.attr["N"].i = len(group)
+
+    def _all_to_all(
+        self,
+        node: tf.NodeDef,
+        collective: CollectiveOperation,
+        sent: dict[int, str],
+        control: dict[int, list[str]],
+    ) -> None:
+        kind, parts = node.attr["T"].type, node.attr["split_count"].i
+        for core in self._cores(node.name):
+            name, near = self._name(node.name, core), split_input(sent[core])[0]
+            dimension = node.attr["split_dimension"].i
+            self._split(node, core, [sent[core], *control[core]], dimension, parts)
+            group = collective.group_of(core)
+            pieces = [
+                join_input(self._name(node.name, other) + "/split", group.index(core))
+                for other in group
+            ]
+            axis = self._add_int(name + "/concat_axis", node.attr["concat_dimension"].i, near)
+            concat = self._add(name, "ConcatV2", pieces + [axis], T=kind)
+            concat.attr["N"].i = parts
+            concat.attr["Tidx"].type = tf.int32.as_datatype_enum
+
+    def _split(
+        self, node: tf.NodeDef, core: int, inputs: list[str], dimension: int, parts: int
+    ) -> None:
+        """Adds `<name of the core's clone>/split`, whose outputs are parts of the first input."""
+        name = self._name(node.name, core)
+        axis = self._add_int(name + "/split_axis", dimension, near=split_input(inputs[0])[0])
+        split = self._add(name + "/split", "Split", [axis, *inputs], T=node.attr["T"].type)
+        split.attr["num_split"].i = parts
+
+    def _add_done(self) -> None:
+        """Adds one operation per program that waits for everything with an effect, on all cores."""
+        facts = self._facts
+        last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
+        for name in facts.order:
+            if name in facts.cluster:
+                continue
+            for source, number in facts.inputs(name):
+                # An operation outside waits for this one, so it has to run.
+                if number != CONTROL or source not in facts.cluster:
+                    continue
+                if not facts.context_of_output(source, number):
+                    last[facts.cluster[source]].add(source)
+        for cluster, names in last.items():
+            waits = [
+                "^" + self._name(n, core)
+                for n in sorted(names)
+                for core in range(facts.num_replicas[cluster])
+            ]
+            self._add(self._done[cluster], "NoOp", waits)
+
+    # Predicates that a group has to agree on.
+
+    def _compared(self, text: str, predicate: str, core: int) -> str:
+        """Returns the predicate for a core: itself, or the output of its group's comparison."""
+        if not any(core in a.group for a in self._checks.get(predicate, ())):
+            return text
+        return self._agreed.setdefault((predicate, core), self._compared_name(predicate, core))
+
+    def _compared_name(self, predicate: str, core: int) -> str:
+        source, number = split_input(predicate)
+        return self._name(f"{source}/agreed_{number}", core)
+
+    def _variable_of_values(self, name: str, check: str, size: int, near: str = "") -> None:
+        """Adds a handle of the variable that holds what a check compared last."""
+        handle = self._add(name, "VarHandleOp", ["^" + near] if near else [])
+        handle.attr["dtype"].type = tf.bool.as_datatype_enum
+        handle.attr["shape"].shape.dim.add().size = size
+        handle.attr["shared_name"].s = check.encode()
+
+    def _compare(self, predicate: str, agreements: Sequence[Agreement]) -> None:
+        source, number = split_input(predicate)
+        checks: dict[int, list[str]] = {}
+        for agreement in agreements:
+            group = agreement.group
+            values = [self._core_input(source, number, c)[0] for c in group]
+            stem = self._compared_name(predicate, group[0]) + "_by_" + "_".join(map(str, group))
+            boolean = tf.bool.as_datatype_enum
+            pack = self._add(stem + "/values", "Pack", values, T=boolean)
+            pack.attr["N"].i = len(group)
+            axis = self._add_int(stem + "/axis", [0], near=pack.name)
+            index = tf.int32.as_datatype_enum
+            self._add(stem + "/all", "All", [pack.name, axis], Tidx=index)
+            self._add(stem + "/any", "Any", [pack.name, axis], Tidx=index)
+            self._add(stem + "/same", "Equal", [stem + "/all", stem + "/any"], T=boolean)
+            # The error has the values from here, and not from the text of TensorFlow's error.
+            self._variable_of_values(stem + "/compared", stem, len(group), near=pack.name)
+            write = self._add(stem + "/write", "AssignVariableOp", [stem + "/compared", pack.name])
+            write.attr["dtype"].type = boolean
+            check = self._add(stem, "Assert", [stem + "/same", pack.name, "^" + write.name])
+            check.attr["T"].list.type.append(boolean)
+            self._variable_of_values(stem + "/outside", stem, len(group))
+            self._add(values_name(stem), "ReadVariableOp", [stem + "/outside"], dtype=boolean)
+            self._agreements[stem] = agreement
+            for core in group:
+                checks.setdefault(core, []).append(stem)
+        for (compared, core), name in self._agreed.items():
+            if compared == predicate:
+                value = self._core_input(source, number, core)
+                waits = ["^" + c for c in checks[core]]
+                self._add(name, "Identity", value + waits, T=tf.bool.as_datatype_enum)

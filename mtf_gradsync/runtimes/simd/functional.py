@@ -1,0 +1,300 @@
+"""Rebuilds a graph with functions in place of the loops and conditionals of control flow v1.
+
+TensorFlow's bridge to XLA has no kernels for ``Switch``, ``Merge`` and ``Enter``; it needs
+``While`` and ``If``, whose bodies are functions.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, Callable, Hashable, Mapping, MutableMapping, Sequence, Tuple
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.simd.facts import (
+    CONTROL,
+    CalledBranch,
+    Context,
+    CycleError,
+    GraphFacts,
+    Loop,
+    sorted_by_needs,
+    split_input,
+)
+
+_Values = MutableMapping[Tuple[str, int], Any]
+# Replaces an operation: takes its node and its inputs, returns its outputs.
+StandIn = Callable[[tf.NodeDef, Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conditional:
+    """All of one conditional, seen from the level around it."""
+
+    predicate: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Single:
+    """One operation."""
+
+    name: str
+
+
+def rebuild(
+    graph_def: tf.GraphDef,
+    given: dict[str, Any],
+    fetches: Sequence[str],
+    stand_ins: Mapping[str, StandIn] = {},
+) -> list[Any]:
+    """Makes a graph's operations again in the current default graph, which is a function's.
+
+    Control flow v2 has to be enabled there.
+
+    Args:
+      graph_def: the graph; control flow version 1.
+      given: name of an operation -> the tensor to take in its place.
+      fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals, which
+        are returned as they were made.
+      stand_ins: type of an operation -> its replacement.
+    """
+    builder = _Builder(GraphFacts(graph_def), stand_ins)
+    level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
+    level.make([n for n in builder.facts.order if n not in given])
+    return [
+        level.values[split_input(fetch)] if ":" in fetch else level.operations[fetch]
+        for fetch in fetches
+    ]
+
+
+class _Builder:
+    """State that all levels share."""
+
+    def __init__(self, facts: GraphFacts, stand_ins: Mapping[str, StandIn]):
+        self.facts = facts
+        self.stand_ins = stand_ins
+        self.position = {name: i for i, name in enumerate(facts.order)}
+        self.library = tf.GraphDef()
+        self.library.versions.CopyFrom(facts.graph_def.versions)
+        self.library.library.CopyFrom(facts.graph_def.library)
+
+    def _is_merge(self, name: str) -> bool:
+        return self.facts.node[name].op == "Merge"
+
+    def is_loop_variable(self, name: str) -> bool:
+        """Returns whether a node is the ``Merge`` at which a loop's variable enters each turn."""
+        return self._is_merge(name) and any(
+            self.facts.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
+        )
+
+    def next_value(self, variable: str) -> str:
+        """Returns the ``NextIteration`` of a loop's variable."""
+        sources = (source for source, _ in self.facts.inputs(variable))
+        return next(s for s in sources if self.facts.is_back_edge(s, variable))
+
+    def item_of(self, name: str, around: Context) -> Hashable:
+        """Returns the item that a node belongs to on the level with the given context."""
+        facts, depth = self.facts, len(around)
+        context = facts.context[name]
+        if len(context) > depth:
+            inner = context[depth]
+            return inner if isinstance(inner, Loop) else _Conditional(inner.predicate)
+        if facts.is_conditional_switch(name):
+            return _Conditional(facts.predicate_of(name))
+        if self._is_merge(name) and not self.is_loop_variable(name):
+            return _Conditional(self.side_of(*facts.inputs(name)[0], depth).predicate)
+        return _Single(name)
+
+    def side_of(self, source: str, number: int, depth: int) -> CalledBranch:
+        """Returns which side of a conditional a ``Merge`` gets a value from."""
+        side = self.facts.context_of_output(source, number)[depth]
+        assert isinstance(side, CalledBranch)
+        return side
+
+    def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
+        """Returns the nodes of a loop's iteration that some nodes need, themselves included."""
+        found: set[str] = set()
+        pending = list(wanted)
+        while pending:
+            name = pending.pop()
+            context = self.facts.context[name]
+            if name in found or context[: len(around)] != around or self._opens_turn(name, around):
+                continue
+            found.add(name)
+            sources = (source for source, _ in self.facts.inputs(name))
+            pending += [s for s in sources if not self.facts.is_back_edge(s, name)]
+        return sorted(found, key=self.position.__getitem__)
+
+    def _opens_turn(self, name: str, around: Context) -> bool:
+        """Returns whether a node only carries values into an iteration of this level's loop."""
+        if self.facts.context[name] != around:
+            return False
+        op = self.facts.node[name].op
+        if op == "Switch":
+            return self.facts.is_loop_switch(name)
+        return op == "Enter" or self.is_loop_variable(name)
+
+
+class _Level:
+    """The body of one function: the whole program, a branch, or a loop's condition or body."""
+
+    def __init__(
+        self, builder: _Builder, around: Context, values: _Values, outer: _Level | None = None
+    ):
+        self._builder = builder
+        self._around = around
+        self._outer = outer
+        self.values: _Values = collections.ChainMap(values, *([outer.values] if outer else []))
+        self.operations: dict[str, tf.Operation] = {}
+        if len(builder.library.library.function):
+            tf.import_graph_def(builder.library, name="")
+
+    def make(self, names: Sequence[str]) -> None:
+        """Makes the named nodes, and the loops and conditionals that they belong to."""
+        for item, members in self._in_order(names):
+            if isinstance(item, _Single):
+                self._make_operation(item.name)
+            elif isinstance(item, Loop):
+                self._make_loop(item, members)
+            elif isinstance(item, _Conditional):
+                self._make_conditional(item, members)
+
+    def _in_order(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
+        """Returns the items of this level, each after those it needs, else in order of creation."""
+        builder = self._builder
+        members: dict[Hashable, list[str]] = {}
+        item_of = {}
+        for name in names:
+            item_of[name] = builder.item_of(name, self._around)
+            members.setdefault(item_of[name], []).append(name)
+        needs: dict[Hashable, set[Hashable]] = {item: set() for item in members}
+        for name in names:
+            item = item_of[name]
+            found = {item_of.get(source, item) for source, _ in builder.facts.inputs(name)}
+            needs[item] |= found - {item}
+        try:
+            return [(item, members[item]) for item in sorted_by_needs(needs)]
+        except CycleError as error:
+            stuck = [members[item][0] for item in error.cycle[:5]]
+            raise ValueError(
+                f"Loops and conditionals near {stuck} wait for each other; build each with one "
+                "tf.cond or tf.while_loop of its own."
+            ) from None
+
+    def _make_operation(self, name: str) -> None:
+        node = self._builder.facts.node[name]
+        inputs = self._builder.facts.inputs(name)
+        data = [self.values[s, k] for s, k in inputs if k != CONTROL]
+        stand_in = self._builder.stand_ins.get(node.op)
+        with tf.control_dependencies(self._waits([name])):
+            outputs = stand_in(node, data) if stand_in else None
+            made = outputs[0].op if outputs else _copied(node, data)
+        outputs = outputs or made.outputs
+        self.operations[name] = made
+        for number, tensor in enumerate(outputs):
+            self.values[name, number] = tensor
+
+    def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
+        """Returns the operations of this level that members wait for by control edges."""
+        sources = {
+            source: None
+            for name in members
+            for source, number in self._builder.facts.inputs(name)
+            if number == CONTROL
+        }
+        for name in members:
+            sources.pop(name, None)
+        # Operations of an outer level have run before this level's function.
+        return [self.operations[s] for s in sources if s in self.operations]
+
+    def _make_conditional(self, item: _Conditional, members: Sequence[str]) -> None:
+        builder, depth = self._builder, len(self._around)
+        facts = builder.facts
+        here = [n for n in members if facts.context[n] == self._around]
+        switches = [n for n in here if facts.is_conditional_switch(n)]
+        merges = [n for n in here if facts.node[n].op == "Merge"]
+
+        def side(taken: bool) -> Any:
+            around = (*self._around, CalledBranch(item.predicate, taken))
+
+            def body() -> list[Any]:
+                values = {(n, int(taken)): self.values[facts.inputs(n)[0]] for n in switches}
+                level = _Level(builder, around, values, outer=self)
+                level.make([n for n in members if facts.context[n][: depth + 1] == around])
+                results = [
+                    level.values[source, number]
+                    for merge in merges
+                    for source, number in facts.inputs(merge)
+                    if number != CONTROL and builder.side_of(source, number, depth).taken is taken
+                ]
+                with tf.control_dependencies(level._waits(merges)):
+                    return [tf.identity(r) for r in results]
+
+            return body
+
+        predicate = self.values[split_input(item.predicate)]
+        with tf.control_dependencies(self._waits(members)):
+            results = _functional().cond(predicate, side(True), side(False))
+        for merge, result in zip(merges, tf.nest.flatten(results)):
+            self.values[merge, 0] = result
+            self.values[merge, 1] = tf.cast(predicate, tf.int32)
+            self.operations[merge] = result.op
+
+    def _make_loop(self, loop: Loop, members: Sequence[str]) -> None:
+        builder, facts = self._builder, self._builder.facts
+        around = (*self._around, loop)
+        here = [n for n in members if facts.context[n] == around]
+        variables = [n for n in here if builder.is_loop_variable(n)]
+        test = next(n for n in here if facts.node[n].op == "LoopCond")
+        switches = [n for n in here if facts.node[n].op == "Switch" and facts.is_loop_switch(n)]
+        variable_of = {s: facts.inputs(s)[0][0] for s in switches}
+
+        def turn(values: Sequence[Any], wanted: Sequence[str]) -> _Level:
+            """Returns a level inside the loop, with the wanted nodes made."""
+            given: _Values = {(v, 0): value for v, value in zip(variables, values)}
+            given.update({(s, 1): given[v, 0] for s, v in variable_of.items()})
+            for name in here:
+                if facts.node[name].op == "Enter":
+                    given.setdefault((name, 0), self.values[facts.inputs(name)[0]])
+            level = _Level(builder, around, given, outer=self)
+            level.make(builder.needed_for(wanted, around))
+            return level
+
+        def condition(*values: Any) -> Any:
+            return turn(values, [test]).values[test, 0]
+
+        def body(*values: Any) -> list[Any]:
+            nexts = [builder.next_value(v) for v in variables]
+            level = turn(values, nexts)
+            with tf.control_dependencies([level.operations[n] for n in nexts]):
+                return [tf.identity(level.values[n, 0]) for n in nexts]
+
+        enters = [
+            next(s for s, _ in facts.inputs(v) if facts.node[s].op == "Enter") for v in variables
+        ]
+        with tf.control_dependencies(self._waits(members)):
+            first = [tf.identity(self.values[facts.inputs(e)[0]]) for e in enters]
+            results = _functional().while_loop(condition, body, first)
+        result_of = dict(zip(variables, results))
+        for name in here:
+            if facts.node[name].op == "Exit":
+                result = result_of[variable_of[facts.inputs(name)[0][0]]]
+                self.values[name, 0] = result
+                self.operations[name] = result.op
+
+
+def _copied(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> tf.Operation:
+    op, attrs = node.op, dict(node.attr)
+    if op in ("LoopCond", "NextIteration"):
+        # At the end of an iteration, a loop's function just returns a value.
+        op, attrs = "Identity", {"T": tf.AttrValue(type=data[0].dtype.as_datatype_enum)}
+    return tf.get_default_graph().create_op(
+        op, list(data), attrs=attrs, name=node.name, compute_device=False
+    )
+
+
+def _functional() -> Any:
+    """Returns TensorFlow 2's module of control flow; ``tf.compat.v1``'s depends on a switch."""
+    import tensorflow as tf2
+
+    return tf2

@@ -1,0 +1,168 @@
+"""Random numbers of CPU replicas, which depend on seeds, core and step.
+
+TensorFlow's random operations draw from generators of their own, which begin anew in each session:
+a run that goes on from a checkpoint would draw the numbers of its first steps again. Each copy of
+such an operation becomes the stateless one of its kind. Its seed is a key, of the operation's seeds
+and the core, by which the words of the step are combined. In a loop each turn draws other numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+
+from mtf_gradsync._common import mixed
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.simd.facts import GraphFacts, Loop, split_input
+
+# Random operation -> the stateless one, and how many inputs come before its seed.
+STATELESS = {
+    "RandomUniform": ("StatelessRandomUniform", 1),
+    "RandomStandardNormal": ("StatelessRandomNormal", 1),
+    "TruncatedNormal": ("StatelessTruncatedNormal", 1),
+    "RandomUniformInt": ("StatelessRandomUniformInt", 1),
+    "Multinomial": ("StatelessMultinomial", 2),
+}
+
+_WORDS = 3  # of the state: turns of loops above 2**40 times steps at one count, the count, a zero
+_REPEAT_BITS = 40
+_PHILOX = 1
+
+
+class RandomSteps(NamedTuple):
+    """What tells the random operations of a rewritten graph the step.
+
+    Attributes:
+      begin: the operation to run before a step.
+      with_seed: the tensor to feed then with the words of the step, int64.
+      without_seed: the same for operations without a seed.
+    """
+
+    begin: str
+    with_seed: str
+    without_seed: str
+
+
+class StatelessDraws:
+    """Makes the copies of random operations stateless, and adds what they draw from."""
+
+    def __init__(self, facts: GraphFacts, add: Callable[..., tf.NodeDef], name: str):
+        """Takes `add`, which adds a node, and a name that no node begins with."""
+        self._facts, self._add, self._name = facts, add, name
+        # Name of a variable of words -> whether its operation has a seed.
+        self._variables: dict[str, bool] = {}
+
+    def rewrite(self, copy: tf.NodeDef, original: str, core: int) -> None:
+        """Makes a random operation stateless: a core's copy, which has its inputs."""
+        near = split_input(copy.input[0])[0]
+        seeds = copy.attr["seed"].i, copy.attr["seed2"].i
+        has_seed = any(seeds)
+        if not has_seed:
+            seeds = zlib.crc32(original.encode()), 0
+        if any(isinstance(c, Loop) for c in self._facts.context[original]):
+            variable = f"{self._name}/{copy.name}"
+            handle = self._handle(copy.name + "/random_state", variable, near)
+            algorithm = self._constant(copy.name + "/random_algorithm", _PHILOX, tf.int32, near)
+            one = self._constant(copy.name + "/random_delta", 1, tf.uint64, near)
+            read = self._add(
+                copy.name + "/random_words", "RngReadAndSkip", [handle, algorithm, one]
+            )
+        else:
+            variable = f"{self._name}/{'with' if has_seed else 'without'}_seed"
+            handle = self._handle(copy.name + "/random_state", variable, near)
+            read = self._add(
+                copy.name + "/random_words", "ReadVariableOp", [handle], dtype=_enum(tf.int64)
+            )
+        self._variables[variable] = has_seed
+        begin = self._constant(copy.name + "/random_begin", [0], tf.int32, near)
+        size = self._constant(copy.name + "/random_size", [2], tf.int32, near)
+        step = self._add(
+            copy.name + "/random_step", "Slice", [read.name, begin, size],
+            T=_enum(tf.int64), Index=_enum(tf.int32),
+        )  # fmt: skip
+        word = mixed(*seeds)
+        key = self._constant(
+            copy.name + "/random_key", [mixed(word, core), mixed(word, ~core)], tf.int64, near
+        )
+        seed = self._add(
+            copy.name + "/random_seed", "BitwiseXor", [step.name, key], T=_enum(tf.int64)
+        )
+        copy.op, position = STATELESS[copy.op]
+        inputs = list(copy.input)
+        del copy.input[:]
+        copy.input.extend([*inputs[:position], seed.name, *inputs[position:]])
+        if "Tout" in copy.attr:  # of integers
+            copy.attr["dtype"].CopyFrom(copy.attr["Tout"])
+        for name in {"seed", "seed2", "Tout"} & set(copy.attr):
+            del copy.attr[name]
+        copy.attr["Tseed"].type = _enum(tf.int64)
+
+    def finish(self) -> RandomSteps | None:
+        """Adds what sets the step; returns None if no random operation was rewritten."""
+        if not self._variables:
+            return None
+        given = {}
+        for has_seed in (True, False):
+            name = f"{self._name}/step_{'with' if has_seed else 'without'}_seed"
+            node = self._add(name, "Placeholder", [], dtype=_enum(tf.int64))
+            node.attr["shape"].shape.dim.add().size = _WORDS
+            given[has_seed] = name
+        writes = []
+        for number, (variable, has_seed) in enumerate(self._variables.items()):
+            handle = self._handle(f"{self._name}/handle_{number}", variable)
+            write = f"{self._name}/write_{number}"
+            inputs = [handle, given[has_seed]]
+            self._add(write, "AssignVariableOp", inputs, dtype=_enum(tf.int64))
+            writes.append("^" + write)
+        self._add(f"{self._name}/begin", "NoOp", writes)
+        return RandomSteps(f"{self._name}/begin", f"{given[True]}:0", f"{given[False]}:0")
+
+    def _handle(self, name: str, variable: str, near: str = "") -> str:
+        node = self._add(name, "VarHandleOp", ["^" + near] if near else [])
+        node.attr["dtype"].type = _enum(tf.int64)
+        node.attr["shape"].shape.dim.add().size = _WORDS
+        node.attr["shared_name"].s = variable.encode()
+        return name
+
+    def _constant(self, name: str, value: Any, dtype: tf.DType, near: str) -> str:
+        node = self._add(name, "Const", ["^" + near], dtype=_enum(dtype))
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
+        return name
+
+
+def _enum(dtype: tf.DType) -> int:
+    return dtype.as_datatype_enum
+
+
+class StepOfDraws:
+    """The step that a session's random numbers depend on: its global step.
+
+    Where that stands still, or there is none, the steps at one count draw other numbers, too.
+    """
+
+    def __init__(self, steps: RandomSteps, counter: str | None):
+        """Takes the name of the tensor that has the global step, or None."""
+        self._steps, self._counter = steps, counter
+        self._entropy = int.from_bytes(os.urandom(7), "little")
+        self._count, self._repeats = -1, 0
+
+    def begin(self, session: tf.Session) -> None:
+        """Tells a session's random operations that a step begins."""
+        count = 0 if self._counter is None else int(session.run(self._counter))
+        self._repeats = self._repeats + 1 if count == self._count else 0
+        self._count = count
+        repeats = self._repeats << _REPEAT_BITS
+        session.run(
+            self._steps.begin,
+            {
+                self._steps.with_seed: np.array([repeats, count, 0], np.int64),
+                self._steps.without_seed: np.array([repeats, count ^ self._entropy, 0], np.int64),
+            },
+        )
+
+    def restart(self) -> None:
+        """Begins anew, as a session that has made no step: a checkpoint was restored."""
+        self._count = -1

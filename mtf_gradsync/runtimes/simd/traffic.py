@@ -1,0 +1,439 @@
+"""Reports of what a SIMD program sends: each collective, its bytes, and when it runs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import textwrap
+from typing import Any, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync._common import some_of
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import mesh_text
+from mtf_gradsync.mesh.devices import process_of
+from mtf_gradsync.runtimes._tables import terminal_width, text_table
+from mtf_gradsync.runtimes.simd.facts import CalledBranch, Context, GraphFacts, Loop, turns_in
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationRow:
+    """One operation through which cores or devices exchange data.
+
+    Attributes:
+      operation: the operation's type; "transfer" for the copies of a placement mesh.
+      name: name of the operation; for copies, their name scope and "/transfer".
+      dtype: dtype of the operand, such as "float32".
+      shape: shape of the operand on one core; None where it is not known or not one tensor.
+      bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. It
+        is what the core puts in, not what crosses the wires: that depends on the algorithm. For
+        transfers: bytes received, averaged over the devices. None where it is not known.
+      group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
+      loops: names of the loops around it, outermost first.
+      turns: how often the loops run it in one step; None where the graph does not say.
+      branches: the conditionals around it: ("predicate", the value that runs it).
+      variables: variables that its result reaches without another collective in between; for a
+        gradient's sum, the variables that the gradient is for. None where it is not known.
+      together: name of the group of sums that it is made with, which the compilers of TPUs and GPUs
+        combine; "" for one that is made alone.
+    """
+
+    operation: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    bytes_per_core: int | None
+    group: str
+    loops: tuple[str, ...] = ()
+    turns: int | None = 1
+    branches: tuple[tuple[str, bool], ...] = ()
+    variables: tuple[str, ...] | None = None
+    together: str = ""
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether it runs on some steps only."""
+        return bool(self.branches)
+
+    @property
+    def where(self) -> str:
+        """The loop and the branches around it, for people to read; "" outside all."""
+        parts = []
+        if self.loops:
+            turns = "?" if self.turns is None else self.turns
+            parts.append(f"{self.loops[-1]} x{turns}")
+        parts += [f"if {'' if taken else 'not '}{predicate}" for predicate, taken in self.branches]
+        return ", ".join(parts)
+
+    @property
+    def bytes_per_step(self) -> int | None:
+        """Bytes per core in a step that runs it; None where size or turns are not known."""
+        if self.bytes_per_core is None or self.turns is None:
+            return None
+        return self.bytes_per_core * self.turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """A sum over rows.
+
+    Attributes:
+      operations: how many operations, each counted once.
+      groups: how many groups of operations that are made together; one made alone is a group, too.
+      runs: how often they run in one step; what runs an unknown number of times counts once.
+      bytes_per_core: bytes per core in one step; unknown turns count once, unknown sizes as 0.
+      is_exact: whether nothing was unknown.
+    """
+
+    operations: int
+    groups: int
+    runs: int
+    bytes_per_core: int
+    is_exact: bool
+
+    @property
+    def counts(self) -> str:
+        """Text such as "19 operations in 1 group"."""
+        return f"{_count(self.operations, 'operation')} in {_count(self.groups, 'group')}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationReport:
+    """The communication of a program: what its cores exchange.
+
+    Attributes:
+      rows: one row per operation, in program order.
+      mesh: the mesh, as in "batch:4;model:2", or "" where it is not known.
+    """
+
+    rows: tuple[CommunicationRow, ...]
+    mesh: str = ""
+
+    @property
+    def every_step(self) -> Total:
+        """Total of the operations that run on every step."""
+        return _total([r for r in self.rows if not r.is_conditional])
+
+    @property
+    def conditional(self) -> Total:
+        """Total of the operations that run only when their branch is taken."""
+        return _total([r for r in self.rows if r.is_conditional])
+
+    @property
+    def update_step(self) -> Total:
+        """Total of a step that takes every branch, as an update step does."""
+        return _total(self.rows)
+
+    def scalars(self) -> dict[str, float]:
+        """Returns bytes per core of a step by name, as summaries have them."""
+        other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
+        values: dict[str, float] = {"traffic/bytes_of_update_step": update}
+        if other != update:
+            values["traffic/bytes_of_other_step"] = other
+        return values
+
+    def by_group(self) -> dict[str, Total]:
+        """Returns totals of an update step for each group, in order of first appearance."""
+        groups: dict[str, list[CommunicationRow]] = {}
+        for row in self.rows:
+            groups.setdefault(row.group, []).append(row)
+        return {group: _total(rows) for group, rows in groups.items()}
+
+    def __str__(self) -> str:
+        lines = [f"mesh {self.mesh}"] if self.mesh else []
+        lines += [*table_of(self.rows), "", f"every step      {_sentence(self.every_step)}"]
+        if self.conditional.operations:
+            lines.append(f"in branches     {_sentence(self.conditional)}")
+            lines.append(f"update step     {_sentence(self.update_step)}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON: "mesh", "rows" and "totals", with the attributes' names."""
+        content = {
+            "mesh": self.mesh,
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "totals": {
+                "every_step": dataclasses.asdict(self.every_step),
+                "conditional": dataclasses.asdict(self.conditional),
+                "update_step": dataclasses.asdict(self.update_step),
+                "by_group": {g: dataclasses.asdict(t) for g, t in self.by_group().items()},
+            },
+        }
+        return json.dumps(content, indent=2)
+
+    def plot(self, path: str) -> None:
+        """Draws bytes per core and the number of groups by mesh axes, and writes a PNG.
+
+        Args:
+          path: the file to write.
+
+        Raises:
+          ImportError: when matplotlib is not installed.
+        """
+        # Without pyplot, so that no display and no global state is touched.
+        from matplotlib.figure import Figure
+
+        groups = list(self.by_group())
+        figure = Figure(figsize=(9, 1.5 + 0.5 * max(1, len(groups))), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        parts = (("every step", False), ("in branches", True))
+        left = [[0.0] * len(groups), [0.0] * len(groups)]
+        for label, conditional in parts:
+            totals = [
+                _total([r for r in self.rows if r.group == g and r.is_conditional is conditional])
+                for g in groups
+            ]
+            values: list[list[float]] = [
+                [t.bytes_per_core / 1e3 for t in totals],
+                [t.groups for t in totals],
+            ]
+            for panel, value, start in zip(panels, values, left):
+                panel.barh(groups, value, left=start, label=label)
+            left = [[a + b for a, b in zip(x, y)] for x, y in zip(left, values)]
+        panels[0].set_xlabel("kB per core and step")
+        panels[1].set_xlabel("groups of operations per step")
+        panels[0].invert_yaxis()
+        panels[1].legend()
+        if self.mesh:
+            figure.suptitle(f"mesh {self.mesh}")
+        figure.savefig(path, format="png", dpi=120)
+
+
+# A row with more variables has the names of so many.
+_MOST_VARIABLES = 6
+# What a line above a table says where all rows have the same.
+_SAID_ONCE = ("operation", "dtype", "over", "together", "where", "part", "at")
+
+
+def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the lines of a table of rows; those that read alike are one row, with their number.
+
+    What all rows have in common stands in a line above. `parts` has the part of a step to which
+    each row belongs, by the row's name.
+    """
+    counts = collections.Counter(
+        (
+            row.operation,
+            row.dtype,
+            row.bytes_per_core,
+            row.group,
+            row.together.rpartition("/")[2],
+            row.where,
+            parts[row.name] if parts else "",
+            "?" if row.variables is None else some_of(row.variables, _MOST_VARIABLES),
+            row.name.rpartition("/")[0] or row.name,
+        )
+        for row in rows
+    )
+    if not counts:
+        return ["none"]
+    names = ("operation", "dtype", "bytes/core", "over", "together", "where", "part", "variables")
+    columns: dict[str, list[str]] = {"ops": [f"{n:,}" for n in counts.values()]}
+    columns.update(zip((*names, "at"), map(list, zip(*counts))))
+    columns["bytes/core"] = [
+        "?" if row[2] is None else f"{row[2] * count:,}" for row, count in counts.items()
+    ]
+    once = {n: columns[n][0] for n in _SAID_ONCE if len(counts) > 1 and len({*columns[n]}) == 1}
+    left = [n for n in columns if n not in once and any(columns[n])]
+    said = [f"{name} {value}" for name, value in once.items() if value]
+    table = text_table(
+        left, list(zip(*(columns[n] for n in left))), text={*left} - {"ops", "bytes/core"}
+    )
+    return [*textwrap.wrap(f"all: {', '.join(said)}" if said else "", terminal_width()), *table]
+
+
+def _total(rows: Sequence[CommunicationRow]) -> Total:
+    return Total(
+        operations=len(rows),
+        groups=len({(r.together, r.branches) if r.together else r.name for r in rows}),
+        runs=sum(1 if r.turns is None else r.turns for r in rows),
+        bytes_per_core=sum(
+            (r.bytes_per_core or 0) * (1 if r.turns is None else r.turns) for r in rows
+        ),
+        is_exact=all(r.bytes_per_step is not None for r in rows),
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def _sentence(total: Total) -> str:
+    about = "" if total.is_exact else "at least "
+    # Operations in loops run more than once.
+    runs = f"{about}{_count(total.runs, 'run')}, " if total.runs != total.operations else ""
+    return f"{total.counts}, {runs}{about}{total.bytes_per_core:,} bytes per core"
+
+
+# Operations that call functions, whose content is not listed.
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def has_calls(graph: tf.Graph) -> bool:
+    """Returns whether a graph calls functions, in which copies are not listed.
+
+    An update that is not always due may be such a call.
+    """
+    return any(operation.type in _CALLS for operation in graph.get_operations())
+
+
+def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationReport:
+    """Lists the copies between the devices of a placement mesh.
+
+    A tensor is copied once to each device that uses it. Copies from and to devices outside the
+    mesh (the host's inputs, master variables) are not listed, nor what TensorFlow would place
+    differently from what the graph asks for.
+
+    Args:
+      fetches: the tensors and operations of one step, as for ``session.run``; what they do not
+        need is not counted.
+      mesh_impl: the ``PlacementMeshImpl`` that the graph was lowered with; its devices have to be
+        different from each other.
+
+    Returns:
+      The report: one row for each name scope, dtype, loop or branch, and set of mesh axes along
+      which source and target differ.
+
+    Raises:
+      ValueError: when there are no fetches, or two cores of the mesh share one device string.
+    """
+    operations = _operations(fetches, "list_transfers")
+    devices = {_canonical(device): core for core, device in enumerate(mesh_impl.devices)}
+    if len(devices) != mesh_impl.size:
+        raise ValueError(
+            f"list_transfers needs a device of its own for each of the {mesh_impl.size} cores, "
+            f"got {list(mesh_impl.devices)}."
+        )
+    facts = GraphFacts(operations[0].graph.as_graph_def())
+    copies: dict[tuple[Any, ...], list[tf.Tensor]] = collections.defaultdict(list)
+    seen: set[tuple[str, str]] = set()
+    for operation in _needed(operations):
+        for tensor in operation.inputs:
+            source, target = _canonical(tensor.op.device), _canonical(operation.device)
+            if source == target or source not in devices or target not in devices:
+                continue
+            if (tensor.name, target) in seen or tensor.dtype == tf.resource:
+                continue
+            seen.add((tensor.name, target))
+            scope = operation.name.rpartition("/")[0] or operation.name
+            axes = _axes_between(mesh_impl, devices[source], devices[target])
+            context = facts.context[operation.name]
+            copies[scope, tensor.dtype.name, axes, context].append(tensor)
+    rows = [_row(facts, key, tensors, mesh_impl.size) for key, tensors in copies.items()]
+    return CommunicationReport(tuple(rows), mesh_text(mesh_impl.shape))
+
+
+class ProcessTransfers(NamedTuple):
+    """The messages between processes in a step.
+
+    Attributes:
+      tensors: messages that carry a tensor.
+      bytes: size of these tensors; None where a shape is unknown.
+      signals: messages without content, from operations that others wait for.
+    """
+
+    tensors: int
+    bytes: int | None
+    signals: int
+
+
+def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
+    """Counts what a step sends between the processes of a cluster.
+
+    TensorFlow sends a tensor once to each process that uses it, on however many devices. What
+    stands in a loop counts once; what stands in branches counts whether they are taken or not.
+    Not counted: to and from operations that are on no certain process, which TensorFlow places
+    (usually with the session's master); what a collective operation sends by itself; and the
+    fetched values on their way to the client.
+
+    Args:
+      fetches: the tensors and operations of one step, as for ``session.run``.
+
+    Returns:
+      The counts. What Grappler adds or removes is not in them.
+
+    Raises:
+      ValueError: when there are no fetches.
+    """
+    tensors: dict[tuple[str, Any], tf.Tensor] = {}
+    signals = set()
+    for operation in _needed(_operations(fetches, "count_process_transfers")):
+        target = _certain_process(operation)
+        for tensor in operation.inputs:
+            if _is_sent(tensor.op, target) and tensor.dtype != tf.resource:
+                tensors[tensor.name, target] = tensor
+        for before in operation.control_inputs:
+            if _is_sent(before, target):
+                signals.add((before.name, target))
+    known = all(x.shape.is_fully_defined() for x in tensors.values())
+    return ProcessTransfers(
+        tensors=len(tensors),
+        bytes=sum(x.shape.num_elements() * x.dtype.size for x in tensors.values())
+        if known
+        else None,
+        signals=len(signals),
+    )
+
+
+def _is_sent(source: tf.Operation, target: Any) -> bool:
+    return target is not None and _certain_process(source) not in (None, target)
+
+
+def _certain_process(operation: tf.Operation) -> Any:
+    process = process_of(operation.device or "")
+    return None if process[-1] is None else process
+
+
+def _operations(fetches: Sequence[Any], caller: str) -> list[tf.Operation]:
+    operations = [getattr(fetch, "op", fetch) for fetch in tf.nest.flatten(fetches)]
+    if not operations:
+        raise ValueError(f"{caller} needs the tensors and operations of a step, got none.")
+    return operations
+
+
+def _canonical(device: str) -> str:
+    return tf.DeviceSpec.from_string(device or "").to_string()
+
+
+def _needed(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Returns all operations that some need, themselves included, in order of creation."""
+    graph_order = {op.name: i for i, op in enumerate(operations[0].graph.get_operations())}
+    needed: dict[str, tf.Operation] = {}
+    pending = list(operations)
+    while pending:
+        operation = pending.pop()
+        if operation.name not in needed:
+            needed[operation.name] = operation
+            pending += [tensor.op for tensor in operation.inputs]
+            pending += operation.control_inputs
+    return sorted(needed.values(), key=lambda op: graph_order[op.name])
+
+
+def _axes_between(mesh_impl: Any, source: int, target: int) -> str:
+    """Returns the mesh axes along which two cores differ, joined by "+"."""
+    pairs = zip(
+        mesh_impl.shape.dims,
+        mtf.pnum_to_processor_coordinates(mesh_impl.shape, source),
+        mtf.pnum_to_processor_coordinates(mesh_impl.shape, target),
+    )
+    return "+".join(dim.name for dim, a, b in pairs if a != b)
+
+
+def _row(
+    facts: GraphFacts, key: tuple[str, str, str, Context], tensors: list[tf.Tensor], cores: int
+) -> CommunicationRow:
+    scope, dtype, axes, context = key
+    known = all(t.shape.is_fully_defined() for t in tensors)
+    total = sum(t.shape.num_elements() * t.dtype.size for t in tensors) if known else None
+    return CommunicationRow(
+        operation="transfer",
+        name=f"{scope}/transfer",
+        dtype=dtype,
+        shape=None,
+        bytes_per_core=None if total is None else math.ceil(total / cores),
+        group=axes,
+        loops=tuple(c.frame for c in context if isinstance(c, Loop)),
+        turns=turns_in(facts, context),
+        branches=tuple((c.predicate, c.taken) for c in context if isinstance(c, CalledBranch)),
+    )

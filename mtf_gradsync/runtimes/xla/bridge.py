@@ -1,0 +1,250 @@
+"""Turns a core's program into HLO by TensorFlow's own bridge to XLA."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Callable, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._common import mixed
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import (
+    GATHERS,
+    TOGETHER_ATTR,
+    BridgeError,
+    eager_mode,
+    function_hlo,
+    xla_custom_call,
+)
+from mtf_gradsync.runtimes.simd.effects import COLLECTIVE_TYPES
+from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
+from mtf_gradsync.runtimes.simd.functional import StandIn, rebuild
+from mtf_gradsync.runtimes.xla.hlo import aliases_of, read_module
+from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
+
+# Target of a custom call -> the collective that it replaces.
+COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in (*COLLECTIVE_TYPES, "AllGather")}
+
+# Random operations that XLA would draw from one state that all cores and all steps share.
+RANDOM_TYPES = frozenset(
+    ["RandomUniform", "RandomStandardNormal", "TruncatedNormal"]
+    + ["RandomUniformInt", "RandomShuffle", "Multinomial"]
+)
+
+_PHILOX = 1
+# The state: draws of this step; steps, and above them a key of this run of the program, for
+# operations without a seed; the core's key.
+STATE_WORDS = 3
+_STEP_BITS = 40
+_RUN_BITS = 23
+
+
+def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns a custom call in place of a collective.
+
+    `data` are the operand and the groups of cores, a constant; for a reduce-scatter also the
+    dimension, likewise.
+    """
+    sent, groups = data[:2]
+    shape = sent.shape.as_list()
+    # Names other than "groups" and "together" are those of StableHLO's attributes.
+    settings: dict[str, Any] = {"groups": tf.get_static_value(groups).tolist()}
+    if TOGETHER_ATTR in node.attr:
+        settings["together"] = node.attr[TOGETHER_ATTR].s.decode()
+    op = node.op
+    if op == "AllToAll" and node.attr[GATHERS].b:
+        # All rows are the same: one is sent to all.
+        op, sent = "AllGather", sent[:1]
+        axis = settings["all_gather_dim"] = node.attr["concat_dimension"].i
+        shape[axis] *= shape[0]
+        shape[0] = 1
+    elif op == "XlaReduceScatter":
+        dimension = settings["scatter_dimension"] = int(tf.get_static_value(data[2]))
+        shape[dimension] //= len(settings["groups"][0])
+    elif op == "AllToAll":
+        for name in ("split_count", "split_dimension", "concat_dimension"):
+            settings[name] = node.attr[name].i
+        parts = settings["split_count"]
+        shape[settings["split_dimension"]] //= parts
+        shape[settings["concat_dimension"]] *= parts
+    target = f"mtf_gradsync.{op}"
+    return [xla_custom_call(sent, target, json.dumps(settings), shape, node.name)]
+
+
+class Randomness:
+    """Replaces TensorFlow's stateful random operations by ones that draw from a state.
+
+    `state` is the handle of an int64 variable ``[STATE_WORDS]``.
+    """
+
+    def __init__(self, state: Any):
+        self._state = state
+
+    def stand_ins(self) -> dict[str, StandIn]:
+        """Returns the replacements, by type of the operation that they replace."""
+        raw = tf.raw_ops
+        floats = {
+            "RandomUniform": raw.StatelessRandomUniformV2,
+            "RandomStandardNormal": raw.StatelessRandomNormalV2,
+            "TruncatedNormal": raw.StatelessTruncatedNormalV2,
+        }
+        made: dict[str, StandIn] = {op: self._floats(stateless) for op, stateless in floats.items()}
+        made["RandomUniformInt"] = self._integers
+        made["RandomShuffle"] = self._shuffled
+        made["Multinomial"] = self._samples
+        return made
+
+    def end_of_step(self) -> tf.Operation:
+        """Returns the operation that moves the state to the next step."""
+        state = tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64)
+        new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2]])
+        return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
+
+    def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
+        """Returns key, counter and algorithm for a draw of so many numbers."""
+        before = tf.raw_ops.RngReadAndSkip(
+            resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
+        )
+        seeds = node.attr["seed"].i, node.attr["seed2"].i
+        count = before[1:2]
+        if any(seeds):
+            count = tf.bitwise.bitwise_and(count, tf.constant([(1 << _STEP_BITS) - 1], tf.int64))
+        # A constant of 64 bits: TensorFlow's seeds may not fit into less.
+        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([mixed(*seeds)], tf.int64))
+        return {
+            "key": tf.bitcast(key, tf.uint64),
+            "counter": tf.bitcast(tf.concat([before[:1], count], 0), tf.uint64),
+            "alg": tf.constant(_PHILOX),
+        }
+
+    def _floats(self, stateless: Callable[..., Any]) -> StandIn:
+        def make(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            shape = _static(node, data[0])
+            dtype = tf.as_dtype(node.attr["dtype"].type)
+            return [stateless(shape=shape, dtype=dtype, **self._draw(node, math.prod(shape)))]
+
+        return make
+
+    def _integers(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        shape = _static(node, data[0])
+        return [
+            tf.raw_ops.StatelessRandomUniformIntV2(
+                shape=shape, minval=data[1], maxval=data[2], **self._draw(node, math.prod(shape))
+            )
+        ]
+
+    def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
+        """Returns numbers in (0, 1)."""
+        drawn = tf.raw_ops.StatelessRandomUniformV2(
+            shape=shape, dtype=tf.float32, **self._draw(node, math.prod(shape))
+        )
+        return tf.maximum(drawn, 2.0**-24)
+
+    def _shuffled(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        rows = data[0].shape[0]
+        return [tf.gather(data[0], tf.argsort(self._uniform(node, [rows])))]
+
+    def _samples(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Class numbers by their logits: the largest of logit plus a Gumbel variable."""
+        logits = tf.cast(data[0], tf.float32)
+        batch, classes = logits.shape.as_list()
+        count = int(_static(node, data[1]))
+        gumbel = -tf.math.log(-tf.math.log(self._uniform(node, [batch, count, classes])))
+        dtype = tf.as_dtype(node.attr["output_dtype"].type)
+        return [tf.argmax(logits[:, tf.newaxis] + gumbel, axis=-1, output_type=dtype)]
+
+
+def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
+    """Returns the state, int64 ``[STATE_WORDS]``, that a core begins with after `step` steps.
+
+    Operations without a seed follow `entropy`.
+    """
+    run = entropy % (1 << _RUN_BITS)
+    return np.array([0, step | run << _STEP_BITS, mixed(core, 1)], np.int64)
+
+
+def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
+    value = tf.get_static_value(tensor)
+    if value is None:
+        raise UnsupportedProgramError.of(
+            node, "XLA has to know the shape of what it draws", "give the shape as a constant"
+        )
+    return value.tolist()
+
+
+class Hlo(NamedTuple):
+    """A core's program as HLO. Its parameters are `ReplicaProgram.inputs`, in that order."""
+
+    # A serialized ``HloModuleProto``. Custom calls stand for the collectives, and instructions
+    # know the operation of the graph that they are of.
+    proto: bytes
+    num_fetches: int  # how many results are fetches; they come first
+    updated: tuple[int, ...]  # for each further result, which parameter it is the new value of
+    # Whether it draws random numbers; its last parameter is then their state, int64 ``[3]``.
+    has_randomness: bool
+
+
+def to_hlo(replica: ReplicaProgram) -> Hlo:
+    """Turns a core's program into HLO, which XLA has not optimized yet.
+
+    Raises an UnsupportedProgramError when XLA has no kernel for an operation.
+    """
+    import tensorflow as tf2
+
+    tensors = [i for i in replica.inputs if not i.is_variable]
+    variables = [i for i in replica.inputs if i.is_variable]
+    has_randomness = any(node.op in RANDOM_TYPES for node in replica.graph_def.node)
+    # The bridge needs live variables, and eager execution.
+    with eager_mode():
+        # It reads only their shapes.
+        live = [tf2.Variable(tf2.zeros(i.shape, i.dtype), trainable=False) for i in variables]
+        state = tf2.Variable(tf2.zeros([STATE_WORDS], tf2.int64), trainable=False)
+
+        def body(*values: Any) -> Any:
+            capture = tf.get_default_graph().capture
+            given = {i.name: value for i, value in zip(tensors, values)}
+            given.update((i.name, capture(v.handle)) for i, v in zip(variables, live))
+            stand_ins: dict[str, StandIn] = {op: collective for op in COLLECTIVE_TYPES}
+            if has_randomness:
+                randomness = Randomness(capture(state.handle))
+                stand_ins.update(randomness.stand_ins())
+            made = rebuild(
+                replica.graph_def, given, [*replica.fetches, *replica.effects], stand_ins
+            )
+            if has_randomness:
+                with tf.control_dependencies([getattr(m, "op", m) for m in made]):
+                    made.append(randomness.end_of_step())
+            count = len(replica.fetches)
+            with tf.control_dependencies(made[count:]):
+                # A function has to return something that depends on its effects.
+                return [tf.identity(t) for t in made[:count]] or [tf.zeros([])]
+
+        specs = [tf2.TensorSpec(i.shape, i.dtype) for i in tensors]
+        # wrap_function, because tf.function adds control edges of its own, which cannot cross the
+        # frames of a v1 loop.
+        try:
+            proto = function_hlo(tf.wrap_function(body, specs), specs)
+        except BridgeError as error:
+            raise UnsupportedProgramError(
+                f"TensorFlow {tf.__version__}'s bridge to XLA refuses the program: {error}"
+            ) from error
+    module = read_module(proto)
+    _forget_places(module)
+    aliases = aliases_of(module)
+    num_fetches = max(1, len(replica.fetches))
+    if list(aliases) != list(range(num_fetches, num_fetches + len(aliases))):
+        raise RuntimeError(
+            f"TensorFlow {tf.__version__} returns updated variables in an order that this version "
+            f"of mtf_gradsync does not know: {aliases}. TensorFlow 2.21 is known to work."
+        )
+    return Hlo(module.SerializeToString(), num_fetches, tuple(aliases.values()), has_randomness)
+
+
+def _forget_places(module: Any) -> None:
+    """Takes out where in Python operations were made: it differs from machine to machine."""
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            for field in ("source_file", "source_line"):
+                instruction.metadata.ClearField(field)

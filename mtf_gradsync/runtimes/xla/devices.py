@@ -1,0 +1,434 @@
+"""The installed jax, its devices, this process's cores on them, and what processes exchange."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import glob
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence, TypeVar
+
+import numpy as np
+
+from mtf_gradsync._common import check_whole_number, install_extra
+from mtf_gradsync._private.jax import backends_are_initialized
+from mtf_gradsync.runtimes.processes.members import ProcessesError
+from mtf_gradsync.runtimes.xla.runner.devices import find_devices, first_devices, make_cpu_devices
+from mtf_gradsync.runtimes.xla.runner.program import wait_for_turn
+
+_OLDEST_JAX = "0.4.30"
+# The newest version that was tested. A newer one is tried in a process of its own first.
+_NEWEST_KNOWN_JAX = "0.12.0.1"
+_TRIAL = str(Path(__file__).with_name("trial.py"))
+_TRIAL_SECONDS = 120
+
+
+class XlaMissingError(ImportError):
+    """jax, or the TPU compiler, is not installed or too old."""
+
+
+def why_no_xla() -> str:
+    """Returns why programs cannot run on XLA devices here, and what would help.
+
+    It is "" where they can.
+    """
+    return _reason("jax", "jaxlib")
+
+
+def why_no_tpu_compiler() -> str:
+    """Returns why programs cannot be compiled for a TPU here, and what would help.
+
+    It is "" where they can.
+    """
+    return _reason("jax", "jaxlib", "libtpu")
+
+
+def check_installed(*modules: str) -> None:
+    """Raises an XlaMissingError that names the modules that are missing or too old."""
+    reason = _reason(*modules)
+    if reason:
+        raise XlaMissingError(reason)
+
+
+def _reason(*modules: str) -> str:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    extra = "tpu" if "libtpu" in modules else "xla"
+    install = f"Install the extra: {install_extra(extra)}."
+    if missing:
+        return f"This needs {', '.join(missing)}, which is not installed. {install}"
+    from importlib import metadata
+
+    jax, jaxlib = metadata.version("jax"), metadata.version("jaxlib")
+    if _numbers(jax) < _numbers(_OLDEST_JAX):
+        return f"This needs jax {_OLDEST_JAX} or later; this is {jax}. {install}"
+    if _numbers(jax) <= _numbers(_NEWEST_KNOWN_JAX) and _numbers(jax)[:3] == _numbers(jaxlib)[:3]:
+        return ""
+    return _why_unfit(jax, jaxlib)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"^[\d.]*", version)[0].strip(".").split("."))
+
+
+@functools.lru_cache(maxsize=None)
+def _why_unfit(jax: str, jaxlib: str) -> str:
+    """Returns why a small program fails with untested versions; "" if it does not."""
+    try:
+        done = subprocess.run(
+            [sys.executable, _TRIAL],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=_TRIAL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"no end within {_TRIAL_SECONDS} s"
+    else:
+        if not done.returncode:
+            return ""
+        problem = _error_in(done.stderr) or f"exit code {done.returncode}"
+    return (
+        f"jax {jax} with jaxlib {jaxlib} does not run a small program as it should: {problem}. "
+        f'Install a version that is known: pip install "jax<={_NEWEST_KNOWN_JAX}".'
+    )
+
+
+def _error_in(stderr: str) -> str:
+    """Returns the error that ends a traceback, in one line without its details."""
+    errors = re.findall(r"^[A-Za-z_][\w.]*: .*", stderr, re.MULTILINE)
+    return errors[-1][:200].rstrip(".: ") if errors else ""
+
+
+# Device files of a TPU on its host.
+_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+def leave_absent_tpus_alone() -> None:
+    """Keeps jax from looking for a TPU where libtpu is installed, but there is none.
+
+    It would query a cloud's metadata server for minutes. A user's JAX_PLATFORMS is not changed.
+    """
+    if os.environ.get("JAX_PLATFORMS") or any(glob.glob(p) for p in _TPU_FILES):
+        return
+    if backends_are_initialized():
+        return
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    if not _has_plugins():
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
+        if "jax" in sys.modules:
+            import jax
+
+            jax.config.update("jax_platforms", "cpu")
+
+
+def _has_plugins() -> bool:
+    """Returns whether platforms are installed beside jax's own."""
+    groups: Any = metadata.entry_points()
+    if hasattr(groups, "select"):
+        return bool(groups.select(group="jax_plugins"))
+    return bool(groups.get("jax_plugins"))
+
+
+# Before it, a process waits for the others in the collective of one device while its other devices
+# wait for a thread.
+_OLDEST_JAXLIB = (0, 4, 33)
+
+
+def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
+    """Makes CPU devices as `make_cpu_devices` does, as long as jax has not begun."""
+    if not backends_are_initialized():
+        make_cpu_devices(count, replace)
+
+
+def check_keeps_order() -> None:
+    """Raises a ProcessesError if CPU devices of several processes cannot share collectives."""
+    import jaxlib
+
+    if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < _OLDEST_JAXLIB:
+        oldest = ".".join(map(str, _OLDEST_JAXLIB))
+        raise ProcessesError(
+            f"CPU devices of several processes need jaxlib {oldest} or later; this is "
+            f"{jaxlib.__version__}, which hangs in their collectives. Install a later one, "
+            "or use one process."
+        )
+
+
+def devices_for(
+    num_cores: int, platform: str | None = None, devices: Sequence[Any] | None = None
+) -> list[Any]:
+    """Returns the devices for the cores of a mesh.
+
+    CPU devices are created as needed, as long as jax has not begun.
+
+    Args:
+      num_cores: cores of the mesh.
+      platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; None for jax's own choice, which the
+        environment variable JAX_PLATFORMS can set.
+      devices: jax devices to use in place of the first ones.
+
+    Returns:
+      As many jax devices, those of all processes.
+
+    Raises:
+      ValueError: num_cores is not a whole number of 1 or more.
+      XlaMissingError: when jax is not installed.
+      DevicesError: when there is no such platform, or it has too few devices.
+    """
+    num_cores = check_whole_number("num_cores", num_cores)
+    check_installed("jax", "jaxlib")
+    if devices is not None:
+        return first_devices(devices, num_cores)
+    ask_for_cpu_devices(num_cores)
+    leave_absent_tpus_alone()
+    return find_devices(num_cores, platform)
+
+
+class ExchangeError(ProcessesError):
+    """The processes could not exchange values of the host; perhaps one of them is lost."""
+
+
+class OtherProcessError(ProcessesError):
+    """Another process has raised an error, which it also reports itself."""
+
+
+def may_be_from_another_process(error: BaseException | None) -> bool:
+    """Returns whether XLA or another process raised an error, its cause or its context."""
+    while error is not None:
+        if isinstance(error, (ExchangeError, OtherProcessError)):
+            return True
+        # Perhaps a collective without one of its processes.
+        if type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_Result = TypeVar("_Result")
+
+# Bytes of one process's values that are exchanged at a time.
+_PIECE_BYTES = 64 << 20
+_TEXT_BYTES = 600
+
+
+def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the values of all processes: for each value an array ``[processes, ...]``."""
+    check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
+    return [g for piece in _pieces(values) for g in _exchanged(piece)]
+
+
+def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the values of process 0; those of the others have the same shapes and dtypes."""
+    check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
+    import jax
+
+    found = []
+    for piece in _pieces(values):
+        packed = _packed(piece)
+        words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
+        # All others add zeros to it.
+        sent = _exchange_words(words if jax.process_index() == 0 else np.zeros_like(words), "sum")
+        found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
+    return found
+
+
+def together(work: Callable[[], _Result]) -> _Result:
+    """Calls a function on every process, and waits until all have done so.
+
+    If it failed here, its own error is raised; if on another process, a ProcessesError.
+    """
+    try:
+        result = work()
+    except Exception as error:
+        _texts_of_all(f"{type(error).__name__}: {error}")
+        raise
+    texts = [(i, text) for i, text in enumerate(_texts_of_all("")) if text]
+    if texts:
+        raise OtherProcessError(f"On process {texts[0][0]}: {texts[0][1]}")
+    return result
+
+
+def check_same(what: str, content: bytes) -> None:
+    """Raises a ProcessesError unless all processes have the same content, which `what` names."""
+    digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
+    (digests,) = _exchanged([digest])
+    others = [str(i) for i, d in enumerate(digests) if not np.array_equal(d, digests[0])]
+    if others:
+        raise ProcessesError(
+            f"The processes differ: {what} on process {', '.join(others)} are not those on process "
+            "0. Every process has to build the same program and to make the same calls with the "
+            "same fetches in the same order."
+        )
+
+
+def check_equal(what: str, value: str, advice: str) -> None:
+    """Raises a ProcessesError that names the values unless all processes have the same one."""
+    values = _texts_of_all(value)
+    others = [f"{v} on process {i}" for i, v in enumerate(values) if v != values[0]]
+    if others:
+        raise ProcessesError(
+            f"The processes differ: {what} is {values[0]} on process 0 and {', '.join(others)}. "
+            f"{advice}"
+        )
+
+
+def _texts_of_all(text: str) -> list[str]:
+    """Returns the texts of all processes."""
+    padded = np.zeros(_TEXT_BYTES, np.uint8)
+    data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
+    padded[: len(data)] = data
+    (texts,) = _exchanged([padded])
+    return [t.tobytes().rstrip(b"\0").decode("utf-8", "replace") for t in texts]
+
+
+def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    piece: list[np.ndarray] = []
+    size = 0
+    for value in values:
+        if piece and size + value.nbytes > _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(value)
+        size += value.nbytes
+    if piece:
+        yield piece
+
+
+def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return _unpacked(_exchange_words(_packed(values), "gather"), values)
+
+
+def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
+    """Returns the rows of all processes, one below the other ("gather") or added up ("sum")."""
+    import jax
+
+    devices, combined = _exchange_program(how)
+    wait_for_turn()
+    mine = next(d for d in devices if d.process_index == jax.process_index())
+    rows = jax.make_array_from_single_device_arrays(
+        (len(devices), *words.shape),
+        jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(devices), ("process",)),
+            jax.sharding.PartitionSpec("process"),
+        ),
+        [jax.device_put(words[np.newaxis], mine)],
+    )
+    try:
+        return np.asarray(combined(rows).addressable_data(0))
+    except (RuntimeError, ValueError) as error:  # jaxlib 0.4 raises what fails at once as either
+        raise ExchangeError(
+            f"The processes could not exchange values: {' '.join(str(error).split())}"
+        ) from error
+
+
+@functools.lru_cache(maxsize=None)
+def _exchange_program(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Returns a device of each process, and a program that sends each one's values to all."""
+    import jax
+
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    devices = [first[process] for process in sorted(first)]
+    everywhere = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(devices), ("process",)), jax.sharding.PartitionSpec()
+    )
+    combine = {"gather": lambda rows: rows, "sum": lambda rows: rows.sum(0, rows.dtype)}[how]
+    return devices, jax.jit(combine, out_shardings=everywhere)
+
+
+def _packed(values: Sequence[np.ndarray]) -> np.ndarray:
+    # As bytes, because what is exchanged passes through a program, which rounds no byte.
+    parts = [np.ascontiguousarray(v).reshape(-1).view(np.uint8) for v in values]
+    return np.concatenate(parts)
+
+
+def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the inverse of `_packed` for ``[processes, bytes]``."""
+    found, begin = [], 0
+    for value in like:
+        part = np.ascontiguousarray(packed[:, begin : begin + value.nbytes])
+        found.append(part.view(value.dtype).reshape(len(packed), *value.shape))
+        begin += value.nbytes
+    return found
+
+
+class Cores:
+    """The cores of a program, one jax device each: all of this process, or equally many of each.
+
+    All processes have to call its methods, with values of the same number and shapes.
+
+    Attributes:
+      devices: devices of all cores, in physical order.
+      local: numbers of this process's cores.
+      local_devices: their devices.
+    """
+
+    def __init__(self, devices: Sequence[Any]):
+        self.devices = list(devices)
+        self._me = devices[0].client.process_index()
+        self._owners = [d.process_index for d in devices]
+        self.local = [core for core, owner in enumerate(self._owners) if owner == self._me]
+        self.local_devices = [devices[core] for core in self.local]
+        if not self.is_alone:
+            if devices[0].platform == "cpu":
+                check_keeps_order()
+            self._check_shares()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process has all of them."""
+        return len(self.local) == len(self.devices)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what one of them does for all."""
+        return self.is_alone or self._me == 0
+
+    def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+        """Returns values on all cores, value by value, from those that each process has."""
+        if self.is_alone:
+            return [list(per_core) for per_core in local]
+        stacked = all_gathered([np.stack(per_core) for per_core in local])
+        rows: dict[int, int] = collections.defaultdict(int)
+        where = []
+        for owner in self._owners:
+            where.append((owner, rows[owner]))
+            rows[owner] += 1
+        return [[value[process][row] for process, row in where] for value in stacked]
+
+    def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the values of the first process, on all processes."""
+        return list(values) if self.is_alone else from_first(values)
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """See `gathering.together`."""
+        return work() if self.is_alone else together(work)
+
+    def check_same(self, what: str, content: bytes) -> None:
+        """See `gathering.check_same`."""
+        if not self.is_alone:
+            check_same(what, content)
+
+    def _check_shares(self) -> None:
+        import jax
+
+        count = jax.process_count(self.devices[0].platform)
+        shares = collections.Counter(self._owners)
+        if len({shares[process] for process in range(count)}) > 1:
+            said = ", ".join(f"process {p} has {shares[p]}" for p in range(count))
+            raise ProcessesError(
+                f"Every process must have as many cores of the mesh, but of {len(self.devices)} "
+                f"cores {said}. Take a mesh whose size is a multiple of {count}, and give every "
+                f"process {-(-len(self.devices) // count)} devices (cpu_devices of "
+                "start_processes, for CPU devices)."
+            )

@@ -1,0 +1,372 @@
+"""Writes a program to a folder that runs without TensorFlow and without this package."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from mtf_gradsync._common import counted
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes.processes import meeting, members
+from mtf_gradsync.runtimes.simd.facts import split_input
+from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.simd.session import ReplicaSession, VariableAccess, lowerings_in
+from mtf_gradsync.runtimes.xla import manifest as entries
+from mtf_gradsync.runtimes.xla.bridge import initial_state
+from mtf_gradsync.runtimes.xla.devices import check_installed
+from mtf_gradsync.runtimes.xla.executable import Cache, default_cache_dir, lowered
+from mtf_gradsync.runtimes.xla.manifest import to_artifact
+from mtf_gradsync.runtimes.xla.prepared import split_program
+from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, replica_program
+from mtf_gradsync.runtimes.xla.runner.files import (
+    FORMAT,
+    PROGRAM,
+    VALUES,
+    array_name,
+    assemble,
+    check_free,
+    distinct_rows,
+    dtype_of,
+    read_manifest,
+    with_dtype,
+    write_folder,
+)
+from mtf_gradsync.runtimes.xla.session import XlaSession, host_config
+
+
+class HostGraph:
+    """The part of a user's graph outside its program, `graph`, with variables in TensorFlow.
+
+    `facts` are those of the user's whole graph; `counter` names the variable that counts steps, or
+    is None.
+    """
+
+    def __init__(self, program: Program, lowering: Any):
+        self.lowerings = lowerings_in(lowering)
+        self._ops, self.facts, self.outside = split_program(program, self.lowerings)
+        self.graph = self.outside.graph
+        self._access = VariableAccess(self.graph)
+        counter = tf.train.get_global_step(program.graph)
+        is_known = counter is not None and counter.op.name in self._access.read
+        self.counter = counter.op.name if is_known else None
+
+    @contextlib.contextmanager
+    def session(self, checkpoint: str | None = None) -> Iterator[tf.Session]:
+        """Makes a session, with variables initialized, or restored, and copied into slices."""
+        with tf.Session(graph=self.graph, config=host_config()) as session:
+            session.run(self._ops.initialize)
+            if checkpoint is not None:
+                self._ops.restore(session, checkpoint)
+            session.run(self._ops.to_slices)
+            yield session
+
+    def values(
+        self, names: Iterable[str], session: tf.Session | ReplicaSession
+    ) -> dict[str, np.ndarray]:
+        """Returns the values of variables by the names of their ``VarHandleOp``.
+
+        They are taken from a session that `session` made, or one on the cores of the program.
+        """
+        access = self._access
+        if isinstance(session, ReplicaSession):
+            session.variables()  # brings what is on the devices to TensorFlow
+            session = session.tf_session
+            access = VariableAccess(session.graph)
+        unknown = sorted(set(names) - set(access.read))
+        if unknown:
+            raise ValueError(
+                f"The session lacks {counted(unknown, 'variable')}; give one of this program."
+            )
+        return session.run({name: access.read[name] for name in names})
+
+    def others(self, held: Collection[str]) -> list[str]:
+        """Returns the global variables that a program lacks; `held` are those that it has."""
+        return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
+
+    def is_counter(self, name: str) -> bool:
+        """Returns whether a tensor outside is the step counter, as it is before the step."""
+        if self.counter is None or self.outside.touched([name]).written:
+            return False
+        op = self.graph.get_operation_by_name(split_input(name)[0])
+        while op.type in ("Identity", "ReadVariableOp", "Cast"):
+            op = op.inputs[0].op
+        return op.name == self.counter and not self.outside.is_after(name)
+
+
+_HERE = Path(__file__).parent
+
+
+def export(
+    program: Program,
+    lowering: mtf.Lowering | Sequence[mtf.Lowering] | Any,
+    fetches: Mapping[str, Any] | Sequence[Any],
+    folder: str | os.PathLike[str],
+    *,
+    session: ReplicaSession | None = None,
+    checkpoint: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    keep: Mapping[Any, Any] | None = None,
+    seed: int | None = None,
+    replace: bool = False,
+    cache_dir: str | None = "default",
+) -> None:
+    """Writes a program to a folder that any machine with numpy and jax runs.
+
+    The folder holds the program as StableHLO, the values of its variables, a manifest and a runner:
+    ``python FOLDER/run.py --help``. Exporting needs no devices. See ``docs/portable.md``.
+
+    Only the program is exported, not what is outside: a value made outside from placeholders
+    or variables (a learning rate from a step counter, say) becomes an input, to be given at each
+    step; a value made of constants, or of `keep`, is stored in the folder.
+
+    Args:
+      program: the program that `tpu_program` yielded, with the whole model built.
+      lowering: see `Program.session`.
+      fetches: tensors of the program by the names to fetch them under, or a list of tensors, which
+        are called after their operations. All of the program's updates are made in every step;
+        operations of the program may be named, too, and have no value.
+      folder: the folder to write; nothing is left of it after an error.
+      session: takes variables from this session, on CPU replicas or XLA devices. With several
+        processes, all have to call this, and the one with the first core writes.
+      checkpoint: takes variables from this checkpoint. Without it and session, variables have their
+        initial values.
+      inputs: names for the program's inputs: name -> tensor that it reads from outside.
+      keep: values of tensors outside that are the same in every step, by tensor. Where the program
+        reads one of them directly, the folder's value can still be replaced in a step.
+      seed: for random operations of the program without a seed; default a random one. The folder
+        keeps it: runs of a folder draw the same numbers.
+      replace: whether it may take the place of an exported step.
+      cache_dir: see `session`.
+
+    Raises:
+      XlaMissingError: when jax is not installed.
+      UnsupportedProgramError: when XLA cannot run the program.
+      StepError: when the folder is there already.
+      ValueError: when a fetch is not inside the program, an input is not one of its inputs, or
+        both a session and a checkpoint are given.
+    """
+    check_installed("jax", "jaxlib")
+    if session is not None and checkpoint is not None:
+        raise ValueError(
+            "Give a session or a checkpoint to take variables from, not both; got "
+            f"session={session!r} and checkpoint={checkpoint!r}."
+        )
+    check_free(Path(folder), replace)
+    host = HostGraph(program, lowering)
+    names = _fetch_names(program, host.facts.cluster, fetches)
+    tensors = sorted(set(names.values()))
+    replica = replica_program(program, tensors)
+    called = entries.input_names(replica.inputs, inputs)
+    made = lowered(replica, Cache(default_cache_dir() if cache_dir == "default" else cache_dir))
+    artifact = to_artifact(made.module)
+    variables = [i for i in replica.inputs if i.is_variable]
+    contents = _Contents()
+    with host.session(checkpoint) as opened:
+        fed = _by_name(program, keep or {})
+        for name, given in called.items():
+            contents.add_input(name, given, host, opened, fed)
+        meshed = entries.mesh_variables(host.lowerings)
+        # The program reads this counter, and the host increments it.
+        counted = {
+            v
+            for position, v in enumerate(replica.inputs)
+            if set(v.sources) == {host.counter} and position not in made.updated
+        }
+        held = {source for v in variables if v not in counted for source in v.sources}
+        in_slices = {n for v in variables for n in entries.master_names(v, meshed)}
+        others = host.others(held | in_slices)
+        values = host.values(sorted({*held, *others}), session or opened)
+    # numpy's files cannot hold strings without pickle; no program trains them.
+    others = [name for name in others if values[name].dtype != object]
+    step = 0 if host.counter is None else int(values[host.counter])
+    for variable in variables:
+        if variable in counted:
+            assert host.counter is not None  # it is what counts
+            contents.parameters.append(entries.describe_input(host.counter, variable, "step"))
+            continue
+        per_core = [values[source] for source in variable.sources]
+        contents.add(partial(entries.describe_variable, variable, meshed), per_core)
+    if made.has_randomness:
+        entropy = int.from_bytes(os.urandom(7), "little") if seed is None else seed
+        states = [initial_state(core, step, entropy) for core in range(replica.num_replicas)]
+        contents.add(entries.describe_random_state, states)
+    contents.arrays.update((f"others/{name}", values[name]) for name in others)
+    positions = {name: tensors.index(tensor) for name, tensor in names.items()}
+    manifest = {
+        "format": FORMAT,
+        "made_by": {**entries.made_by(), "stablehlo": artifact.version},
+        "cores": replica.num_replicas,
+        "mesh": ";".join(f"{d.name}:{d.size}" for d in program.mesh_impl.shape.dims),
+        "steps": 0,
+        "counter": host.counter,
+        "global_step": step,
+        "fetches": list(names),
+        "parameters": contents.parameters,
+        "results": entries.describe_results(
+            replica, made, contents.parameters, positions, program.graph
+        ),
+        "others": {name: values[name].dtype.name for name in others},
+        "together": artifact.groups,
+    }
+    files = {PROGRAM: artifact.content, "README.txt": _readme(manifest), **_runner()}
+
+    def write() -> None:
+        if not isinstance(session, XlaSession) or session.cores.is_first:
+            write_folder(Path(folder), manifest, contents.arrays, files, replace)
+
+    if isinstance(session, XlaSession):
+        session.cores.together(write)
+    else:
+        write()
+
+
+class _Contents:
+    """The manifest's entries of a program's parameters, in its order, and their values."""
+
+    def __init__(self) -> None:
+        self.parameters: list[dict[str, Any]] = []
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def add_input(
+        self,
+        name: str,
+        given: ReplicaInput,
+        host: HostGraph,
+        session: tf.Session,
+        fed: Mapping[str, Any],
+    ) -> None:
+        """Adds an input, with its value if that is the same in every step."""
+        if all(host.outside.is_fixed(source, fed) for source in given.sources):
+            self.parameters.append(entries.describe_input(name, given, "kept"))
+            sources = self.parameters[-1]["sources"]
+            values = [
+                np.asarray(fed[s] if s in fed else session.run(s, fed), dtype_of(given.dtype))
+                for s in sources
+            ]
+            for source, value in zip(sources, values):
+                if value.shape != given.shape:
+                    raise ValueError(
+                        f"The value to keep for {source!r} has shape {list(value.shape)}; the "
+                        f"program reads {list(given.shape)}."
+                    )
+            self.arrays[array_name(self.parameters[-1])] = np.stack(values)
+        else:
+            counts = all(host.is_counter(source) for source in given.sources)
+            self.parameters.append(entries.describe_input(name, given, "step" if counts else None))
+
+    def add(
+        self, describe: Callable[[Sequence[int]], dict[str, Any]], per_core: Sequence[np.ndarray]
+    ) -> None:
+        """Adds a parameter by its value on each core; `describe` takes each core's row."""
+        value, rows = distinct_rows(per_core)
+        self.parameters.append(describe(rows))
+        self.arrays[array_name(self.parameters[-1])] = value
+
+
+def _fetch_names(
+    program: Program, cluster: Mapping[str, str], fetches: Mapping[str, Any] | Sequence[Any]
+) -> dict[str, str]:
+    """Returns the tensors to fetch, by the fetches' names. The program's operations run anyway."""
+    pairs: Iterable[tuple[str | None, Any]] = (
+        fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)
+    )
+    found = {}
+    for name, fetch in pairs:
+        element = program.graph.as_graph_element(fetch)
+        if isinstance(element, tf.Operation):
+            if element.name not in cluster:
+                raise ValueError(
+                    f"The operation {element.name!r} stands outside the program and cannot be "
+                    "exported. Build it inside simd.tpu_program(...), or remove it from fetches."
+                )
+            continue
+        found[split_input(element.name)[0] if name is None else name] = element.name
+    return found
+
+
+def _by_name(program: Program, values: Mapping[Any, Any]) -> dict[str, Any]:
+    graph = program.graph
+    return {graph.as_graph_element(k, allow_operation=False).name: v for k, v in values.items()}
+
+
+_MEETING = (meeting.__file__, members.__file__)
+
+
+def _runner() -> dict[str, bytes]:
+    """Returns the files of the runner, by path in the folder."""
+    modules = [*sorted((_HERE / "runner").glob("*.py")), *map(Path, _MEETING)]
+    paths = [_HERE / "run.py", *modules]
+    files = {path.name if path == paths[0] else f"runner/{path.name}": path for path in paths}
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+def _readme(manifest: Mapping[str, Any]) -> bytes:
+    cores = manifest["cores"]
+    inputs = [p for p in manifest["parameters"] if p["kind"] == "input" and p["default"] is None]
+    shapes = [
+        ["steps", *([max(p["rows"]) + 1] * (max(p["rows"]) > 0)), *p["shape"]] for p in inputs
+    ]
+    arrays = ", ".join(
+        f"{p['name']} {p['dtype']}[{', '.join(map(str, shape))}]"
+        for p, shape in zip(inputs, shapes)
+    )
+    return f"""A training step for {cores} {"core" if cores == 1 else "cores"}, with its variables.
+
+It needs Python, numpy and jax: pip install numpy jax (or "jax[cuda12]", "jax[tpu]").
+
+    python run.py --list                       what it reads and returns
+    python run.py --random-inputs --steps 10 --time
+    python run.py --inputs batches.npz --save FOLDER
+    python run.py --help
+
+batches.npz: {arrays or "not needed"}
+
+sha256sum -c SHA256SUMS checks the files.
+""".encode()
+
+
+def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
+    """Writes the values of an exported step as a checkpoint. It needs no model.
+
+    Args:
+      folder: a folder that `export` or its runner wrote.
+      path: prefix of the checkpoint's files.
+
+    Returns:
+      The path to give to ``restore``; programs with the same variables can read it, on another
+      mesh, on another runtime or without a mesh. The step counter (``tf.train.get_global_step``),
+      where it stands outside the program, counts the runner's steps.
+
+    Raises:
+      StepError: when a file is missing or damaged.
+    """
+    manifest = read_manifest(Path(folder))
+    found: dict[str, np.ndarray] = {}
+    with np.load(Path(folder) / VALUES, allow_pickle=False) as file:
+        for name, dtype in manifest["others"].items():
+            found[name] = with_dtype(file[f"others/{name}"], dtype)
+        for p in manifest["parameters"]:
+            if p["kind"] == "variable":
+                stored = with_dtype(file[array_name(p)], p["dtype"])
+                dtype = dtype_of(p["whole"]["dtype"] if p["whole"] else p["dtype"])
+                for name, value in assemble(p, [stored[row] for row in p["rows"]]).items():
+                    found[name] = value.astype(dtype)
+    counter = manifest["counter"]
+    if counter in manifest["others"]:
+        found[counter] = np.asarray(found[counter] + manifest["steps"], found[counter].dtype)
+    names = sorted(found)
+    with tf.Graph().as_default() as graph, tf.Session(graph=graph) as session:
+        tensors = [tf.placeholder(found[n].dtype, found[n].shape) for n in names]
+        save = tf.raw_ops.SaveV2(
+            prefix=os.fspath(path),
+            tensor_names=names,
+            shape_and_slices=[""] * len(names),
+            tensors=tensors,
+        )
+        session.run(save, dict(zip(tensors, (found[n] for n in names))))
+    return os.fspath(path)

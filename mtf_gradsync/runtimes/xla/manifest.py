@@ -1,0 +1,204 @@
+"""Describes a core's program for a runner without TensorFlow."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes.xla.bridge import STATE_WORDS
+from mtf_gradsync.runtimes.xla.executable import CoreModule
+from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, ReplicaProgram
+from mtf_gradsync.runtimes.xla.runner.packs import group_names
+from mtf_gradsync.step import HeldSlices
+
+RANDOM_STATE = "random_state"
+
+
+def made_by() -> dict[str, str]:
+    """Returns the versions of the libraries that write a folder."""
+    names = {"mtf_gradsync": "mtf-gradsync", "jax": "jax", "mesh_tensorflow": "mesh-tensorflow"}
+    found = {"tensorflow": tf.__version__}
+    for name, distribution in names.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"  # it runs from a checkout
+    return found
+
+
+def input_names(
+    inputs: Sequence[ReplicaInput], names: Mapping[str, Any] | None
+) -> dict[str, ReplicaInput]:
+    """Returns the tensors among a program's inputs by name, in their order.
+
+    `names` maps names to tensors that the program reads from outside, or to what
+    `Program.per_replica` returned. Other inputs are named after their operations.
+    """
+    by_tensor: dict[str, ReplicaInput] = {}
+    tensors = [i for i in inputs if not i.is_variable]
+    for i in tensors:
+        by_tensor[_tensor_of(i)] = i
+        if len(set(i.sources)) == 1:
+            by_tensor[i.sources[0]] = i
+    called = {i.name: i.name.replace("/output_", ":") for i in tensors}
+    for name, tensor in (names or {}).items():
+        key = tensor if isinstance(tensor, str) else tensor.name
+        if key not in by_tensor:
+            raise ValueError(
+                f"The program does not read {key!r}, which was to be called {name!r}. From "
+                f"outside it reads {sorted(by_tensor)}."
+            )
+        called[by_tensor[key].name] = name
+    found = {called[i.name]: i for i in tensors}
+    if len(found) < len(tensors):
+        raise ValueError(f"Two inputs cannot have one name: {sorted(called.values())}.")
+    return found
+
+
+def _tensor_of(given: ReplicaInput) -> str:
+    """Returns the tensor that an input was made for."""
+    name, _, number = given.name.partition("/output_")
+    return f"{name}:{number or 0}"
+
+
+def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[str, Any]:
+    """Returns the manifest's entry of an input; `default` is that of the runner's `Input`."""
+    found = list(dict.fromkeys(given.sources))
+    return {
+        "kind": "input",
+        "name": name,
+        "dtype": given.dtype,
+        "shape": list(given.shape),
+        "rows": [found.index(source) for source in given.sources],
+        "sources": found,
+        "default": default,
+    }
+
+
+def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mtf.MeshImpl]]:
+    """Returns Mesh-TensorFlow's variables and their meshes, by the name of core 0's slice."""
+    found = {}
+    for lowering in lowerings:
+        for variable, laid_out in lowering.variables.items():
+            if isinstance(laid_out, HeldSlices):
+                continue  # those of another variable
+            # Outside a program, the first slice's name is used for all slices.
+            first = laid_out.laid_out_tensor.all_slices[0].get()
+            found[first.op.name] = variable, lowering.mesh_impl(variable)
+    return found
+
+
+def master_names(
+    given: ReplicaInput, mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]]
+) -> list[str]:
+    """Returns the names of the global variables of which a program's variable is a slice."""
+    variable, _ = mesh_variables.get(given.sources[0], (None, None))
+    return [] if variable is None else getattr(variable, "original_names", [variable.name])
+
+
+def describe_variable(
+    given: ReplicaInput,
+    mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
+    rows: Sequence[int],
+) -> dict[str, Any]:
+    """Returns the manifest's entry of a variable; `rows` are each core's among different values."""
+    variable, impl = mesh_variables.get(given.sources[0], (None, None))
+    return {
+        "kind": "variable",
+        "name": given.sources[0] if variable is None else variable.name,
+        "dtype": given.dtype,
+        "shape": list(given.shape),
+        "rows": list(rows),
+        "sources": list(given.sources),
+        "whole": None if variable is None else _slices_of(variable, impl),
+    }
+
+
+def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
+    """Returns how a variable is assembled from its slices: from which core each part is taken."""
+    shape = variable.outputs[0].shape
+    slices: dict[tuple[int, ...], int] = {}
+    for logical in range(impl.size):
+        begin = tuple(int(b) for b in impl.slice_begin(shape, logical))
+        slices.setdefault(begin, impl.l2p(logical))
+    return {
+        "names": getattr(variable, "original_names", [variable.name]),
+        "is_stacked": hasattr(variable, "original_names"),
+        "dtype": variable.master_dtype.name,
+        "shape": shape.to_integer_list,
+        "slices": [[core, list(begin)] for begin, core in slices.items()],
+    }
+
+
+def describe_random_state(rows: Sequence[int]) -> dict[str, Any]:
+    """Returns the manifest's entry of the state that random numbers come from."""
+    return {
+        "kind": "random_state",
+        "name": RANDOM_STATE,
+        "dtype": "int64",
+        "shape": [STATE_WORDS],
+        "rows": list(rows),
+    }
+
+
+def describe_results(
+    replica: ReplicaProgram,
+    lowered: CoreModule,
+    parameters: Sequence[Mapping[str, Any]],
+    positions: Mapping[str, int],
+    graph: tf.Graph,
+) -> list[dict[str, Any]]:
+    """Returns the manifest's entries of what a program returns, in order.
+
+    `parameters` are the entries of its parameters, `positions` the number of each fetch by name.
+    """
+    results = []
+    for number, tensor in enumerate(replica.fetches):
+        found = graph.get_tensor_by_name(tensor)
+        results.append(
+            {
+                "fetches": [name for name, n in positions.items() if n == number],
+                "updates": None,
+                "dtype": found.dtype.base_dtype.name,
+                "shape": found.shape.as_list(),
+            }
+        )
+    nothing: dict[str, Any] = {"fetches": [], "updates": None, "dtype": "float32", "shape": []}
+    # A program that fetches nothing still returns a number.
+    results += [nothing] * (lowered.num_fetches - len(results))
+    for parameter in lowered.updated:
+        updated = parameters[parameter]
+        new = {"updates": updated["name"], "dtype": updated["dtype"], "shape": updated["shape"]}
+        results.append({**nothing, **new})
+    return results
+
+
+class Artifact(NamedTuple):
+    """StableHLO as a portable artifact."""
+
+    content: bytes
+    version: str  # the oldest that reads it; "text" for text
+    # Each collective's group, in order. The oldest versions have no room for such attributes.
+    groups: list[str | None]
+
+
+def to_artifact(module: str) -> Artifact:
+    """Returns StableHLO as a portable artifact for the oldest version that reads it.
+
+    A program with operations that artifacts lack is returned as text.
+    """
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        groups = group_names(parsed)
+        for version in (stablehlo.get_minimum_version(), stablehlo.get_current_version()):
+            try:
+                content = stablehlo.serialize_portable_artifact(parsed, version)
+                return Artifact(content, version, groups)
+            except ValueError:
+                continue
+    return Artifact(module.encode(), "text", groups)

@@ -1,0 +1,360 @@
+"""The part of a user's graph outside the program, which TensorFlow runs on the host.
+
+A step has three parts: what the program needs, the program, and what needs the program. The graph
+made here has the first and the last part. Where the last part reads a tensor of the first, it is
+fed the value that the first part computed, so that nothing (such as an input pipeline) runs twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Collection, Iterable, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import with_own_types
+from mtf_gradsync.runtimes.simd.facts import (
+    CONTROL,
+    GraphFacts,
+    check_alive_outside,
+    join_input,
+    split_input,
+    untie,
+)
+from mtf_gradsync.runtimes.xla.devices import Cores
+from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput
+from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, put
+
+# Operations through which values enter and leave a program.
+BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")
+# Operations that do not change a variable.
+_READS = frozenset(
+    ["ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp"]
+    + ["VariableShape", "_ReadVariablesOp", "SaveV2", "Identity", "Shape", "IsVariableInitialized"]
+)
+_HANDLES = frozenset(["VarHandleOp", "VariableV2", "Variable"])
+
+
+class Touched(NamedTuple):
+    """The variables that operations use, by the names of their ``VarHandleOp``."""
+
+    used: frozenset[str]  # those that they read, and `written`
+    written: frozenset[str]
+
+
+class Needs(NamedTuple):
+    """What the last part of a step needs from the parts before. Keys are placeholders to be fed."""
+
+    carried: dict[str, str]  # -> tensor of the first part
+    run_before: set[str]  # operations of the first part
+    returned: dict[str, tuple[str, int]]  # -> tensor of the program, and the core to take it from
+
+
+class Outside:
+    """The part of a user's graph outside a program: `graph`, finalized, for a ``tf.Session``.
+
+    `facts` are those of the user's graph, `source`. Of its programs only the named one runs.
+    """
+
+    def __init__(self, facts: GraphFacts, source: tf.Graph, program: str):
+        self._facts = facts
+        self._source = source
+        self._program = program
+        self._after = self._find_after({program})
+        self._of_other_programs = self._find_after(set(facts.num_replicas) - {program})
+        self._carried: dict[str, str] = {}  # placeholder's tensor -> tensor of the first part
+        self._run_before: dict[str, set[str]] = {}  # node -> operations of the first part
+        self._returned: dict[str, tuple[str, int]] = {}  # placeholder's tensor -> inside, core
+        graph_def = tf.GraphDef()
+        graph_def.versions.CopyFrom(facts.graph_def.versions)
+        graph_def.library.CopyFrom(facts.graph_def.library)
+        for name in facts.order:
+            node = facts.node[name]
+            if name not in facts.cluster and node.op not in BOUNDARY:
+                self._copy(graph_def, name)
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            tf.import_graph_def(graph_def, name="")
+        self.graph.finalize()
+        self._touched: dict[frozenset[str], Touched] = {}
+
+    def is_after(self, name: str) -> bool:
+        """Returns whether an operation or tensor needs the program."""
+        return split_input(name)[0] in self._after
+
+    def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
+        """Returns whether a tensor of `graph` depends only on constants and on what is `fed`."""
+        pending, seen = [name], set()
+        while pending:
+            name = pending.pop()
+            if name in seen or name in fed:
+                continue
+            seen.add(name)
+            op = self.graph.get_operation_by_name(split_input(name)[0])
+            # A variable's handle is stateful, too, so what reads a variable is not fixed.
+            is_stateful = op.op_def is None or op.op_def.is_stateful
+            if is_stateful or op.type.startswith("Placeholder") or self.is_after(name):
+                return False
+            pending += [t.name for t in op.inputs] + [o.name for o in op.control_inputs]
+        return True
+
+    def check_runs(self, name: str) -> None:
+        """Raises a ValueError if a fetch belongs to, or needs, another program of the graph."""
+        node = split_input(name)[0]
+        others = self._facts.cluster.get(node, self._program) != self._program
+        if others or node in self._of_other_programs:
+            raise ValueError(
+                f"{name!r} cannot be fetched in a session of the program {self._program!r}: it "
+                "needs another program of the graph. Make a session of that one."
+            )
+
+    def ancestors(self, names: Iterable[str]) -> set[str]:
+        """Returns the operations of `graph` that some operations need, themselves included."""
+        found: set[str] = set()
+        pending = [split_input(n)[0] for n in names]
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                op = self.graph.get_operation_by_name(name)
+                pending += [t.op.name for t in op.inputs] + [o.name for o in op.control_inputs]
+        return found
+
+    def needs(self, names: Iterable[str]) -> Needs:
+        """Returns what operations and tensors of the last part need from the parts before."""
+        found = self.ancestors(names)
+        return Needs(
+            {k: v for k, v in self._carried.items() if split_input(k)[0] in found},
+            {o for n in found for o in self._run_before.get(n, ())},
+            {k: v for k, v in self._returned.items() if split_input(k)[0] in found},
+        )
+
+    def touched(self, names: Iterable[str]) -> Touched:
+        """Returns the variables that running some operations and tensors of `graph` uses."""
+        key = frozenset(split_input(n)[0] for n in names)
+        if key not in self._touched:
+            used, written = set(), set()
+            found = self.ancestors(key)
+            for name in found:
+                op = self.graph.get_operation_by_name(name)
+                if op.type in _HANDLES:
+                    used.add(name)
+                elif op.type not in _READS:
+                    written |= {t.op.name for t in op.inputs if t.op.type in _HANDLES}
+            self._touched[key] = Touched(frozenset(used), frozenset(written))
+        return self._touched[key]
+
+    def _find_after(self, programs: set[str]) -> set[str]:
+        """Returns the operations that need one of some programs."""
+        facts = self._facts
+        found: set[str] = set()
+        for name in facts.order:
+            node = facts.node[name]
+            if name in facts.cluster or node.op == "TPUReplicatedInput":
+                continue
+            for source, _ in facts.inputs(name):
+                # What waits for the program's beginning need not wait for its end.
+                starts = facts.node[source].op == "TPUReplicateMetadata"
+                inside = facts.cluster.get(source) in programs and not starts
+                if source in found or inside:
+                    found.add(name)
+        return found
+
+    def _copy(self, graph_def: tf.GraphDef, name: str) -> None:
+        facts = self._facts
+        copy = tf.NodeDef()
+        copy.CopyFrom(facts.node[name])
+        untie(copy)
+        del copy.input[:]
+        data: list[str] = []
+        control: list[str] = []
+        for source, number in facts.inputs(name):
+            if source in facts.cluster:
+                continue  # a control edge: the program has run
+            if facts.node[source].op == "TPUReplicatedOutput":
+                if number != CONTROL:
+                    data.append(self._return(graph_def, source, number))
+            elif not self._is_sent(name, source, number):
+                (control if number == CONTROL else data).append(join_input(source, number))
+            elif number == CONTROL:
+                self._run_before.setdefault(name, set()).add(source)
+            else:
+                data.append(self._carry(graph_def, source, number))
+        copy.input.extend(data + control)
+        graph_def.node.append(copy)
+
+    def _is_sent(self, name: str, source: str, number: int) -> bool:
+        """Returns whether an input of the last part is a value of the first, not just a handle."""
+        if name not in self._after or source in self._after:
+            return False
+        if number == CONTROL:
+            return True
+        dtype = self._source.get_tensor_by_name(f"{source}:{number}").dtype
+        return dtype not in (tf.resource, tf.variant) and dtype == dtype.base_dtype
+
+    def _carry(self, graph_def: tf.GraphDef, source: str, number: int) -> str:
+        name = f"mtf_gradsync_carried/{source}_{number}"
+        if f"{name}:0" not in self._carried:
+            tensor = self._source.get_tensor_by_name(f"{source}:{number}")
+            self._add_placeholder(graph_def, name, tensor)
+            self._carried[f"{name}:0"] = tensor.name
+        return name
+
+    def _return(self, graph_def: tf.GraphDef, source: str, core: int) -> str:
+        name = f"mtf_gradsync_returned/{source}_{core}"
+        if f"{name}:0" not in self._returned:
+            inner, number = self._facts.inputs(source)[core]
+            tensor = self._source.get_tensor_by_name(f"{inner}:{number}")
+            self._add_placeholder(graph_def, name, tensor)
+            self._returned[f"{name}:0"] = (tensor.name, core)
+        return name
+
+    def _add_placeholder(self, graph_def: tf.GraphDef, name: str, like: tf.Tensor) -> None:
+        node = graph_def.node.add()
+        node.name, node.op = name, "Placeholder"
+        node.attr["dtype"].type = like.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(like.shape.as_proto())
+
+
+class DeviceInputs:
+    """Brings inputs to the devices; inputs that are the same in every step only once."""
+
+    def __init__(self, outside: Outside, cores: Cores):
+        self._outside = outside
+        self._cores = cores
+        # For inputs that are made of constants: the operations that they are made of.
+        self._constant: dict[tuple[str, ...], set[str] | None] = {}
+        self._kept: dict[tuple[str, ...], DeviceValues] = {}
+
+    def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
+        """Returns the names of the tensors to fetch outside before a step that feeds `fed`."""
+        wanted = [i for i in inputs if not self._is_kept(i, fed)]
+        names = {i.sources[c] for i in wanted for c in self._cores.local}
+        for name in sorted(names):
+            if self._outside.is_after(name):
+                raise ValueError(
+                    f"The program's input {name!r} is made from what the program returns. Fetch it "
+                    "in one step and feed it in the next."
+                )
+        return names
+
+    def put(
+        self,
+        inputs: Sequence[ReplicaInput],
+        values: dict[str, Any],
+        fed: Collection[str],
+        shared: Collection[str],
+    ) -> list[DeviceValues]:
+        """Puts a step's inputs on the devices: the values of `sources`, and those that are fed.
+
+        Of those that are fed, and of `shared`, which others have too, the devices get copies.
+        """
+        copies: dict[str, np.ndarray] = {}
+
+        def given(name: str) -> Any:
+            # The caller may write to an array while the step runs, or before the next one.
+            if name not in fed and name not in shared:
+                return values[name]
+            if name not in copies:
+                copies[name] = np.array(values[name])
+            return copies[name]
+
+        found = []
+        for one in inputs:
+            if self._is_kept(one, fed):
+                found.append(self._kept[one.sources])
+                continue
+            per_core = [given(one.sources[c]) for c in self._cores.local]
+            found.append(put(per_core, self._cores.local_devices))
+            if self._is_constant(one, fed):
+                self._kept[one.sources] = found[-1]
+        return found
+
+    def _is_kept(self, one: ReplicaInput, fed: Collection[str]) -> bool:
+        return one.sources in self._kept and self._is_constant(one, fed)
+
+    def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
+        """Returns whether an input has the same value in every step, unless it is fed."""
+        if one.sources not in self._constant:
+            is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
+            self._constant[one.sources] = self._outside.ancestors(one.sources) if is_fixed else None
+        made_of = self._constant[one.sources]
+        return made_of is not None and not any(split_input(name)[0] in made_of for name in fed)
+
+
+class FetchSource(NamedTuple):
+    """The source of a fetch, outside the program or inside."""
+
+    # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
+    names: tuple[str, ...] = ()
+    inside: str = ""  # a tensor of the program
+    # Where the cores to fetch it from are among this process's; None for one of another process.
+    positions: tuple[int | None, ...] = ()
+    is_list: bool = False  # whether it is one value for each core
+    runs_program: bool = False  # whether it is inside the program
+
+    def value(self, values: dict[str, Any]) -> Any:
+        """Returns the fetch's value, given all values of a step by name."""
+        if self.inside:
+            arrays = values[self.inside].arrays
+            found = [
+                None if p is None else with_own_types(np.asarray(arrays[p]))[()]
+                for p in self.positions
+            ]
+        else:
+            found = [values.get(name) for name in self.names] or [None]
+        return found if self.is_list else found[0]
+
+
+class OutsideStep(NamedTuple):
+    """What a step does for a set of fetches: `first` outside, the program, and `last` outside."""
+
+    places: tuple[FetchSource, ...]
+    runs_program: bool
+    inside: tuple[str, ...]  # tensors of the program to fetch, sorted
+    first: frozenset[str]
+    last: frozenset[str]
+    needs: Needs  # of `last`
+    shared: frozenset[str]  # tensors of `first` that the caller, or `last`, gets
+
+    @classmethod
+    def of(cls, places: Sequence[FetchSource], outside: Outside) -> OutsideStep:
+        """Plans a step."""
+        names = {name for place in places for name in place.names if name}
+        last = {name for name in names if outside.is_after(name)}
+        needs = outside.needs(last)
+        inside = {p.inside for p in places if p.inside}
+        inside |= {inner for inner, _ in needs.returned.values()}
+        shared = (names - last) | set(needs.carried.values())
+        first = shared | needs.run_before
+        runs_program = bool(last) or any(p.runs_program for p in places)
+        return cls(
+            tuple(places), runs_program, tuple(sorted(inside)), frozenset(first), frozenset(last),
+            needs, frozenset(shared),
+        )  # fmt: skip
+
+
+def source_of(
+    facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores
+) -> FetchSource:
+    """Returns the source of a fetch; raises a ValueError for one in a loop or branch."""
+    node_name, number = split_input(name)
+    node = facts.node[node_name]
+    position = {core: p for p, core in enumerate(cores.local)}
+    if node.op == "TPUReplicatedOutput":
+        inner, inner_number = facts.inputs(node_name)[number]
+        return FetchSource((), f"{inner}:{inner_number}", (position.get(number),), False, True)
+    if node.op == "TPUReplicatedInput":
+        sources = [f"{n}:{k}" for n, k in facts.inputs(node_name) if k != CONTROL]
+        if not per_replica:
+            return FetchSource((sources[cores.local[0]],))
+        return FetchSource(
+            tuple(s if c in position else "" for c, s in enumerate(sources)), is_list=True
+        )
+    if node_name not in facts.cluster:
+        return FetchSource((name,))
+    check_alive_outside(facts, node_name, number)
+    if ":" not in name:
+        return FetchSource(runs_program=True)
+    wanted = range(facts.num_replicas[program]) if per_replica else cores.local[:1]
+    return FetchSource((), name, tuple(position.get(c) for c in wanted), per_replica, True)

@@ -1,0 +1,311 @@
+"""Starts this process as one of several whose devices make one mesh."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+from typing import Any, Callable, Mapping, NamedTuple, TypeVar
+
+from mtf_gradsync._private.jax import (
+    JaxCluster,
+    backends_are_initialized,
+    detected_cluster,
+    distributed_is_initialized,
+    use_cpu_collectives,
+)
+from mtf_gradsync.runtimes._signals import handler_kept
+from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet_at
+from mtf_gradsync.runtimes.processes.members import Member, ProcessesError
+from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
+from mtf_gradsync.runtimes.xla import devices
+from mtf_gradsync.runtimes.xla.devices import (
+    ask_for_cpu_devices,
+    check_installed,
+    check_keeps_order,
+    leave_absent_tpus_alone,
+    may_be_from_another_process,
+)
+from mtf_gradsync.runtimes.xla.runner.devices import exchange_at
+
+_FRAMES = 5
+# The signals that faulthandler handles, by what it writes first.
+_FATAL = {
+    "Aborted": "SIGABRT",
+    "Segmentation fault": "SIGSEGV",
+    "Bus error": "SIGBUS",
+    "Floating-point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+
+
+def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
+    """Makes fatal signals alert a watchdog, and wait for some seconds before they end this process.
+
+    Returns the watchdog's alarm, and a function that restores the previous handlers. The alarm is
+    None if faulthandler is enabled already, for another purpose, or this is no POSIX system.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        sleep, set_handler = library.sleep, library.signal
+    except (OSError, AttributeError):  # no POSIX
+        return None, lambda: None
+    # An instruction that faulted runs again when the handler returns, so its handler has to work
+    # once. Where C's library has no such handlers, only `abort` waits.
+    set_once = getattr(library, "sysv_signal", None)
+    for setter in (set_handler, set_once):
+        if setter is not None:
+            setter.restype, setter.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    is_taken = faulthandler.is_enabled()
+    # The handler's argument is the signal's number: the C function sleeps as many seconds, 4 to 11.
+    # Unlike anything in Python it may be called whatever the thread was doing.
+    handler = ctypes.cast(sleep, ctypes.c_void_p)
+    before: dict[int, Any] = {}
+    for name in _FATAL.values():
+        number = getattr(signal, name)
+        if number == signal.SIGABRT:
+            before[number] = set_handler(number, handler)
+        elif set_once is not None and not is_taken:  # faulthandler keeps what it found
+            before[number] = set_once(number, handler)
+
+    def restore() -> None:
+        for number, handler_before in before.items():
+            set_handler(number, handler_before)
+
+    if is_taken:
+        return None, restore
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    # Its handlers call those that were there before them: the ones that sleep.
+    faulthandler.enable(writing)
+
+    def undo() -> None:
+        faulthandler.disable()
+        restore()
+        os.close(writing)
+
+    return Alarm(reading, _in_words), undo
+
+
+def _in_words(traceback: str) -> str:
+    """Returns a crash in words, from faulthandler's traceback."""
+    import jax
+    import jaxlib
+
+    first = traceback.partition("\n")[0].rpartition(": ")[2]
+    name = _FATAL.get(first.strip(), "a fatal signal")
+    # The newest thread is listed first, and the main thread, which makes the steps, last.
+    main = traceback.rpartition("most recent call first")[2]
+    own = [line.strip() for line in main.splitlines() if line.startswith("  File ")][:_FRAMES]
+    where = f" The main thread stood at {'; '.join(own)}." if own else ""
+    wrote = ", which has written just before what is wrong" if name == "SIGABRT" else ""
+    return (
+        f"{name} inside jax {jax.__version__}, jaxlib {jaxlib.__version__} or a library of "
+        f"theirs, such as gloo{wrote}; the collective in which it happened is not known.{where}"
+    )
+
+
+_Result = TypeVar("_Result")
+
+
+class Processes(Membership):
+    """This process among the others. Use it as a context manager around all work on the mesh.
+
+    An exception that leaves the context ends the other processes, too; so does the end of this
+    process without `close`, unless the interpreter ends as it should.
+
+    Attributes:
+      process_index: this process's number, from 0.
+      num_processes: how many there are.
+    """
+
+    def __init__(
+        self, me: Member, num_processes: int, watchdog: Watchdog, undo: Callable[[], None]
+    ):
+        self.process_index = me.index
+        self.num_processes = num_processes
+        self._undo = undo
+        self._exit_code: int | None = None
+        # Registered last, so that it runs before jax's own function, which waits for all processes.
+        super().__init__(watchdog)
+
+    def in_turn(self, work: Callable[[], _Result]) -> _Result:
+        """Calls a function on process 0 and, when it has returned there, on the others.
+
+        Args:
+          work: the function; all processes have to call this method.
+
+        Returns:
+          Its result here.
+
+        Raises:
+          ProcessesError: when it failed on process 0, where its own error is raised.
+        """
+        if self.process_index == 0:
+            return devices.together(work)
+        devices.together(lambda: None)
+        return work()
+
+    def check_equal(self, what: str, value: str, advice: str = "") -> None:
+        """Checks that a short text is the same on all processes, which have to call this.
+
+        Args:
+          what: what it is, for the error.
+          value: the text of this process.
+          advice: the error's last sentence.
+
+        Raises:
+          ProcessesError: where it is not, on every process; it names the values.
+        """
+        devices.check_equal(what, value, advice)
+
+    def _leave(self) -> None:
+        import jax
+
+        super()._leave()
+        jax.distributed.shutdown()
+        self._undo()
+
+    def _may_be_a_loss(self, error: BaseException) -> bool:
+        return may_be_from_another_process(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._closed:
+            code = error.code if isinstance(error, SystemExit) else 1
+            self._exit_code = code if isinstance(code, int) else 1
+        super()._fail(error)
+
+    def _at_exit(self) -> None:
+        super()._at_exit()
+        if self._exit_code is not None:
+            # jax would wait for processes that have ended.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._exit_code)
+
+
+def start_processes(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    cpu_devices: int | None = None,
+    timeout: float = 300.0,
+    silence: float = 20.0,
+    settings: Mapping[str, Any] | None = None,
+) -> Processes:
+    """Joins this process with the others of its job; returns when all are there.
+
+    Call it in every process, before anything else uses jax. Without the first three arguments jax
+    looks for a cluster: SLURM, Open MPI, Kubernetes, Cloud TPU.
+
+    Afterwards a thread watches over the processes: when one dies, or says nothing for a while, all
+    others end with an error that names it and `LOST_PROCESS_EXIT_CODE`.
+
+    Args:
+      coordinator: address "host:port" of process 0, as the others see it; the port is any free one
+        there.
+      num_processes: how many processes there are.
+      process_id: this process's number, from 0.
+      cpu_devices: how many CPU devices this process makes; default what XLA_FLAGS says, or 1.
+      timeout: seconds to wait for the other processes.
+      silence: seconds without a sign of life after which a process is lost.
+      settings: what has to be equal in all processes, such as how many steps they make, by the
+        user's names for it: numbers, texts, and what else JSON holds.
+
+    Returns:
+      A context manager; close it when the work is done.
+
+    Raises:
+      XlaMissingError: when jax is not installed.
+      ProcessesError: when jax has begun already, its version cannot have CPU devices in several
+        processes, the processes cannot meet, or their settings differ.
+      ValueError: when the arguments are incomplete or make no sense, or no cluster is found.
+    """
+    check_installed("jax", "jaxlib")
+    if distributed_is_initialized():
+        raise ProcessesError("start_processes can be called once in a process; it has been.")
+    if backends_are_initialized():
+        raise ProcessesError(
+            "jax has begun already, without the other processes. Call start_processes before "
+            "anything that uses jax's devices, such as mtf_gradsync.xla.session."
+        )
+    if cpu_devices is not None:
+        check_keeps_order()
+    end = time.monotonic() + timeout
+    cluster = _resolved(coordinator, num_processes, process_id, timeout)
+    if cpu_devices is not None:
+        ask_for_cpu_devices(cpu_devices, replace=True)
+    use_cpu_collectives("gloo")
+    leave_absent_tpus_alone()
+    import jax
+
+    facts = {
+        "num_processes": cluster.num_processes,
+        "jax": jax.__version__,
+        "cpu_devices": cpu_devices,
+        **(settings or {}),
+    }
+    left = end - time.monotonic()
+    met = meet_at(cluster.coordinator, cluster.num_processes, cluster.process_id, facts, left)
+    if met.loopback:
+        exchange_at(met.loopback)
+    alarm, undo = alarm_before_abort()
+    watchdog = Watchdog(met.me, met.peers, silence, alarm)
+    processes = Processes(met.me, cluster.num_processes, watchdog, undo)
+    try:
+        with handler_kept(signal.SIGTERM):  # jax sets one that ignores it
+            jax.distributed.initialize(
+                cluster.coordinator,
+                cluster.num_processes,
+                cluster.process_id,
+                cluster.local_device_ids,
+                initialization_timeout=max(30, int(end - time.monotonic())),
+                coordinator_bind_address=met.bind_address,
+            )
+    except BaseException as error:
+        processes.__exit__(type(error), error, error.__traceback__)
+        raise
+    return processes
+
+
+class _Job(NamedTuple):
+    """A `JaxCluster` of which everything is known."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int] | None
+
+
+def _resolved(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
+) -> _Job:
+    """Returns the arguments, or what jax finds in their place."""
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise ValueError(
+            f"start_processes got {', '.join(n for n in given if n not in missing)} without "
+            f"{' and '.join(missing)}. Give all three, or none of them in a cluster that jax knows."
+        )
+    cluster = JaxCluster(coordinator, num_processes, process_id, None)
+    if missing:
+        cluster = detected_cluster(timeout)
+    coordinator, num_processes, process_id, devices = cluster
+    if coordinator is None or num_processes is None or process_id is None:
+        raise ValueError(
+            "jax finds no cluster that it knows (SLURM, Open MPI, Kubernetes, Cloud TPU) around "
+            "this process. Give coordinator, num_processes and process_id."
+        )
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process_id must be between 0 and {num_processes - 1} in a job of "
+            f"{num_processes} processes, got {process_id}."
+        )
+    MeetingAddress.of(coordinator, "coordinator")
+    return _Job(coordinator, num_processes, process_id, devices)

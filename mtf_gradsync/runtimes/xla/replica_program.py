@@ -1,0 +1,204 @@
+"""Extracts the program of one core from the graph of a SIMD program: the first step to HLO."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.simd.effects import find_collectives, find_effects
+from mtf_gradsync.runtimes.simd.facts import (
+    CONTROL,
+    GraphFacts,
+    UnsupportedProgramError,
+    check_alive_outside,
+    join_input,
+    split_input,
+    untie,
+)
+from mtf_gradsync.runtimes.simd.program import Program
+
+
+class ReplicaInput(NamedTuple):
+    """An input of a core's program, from outside: a tensor or a variable."""
+
+    name: str  # of its placeholder in `ReplicaProgram.graph_def`
+    dtype: str  # as in "float32"
+    shape: tuple[int, ...]  # of one core's value
+    # The name in the user's graph of each core's tensor, or of its variable's ``VarHandleOp``.
+    sources: tuple[str, ...]
+    is_variable: bool  # whether it is a variable, which the program reads and writes
+
+
+class ReplicaProgram(NamedTuple):
+    """The program of one core."""
+
+    graph_def: tf.GraphDef  # the core's operations, with a placeholder for each of `inputs`
+    inputs: tuple[ReplicaInput, ...]  # tensors first, then variables
+    fetches: tuple[str, ...]  # names of the tensors to return
+    effects: tuple[str, ...]  # names of the operations that have to run
+    num_replicas: int  # how many cores run it
+
+
+def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
+    """Extracts one core's program: all its effects, as on a TPU, and what `fetches` need besides.
+
+    Fetches are tensors of the program outside loops and conditionals, or their names; others raise
+    a ValueError. An operation that HLO lacks, or an input without a static shape, raises an
+    UnsupportedProgramError.
+    """
+    return _Cut(program, fetches).result()
+
+
+class _Cut:
+    """Extracts one core's program."""
+
+    def __init__(self, program: Program, fetches: Sequence[Any]):
+        self._program = program
+        self._facts = GraphFacts(program.graph.as_graph_def())
+        find_collectives(self._facts)  # refuses groups that are not constant
+        self._effects = find_effects(self._facts)
+        self._fetches = [self._fetch(f) for f in fetches]
+        self._inputs: dict[str, ReplicaInput] = {}
+
+    def result(self) -> ReplicaProgram:
+        facts = self._facts
+        graph_def = tf.GraphDef()
+        graph_def.versions.CopyFrom(facts.graph_def.versions)
+        graph_def.library.CopyFrom(facts.graph_def.library)
+        for function in graph_def.library.function:
+            for node in function.node_def:
+                _for_xla(node)
+        effects = sorted(self._effects.last[self._program.name])
+        needed = self._ancestors([split_input(f)[0] for f in self._fetches] + effects)
+        made = []
+        for name in facts.order:
+            if name in needed:
+                made.append(tf.NodeDef())
+                made[-1].CopyFrom(facts.node[name])
+                _for_xla(made[-1])
+                del made[-1].input[:]
+                made[-1].input.extend(self._node_inputs(name))
+        inputs = sorted(self._inputs.values(), key=lambda i: i.is_variable)
+        # First, so that the order of nodes stays an order of creation.
+        graph_def.node.extend(_placeholder(i) for i in inputs)
+        graph_def.node.extend(made)
+        return ReplicaProgram(
+            graph_def,
+            tuple(inputs),
+            tuple(self._fetches),
+            tuple(effects),
+            self._program.num_replicas,
+        )
+
+    def _after(self, name: str) -> set[str]:
+        """Returns the nodes that have to run before a node because both use a variable."""
+        effects = self._effects
+        return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())
+
+    def _is_inside(self, name: str) -> bool:
+        """Returns whether a node is in the core's program, as constants are: XLA reads shapes."""
+        return name in self._facts.cluster or self._facts.node[name].op == "Const"
+
+    def _ancestors(self, roots: Sequence[str]) -> set[str]:
+        found: set[str] = set()
+        pending = list(roots)
+        while pending:
+            name = pending.pop()
+            if name in found or not self._is_inside(name):
+                continue
+            found.add(name)
+            if name in self._facts.cluster:
+                pending.extend(source for source, _ in self._facts.inputs(name))
+                pending.extend(self._after(name))
+                if self._facts.is_conditional_switch(name):
+                    # It distinguishes two conditionals with one predicate.
+                    pending.append(split_input(self._facts.predicate_of(name))[0])
+        return found
+
+    def _node_inputs(self, name: str) -> list[str]:
+        if name not in self._facts.cluster:
+            return []
+        data, control = [], {"^" + other for other in self._after(name)}
+        for source, number in self._facts.inputs(name):
+            if number == CONTROL:
+                # Operations outside have run before the program begins.
+                if source in self._facts.cluster:
+                    control.add("^" + source)
+            elif self._is_inside(source):
+                data.append(join_input(source, number))
+            else:
+                data.append(self._input(source, number))
+        return data + sorted(control)
+
+    def _input(self, source: str, number: int) -> str:
+        """Makes a value from outside an input of the core's program, and returns its name."""
+        facts = self._facts
+        key = join_input(source, number)
+        name = key.replace(":", "/output_")
+        if key in self._inputs:
+            return name
+        pairs = [(source, number)]
+        if facts.node[source].op == "TPUReplicatedInput":
+            pairs = [(s, k) for s, k in facts.inputs(source) if k != CONTROL]
+        if len(pairs) == 1:
+            pairs *= self._program.num_replicas
+        origin = facts.node[pairs[0][0]]
+        if origin.op == "VarHandleOp":
+            dtype = tf.as_dtype(origin.attr["dtype"].type)
+            shape = tf.TensorShape(origin.attr["shape"].shape)
+            sources = tuple(s for s, _ in pairs)
+        else:
+            tensor = self._program.graph.get_tensor_by_name(f"{pairs[0][0]}:{pairs[0][1]}")
+            dtype, shape = tensor.dtype.base_dtype, tensor.shape
+            sources = tuple(f"{s}:{k}" for s, k in pairs)
+        if dtype in (tf.resource, tf.variant, tf.string):
+            raise UnsupportedProgramError(
+                f"The program reads {source!r} of dtype {dtype.name} from outside, which a core "
+                "cannot hold. Read it outside and use the numbers inside."
+            )
+        if not shape.is_fully_defined():
+            raise UnsupportedProgramError(
+                f"The program reads {source!r} of shape {shape} from outside. A TPU program needs "
+                "static shapes: give every dimension a size where the tensor is made, such as by "
+                "batch(size, drop_remainder=True) of a Dataset."
+            )
+        self._inputs[key] = ReplicaInput(
+            name, dtype.name, tuple(shape.as_list()), sources, origin.op == "VarHandleOp"
+        )
+        return name
+
+    def _fetch(self, fetch: Any) -> str:
+        """Returns the name of a fetched tensor inside the program."""
+        try:
+            tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{fetch!r} cannot be fetched: give a tensor of the program's graph, or its name. "
+                "Updates need not be fetched: all of the program's effects are compiled."
+            ) from error
+        name, number = split_input(tensor.name)
+        if self._facts.node[name].op == "TPUReplicatedOutput":
+            name, number = self._facts.inputs(name)[0]
+        if self._facts.cluster.get(name) != self._program.name:
+            raise ValueError(
+                f"{tensor.name!r} cannot be fetched: it stands outside the program "
+                f"{self._program.name!r}. Fetch what was made inside simd.tpu_program(...)."
+            )
+        check_alive_outside(self._facts, name, number)
+        return f"{name}:{number}"
+
+
+def _placeholder(given: ReplicaInput) -> tf.NodeDef:
+    node = tf.NodeDef()
+    node.name, node.op = given.name, "Placeholder"
+    dtype = tf.resource if given.is_variable else tf.as_dtype(given.dtype)
+    node.attr["dtype"].type = dtype.as_datatype_enum
+    return node
+
+
+def _for_xla(node: tf.NodeDef) -> None:
+    """Removes the attributes that tie a node to TPUs."""
+    untie(node)
+    if node.op == "TPUReplicateMetadata":
+        node.op = "NoOp"
+        node.attr.clear()

@@ -1,0 +1,397 @@
+"""XlaSession: runs a SIMD program on the devices that jax has, one core on each."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+from concurrent.futures import Future
+from typing import Any, Callable, Collection, Iterable, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import with_own_types
+from mtf_gradsync.optimizers import NoUpdateError
+from mtf_gradsync.runtimes.processes.watchdog import note
+from mtf_gradsync.runtimes.simd.facts import split_input
+from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.simd.session import ReplicaSession, copied, lowerings_in
+from mtf_gradsync.runtimes.xla.bridge import initial_state
+from mtf_gradsync.runtimes.xla.devices import Cores, devices_for
+from mtf_gradsync.runtimes.xla.executable import Cache, default_cache_dir
+from mtf_gradsync.runtimes.xla.outside import (
+    BOUNDARY,
+    DeviceInputs,
+    FetchSource,
+    OutsideStep,
+    source_of,
+)
+from mtf_gradsync.runtimes.xla.prepared import CompiledCore, DeviceVariables, PreparedProgram
+from mtf_gradsync.runtimes.xla.runner.devices import DevicesError, DeviceValues, devices_errors, put
+from mtf_gradsync.runtimes.xla.topology.chips import peak_flops_of
+
+_logger = logging.getLogger("mtf_gradsync")
+
+# How many steps may be dispatched before the session waits for what an earlier one has skipped:
+# enough to keep devices busy.
+_STEPS_UNTOLD = 4
+
+
+class Dispatched:
+    """A step that runs on the devices, or waits for its turn."""
+
+    def __init__(
+        self,
+        structure: Any,
+        places: Sequence[FetchSource],
+        values: dict[str, Any],
+        look: Callable[[], None] = lambda: None,
+    ):
+        """Sets its values; `look` looks at the steps up to this one, once it has ended."""
+        self._structure = structure
+        self._places = places
+        self._values = values
+        self._look = look
+
+    def result(self) -> Any:
+        """Waits for the step and returns its values.
+
+        Returns:
+          What `XlaSession.run` returns.
+
+        Raises:
+          DevicesError: when the step failed.
+          NoUpdateError: when there were too many steps without an update.
+        """
+        with devices_errors():
+            found = [place.value(self._values) for place in self._places]
+        if any(place.inside for place in self._places):
+            self._look()
+        return tf.nest.pack_sequence_as(self._structure, found)
+
+
+class XlaSession(ReplicaSession):
+    """A session on XLA devices. Use it as a context manager.
+
+    Variables stay on the devices from step to step, and new values are written over the old ones.
+    Every set of fetches from inside the program is compiled once, and kept.
+
+    With several processes, all of them have to make the same calls, `save` and `restore` included.
+    The first one writes checkpoints; all return when the files are there.
+
+    Attributes:
+      steps: steps made so far. A user may set the number of steps made before; errors of several
+        processes name the step by it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        lowering: Any = None,
+        devices: Sequence[Any] | None = None,
+        platform: str | None = None,
+        config: tf.ConfigProto | None = None,
+        cache_dir: str | None = "default",
+    ):
+        cores = Cores(devices_for(program.num_replicas, platform, devices))
+        lowerings = lowerings_in(lowering)
+        cache_dir = default_cache_dir() if cache_dir == "default" else cache_dir
+        ids = tuple(d.id for d in cores.devices)
+        prepared = program.prepared(
+            ("xla", ids, cache_dir, *map(id, lowerings)),
+            lambda: PreparedProgram(program, lowerings, cores, Cache(cache_dir)),
+        )
+        self.steps = 0
+        self._program = program
+        self._prepared = prepared
+        parts = prepared.parts
+        self._facts, self._outside = parts.facts, parts.outside
+        self._watches, cluster = parts.ops.watches, parts.facts.cluster
+        self._counts = [
+            name for name in self._watches.counts if cluster[split_input(name)[0]] == program.name
+        ]
+        self._cores = cores
+        self._plans: dict[tuple[tuple[str, ...], bool], OutsideStep] = {}
+        self._random_state: DeviceValues | None = None
+        self._dispatched = 0  # `steps` belongs to the user
+        # What steps told that nobody has looked at, with their numbers.
+        self._untold: collections.deque[tuple[int, dict[str, DeviceValues]]] = collections.deque()
+        self._entropy = int.from_bytes(os.urandom(7), "little")
+        host = tf.Session(graph=self._outside.graph, config=config or host_config())
+        super().__init__(host, parts.ops)
+        self._variables = DeviceVariables(self._session, cores)
+        self._inputs = DeviceInputs(self._outside, cores)
+        try:
+            self._session.run(parts.ops.initialize)
+            self._variables.share()
+            self._session.run(parts.ops.to_slices)
+        except BaseException:
+            self._session.close()
+            raise
+
+    @property
+    def cores(self) -> Cores:
+        """The program's cores, and which of them are this process's."""
+        return self._cores
+
+    @property
+    def program(self) -> Program:
+        """What runs."""
+        return self._program
+
+    @property
+    def compiled(self) -> tuple[CompiledCore, ...]:
+        """What was compiled of it so far: a program for each set of fetches."""
+        return self._prepared.all_compiled
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Bfloat16 operations a second that all devices can do; None where it is not known."""
+        peaks = [peak_flops_of(device.device_kind) for device in self._cores.devices]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if len(known) == len(peaks) else None
+
+    def wait(self) -> None:
+        """Waits until the steps that were dispatched have ended on this process's devices.
+
+        Raises:
+          DevicesError: when one of them failed.
+          NoUpdateError: when there were too many steps without an update.
+        """
+        with devices_errors():
+            self._variables.wait()
+        self._look_until(self._dispatched)
+
+    def close(self) -> None:
+        """See `ReplicaSession.close`."""
+        try:
+            self._look_until(self._dispatched)
+        except NoUpdateError as error:
+            _logger.error("%s", error)
+        except DevicesError:
+            pass  # whoever asks for a result of the step gets it
+        super().close()
+
+    def run(
+        self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
+    ) -> Any:
+        """Runs the program once; see `ReplicaSession.run`.
+
+        With several processes, all of them have to call it with the same fetches. Each feeds the
+        inputs of its own cores; values on cores of other processes are None.
+
+        Raises:
+          DevicesError: when the step failed on the devices.
+          UnsupportedProgramError: when XLA cannot run the program.
+          ValueError: see `ReplicaSession.run`.
+        """
+        return self.dispatch(fetches, feed_dict, per_replica).result()
+
+    def dispatch(
+        self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
+    ) -> Dispatched:
+        """Begins a step, and returns before it is done. Arguments and errors are those of `run`.
+
+        Steps run in the order in which they were dispatched.
+
+        Returns:
+          The step, to ask for its result.
+        """
+        names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
+        plan = self._plans.get((names, per_replica))
+        if plan is None:
+            places = [self._place(name, per_replica) for name in names]
+            plan = self._plans[names, per_replica] = OutsideStep.of(places, self._outside)
+        feeds = {self._feed(k): v for k, v in (feed_dict or {}).items()}
+        values: dict[str, Any] = {}
+        if not plan.runs_program:
+            values.update(self._run_outside(plan.first, feeds))
+            return Dispatched(fetches, plan.places, values)
+        compiled = self._prepared.compiled(self._with_counts(plan.inside))
+        sources = self._inputs.sources(compiled.inputs, feeds)
+        first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
+        everywhere = None
+        if not self._cores.is_alone:
+            everywhere = plan.first.union(*(i.sources for i in compiled.inputs))
+        values.update(self._run_outside(sources | plan.first, first, everywhere))
+        values.update(self._step(compiled, values, feeds, plan.shared))
+        step = self._dispatched = self._dispatched + 1
+        self._untold.append((step, {name: values[name] for name in self._counts}))
+        # Nobody may ask for the results.
+        self._look_until(step - _STEPS_UNTOLD)
+        if plan.last:
+            last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
+            last.update((k, values[v]) for k, v in plan.needs.carried.items())
+            last.update(self._returned(plan.needs.returned, values))
+            values.update(self._run_outside(plan.last, last))
+        return Dispatched(fetches, plan.places, values, lambda: self._look_until(step))
+
+    def _with_counts(self, inside: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted({*inside, *self._counts}))
+
+    def _look_until(self, step: int) -> None:
+        """Looks at what steps told, up to one of them, and waits for these.
+
+        All processes look at the same steps, so that all of them raise an error.
+        """
+        while self._untold and self._untold[0][0] <= step:
+            _, told = self._untold.popleft()
+            with devices_errors():
+                values = {name: np.asarray(x.arrays[0]) for name, x in told.items()}
+            self._watches.look(values, self._read_records, logs=self._cores.is_first)
+
+    def _read_records(self, names: list[str]) -> list[Any]:
+        found = self._run_outside(names, {}, names)
+        return [found[name] for name in names]
+
+    def _step(
+        self,
+        compiled: CompiledCore,
+        values: dict[str, Any],
+        fed: Collection[str],
+        shared: Collection[str],
+    ) -> dict[str, DeviceValues]:
+        """Runs the program, and returns its fetches by name.
+
+        Others than the program have the values of `shared`, and those that are `fed`.
+        """
+        self.steps += 1
+        self._is_stepped = True
+        note(f"step {self.steps}")
+        with devices_errors():
+            arguments = self._inputs.put(compiled.inputs, values, fed, shared)
+            arguments += self._variables.take(compiled.variables)
+            if compiled.lowered.has_randomness:
+                arguments.append(self._random_state or self._initial_random_state())
+            results = compiled.program.run(arguments)
+        count = compiled.lowered.num_fetches
+        for parameter, value in zip(compiled.lowered.updated, results[count:]):
+            if parameter == len(compiled.replica.inputs):
+                self._random_state = value
+            else:
+                self._variables.put(compiled.replica.inputs[parameter], value)
+        return dict(zip(compiled.replica.fetches, results))
+
+    def _initial_random_state(self) -> DeviceValues:
+        step = 0
+        counter = tf.train.get_global_step(self._program.graph)
+        if counter is not None:
+            name = self._name_of(counter)
+            step = int(self._run_outside([name], {})[name])
+        states = [initial_state(core, step, self._entropy) for core in self._cores.local]
+        return put(states, self._cores.local_devices)
+
+    def _returned(
+        self, returned: dict[str, tuple[str, int]], values: dict[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """Returns values from some cores of the program, on the host of every process."""
+        inner = sorted({name for name, _ in returned.values()})
+        with devices_errors():
+            local = [[np.asarray(a) for a in values[name].arrays] for name in inner]
+        everywhere = dict(zip(inner, self._cores.gather(local) if inner else ()))
+        return {
+            tensor: with_own_types(everywhere[name][core])
+            for tensor, (name, core) in returned.items()
+        }
+
+    def _run_outside(
+        self, names: Iterable[str], feeds: dict[str, Any], everywhere: Iterable[str] | None = None
+    ) -> dict[str, Any]:
+        """Runs operations and tensors on the host, with the newest values of variables.
+
+        `everywhere` are the names of what all processes together run, if these are more.
+        """
+        names = sorted(names)
+        feeds = {name: copied(value) for name, value in feeds.items()}
+        touched = self._outside.touched(names if everywhere is None else everywhere)
+        self._variables.copy_to_tensorflow(touched.used)
+        values = self._session.run(names, feeds) if names else ()
+        self._variables.forget(touched.written)
+        return dict(zip(names, values))
+
+    def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
+        """See `ReplicaSession.begin_save`; several processes write before they go on."""
+        if self._cores.is_alone:
+            return super().begin_save(path, saver, global_step)
+        written: Future[str] = Future()
+        written.set_result(self.save(path, saver=saver, global_step=global_step))
+        return written
+
+    def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
+        """Writes the checkpoint on the first process; returns on all when the files are there."""
+
+        def write() -> str:
+            if not self._cores.is_first:
+                return path if global_step is None else f"{path}-{global_step}"
+            return super(XlaSession, self)._write(path, saver, global_step)
+
+        return self._cores.together(write)
+
+    def _read(self, path: str) -> None:
+        """Reads a checkpoint, on every process."""
+        self._cores.together(lambda: super(XlaSession, self)._read(path))
+
+    def _bring_masters_up_to_date(self) -> None:
+        self._look_until(self._dispatched)
+        self._variables.copy_to_tensorflow()
+        super()._bring_masters_up_to_date()
+
+    def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
+        # Unlike a checkpoint, values are no point in time to begin random numbers from.
+        state = self._random_state
+        self._cores.together(lambda: super(XlaSession, self)._set_masters(values))
+        self._random_state = state
+
+    def _take_masters(self) -> None:
+        super()._take_masters()
+        self._variables.forget()
+        self._random_state = None
+
+    def _place(self, name: str, per_replica: bool) -> FetchSource:
+        self._outside.check_runs(name)
+        return source_of(self._facts, self._program.name, name, per_replica, self._cores)
+
+    def _is_inside(self, name: str) -> bool:
+        node = self._facts.node[split_input(name)[0]]
+        return node.name in self._facts.cluster or node.op in BOUNDARY
+
+
+def host_config() -> tf.ConfigProto:
+    """Returns the configuration of sessions outside the program, which leaves GPUs to jax."""
+    return tf.ConfigProto(device_count={"GPU": 0}, allow_soft_placement=True)
+
+
+def session(
+    program: Program,
+    lowering: mtf.Lowering | Sequence[mtf.Lowering] | Any = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    platform: str | None = None,
+    config: tf.ConfigProto | None = None,
+    cache_dir: str | None = "default",
+) -> XlaSession:
+    """Makes a session on XLA devices, with variables initialized and copied into slices.
+
+    It has the interface of `Program.session`, which runs on CPU replicas.
+
+    Args:
+      program: the program that `tpu_program` yielded, with the whole model built.
+      lowering: see `Program.session`.
+      devices: a jax device for each core; default the first ones that jax has.
+      platform: "cpu", "gpu" or "tpu"; default jax's own choice.
+      config: configuration of the ``tf.Session`` for what stands outside the program.
+      cache_dir: where compiled programs are kept for the next start; default
+        `default_cache_dir`, None for nowhere.
+
+    Returns:
+      An `XlaSession`; use it as a context manager.
+
+    Raises:
+      XlaMissingError: when jax is not installed.
+      DevicesError: when there are too few devices.
+      ProcessesError: when several processes do not fit together on the mesh.
+      UnsupportedProgramError: when the graph holds what cannot run.
+      TypeError: when lowering is of no known kind.
+    """
+    return XlaSession(program, lowering, devices, platform, config, cache_dir)

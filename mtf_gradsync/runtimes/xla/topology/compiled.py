@@ -1,0 +1,411 @@
+"""The TPU compiler's answer for a SIMD program, as a table and as JSON."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from typing import Any, Iterator, Sequence
+
+from mtf_gradsync.runtimes._tables import text_table
+from mtf_gradsync.runtimes.xla.hlo import (
+    core_groups,
+    instructions_of,
+    is_predicate,
+    read_module,
+    shape_bytes,
+)
+from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS, Generation, slice_of, why_doubtful
+from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
+
+#: The operations through which cores exchange data, as HLO calls them.
+COLLECTIVES = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HloCollective:
+    """One collective of a compiled program.
+
+    Attributes:
+      operation: its kind, as in "all-reduce"; one of `COLLECTIVES`. Where the TPU compiler splits a
+        weight update, it writes a fusion of an all-reduce with what cuts its result or joins its
+        operands: that is a "reduce-scatter" or an "all-gather".
+      name: its name in the module.
+      bytes_per_core: bytes that one core puts in, without the padding of the TPU's memory layout.
+      groups: the cores that exchange data, group by group; empty for one group of all cores. For
+        "collective-permute" the pairs of source and target.
+      computation: the name of the computation that contains it.
+      inside: the branches and loops around it, outermost first, as in ("branch true of cond.5",
+        "body of while.7"); empty for a collective that runs once on every step.
+      crosses_slices: whether it is of cores at one place of all slices, over the data center
+        network: the compiler writes a sum over several slices as one within each, a transfer
+        between them, and one within each. Its `groups` are empty; other groups are of one slice.
+    """
+
+    operation: str
+    name: str
+    bytes_per_core: int
+    groups: tuple[tuple[int, ...], ...]
+    computation: str
+    inside: tuple[str, ...]
+    crosses_slices: bool = False
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether it is inside a branch, and so runs on some steps only."""
+        return any(part.startswith("branch ") for part in self.inside)
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether it is inside a loop, and so may run many times in a step."""
+        return any(not part.startswith("branch ") for part in self.inside)
+
+
+# What the runtime that joins slices does with what a program sends to the host.
+_TRANSFER = "_xla_megascale_transfer_type"
+
+
+def find_hlo_collectives(module: bytes) -> list[HloCollective]:
+    """Lists the collectives that an HLO module runs.
+
+    Args:
+      module: a serialized ``HloModuleProto``, before or after optimization.
+
+    Returns:
+      The collectives in the order in which they run; where the module has no schedule, in the
+      module's order. A collective in a computation that is called from several places appears once
+      for each call.
+
+    Raises:
+      ValueError: when `module` is no HLO module, or one that this TensorFlow cannot read.
+    """
+    proto = read_module(module)
+    computations = {computation.id: computation for computation in proto.computations}
+    return list(_walk(proto, computations, proto.entry_computation_id, ()))
+
+
+def _walk(
+    module: Any,
+    computations: dict[int, Any],
+    entry: int,
+    inside: tuple[str, ...],
+    is_fused: bool = False,
+) -> Iterator[HloCollective]:
+    computation = computations[entry]
+    shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
+    for instruction in instructions_of(module, computation):
+        # An operation of a start and an end counts once, at its start.
+        operation = _without(instruction.opcode, "-start")
+        if operation in COLLECTIVES:
+            size = sum(shape_bytes(shapes[i]) for i in instruction.operand_ids)
+            if operation == "all-reduce" and is_fused:
+                operation, size = _sent_by_fused_all_reduce(instruction, computation, size)
+            yield HloCollective(
+                operation=operation,
+                name=instruction.name,
+                bytes_per_core=size,
+                groups=core_groups(instruction),
+                computation=computation.name,
+                inside=inside,
+            )
+        elif instruction.opcode == "send" and _TRANSFER in instruction.frontend_attributes.map:
+            kind = instruction.frontend_attributes.map[_TRANSFER].lower().replace("_", "-")
+            yield HloCollective(
+                operation=kind if kind in COLLECTIVES else "collective-permute",
+                name=instruction.name,
+                bytes_per_core=shape_bytes(shapes[instruction.operand_ids[0]]),
+                groups=(),
+                computation=computation.name,
+                inside=inside,
+                crosses_slices=True,
+            )
+        elif not instruction.opcode.endswith(("-update", "-done")):
+            # A collective calls only the sum of two numbers; other operations may call collectives.
+            called, fused = instruction.called_computation_ids, instruction.opcode == "fusion"
+            for called_id, around in zip(called, _around(instruction, shapes)):
+                yield from _walk(module, computations, called_id, inside + around, fused)
+
+
+# They only pass on the numbers of their first operand.
+_PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "reshape"))
+
+
+def _sent_by_fused_all_reduce(all_reduce: Any, computation: Any, size: int) -> tuple[str, int]:
+    """What a fusion of an all-reduce of `size` bytes sends: the operation, and bytes put in."""
+    by_id = {instruction.id: instruction for instruction in computation.instructions}
+    users = collections.defaultdict(list)
+    for instruction in computation.instructions:
+        for operand in instruction.operand_ids:
+            users[operand].append(instruction)
+
+    def only_slices(value: int) -> bool:
+        return bool(users[value]) and all(
+            only_slices(user.id) if user.opcode in _PASSED_ON else user.opcode == "dynamic-slice"
+            for user in users[value]
+        )
+
+    def put_in(value: int) -> int | None:
+        """Bytes that are written into zeros; None where a value is made otherwise."""
+        made_by = by_id[value]
+        if made_by.opcode in _PASSED_ON:
+            return put_in(made_by.operand_ids[0])
+        if made_by.opcode != "dynamic-update-slice":
+            return None
+        into, written = (by_id[operand] for operand in made_by.operand_ids[:2])
+        more = 0 if into.opcode in ("broadcast", "constant") else put_in(into.id)
+        return None if more is None else more + shape_bytes(written.shape)
+
+    if only_slices(all_reduce.id):
+        return "reduce-scatter", size
+    parts = [put_in(operand) for operand in all_reduce.operand_ids]
+    if None in parts:
+        return "all-reduce", size
+    return "all-gather", sum(part for part in parts if part is not None)
+
+
+def _without(text: str, end: str) -> str:
+    return text[: -len(end)] if text.endswith(end) else text
+
+
+def _around(instruction: Any, shapes: dict[int, Any]) -> list[tuple[str, ...]]:
+    """Names of the branch or loop that each computation called by an instruction is in."""
+    called = instruction.called_computation_ids
+    if instruction.opcode == "while":
+        return [(f"{role} of {instruction.name}",) for role in ("body", "condition")]
+    if instruction.opcode == "conditional":
+        roles: Sequence[Any] = range(len(called))
+        if is_predicate(shapes[instruction.operand_ids[0]]):
+            roles = ("true", "false")
+        return [(f"branch {role} of {instruction.name}",) for role in roles]
+    return [()] * len(called)
+
+
+def bytes_by_operation(collectives: Sequence[HloCollective]) -> dict[str, tuple[int, int]]:
+    """Returns operation -> (number of collectives, bytes per core); in a loop, they count once."""
+    sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for collective in collectives:
+        sums[collective.operation][0] += 1
+        sums[collective.operation][1] += collective.bytes_per_core
+    return {name: (count, size) for name, (count, size) in sums.items()}
+
+
+_ESTIMATES = {
+    "step": "step, with conditionals",
+    "conditions_true": "step, all conditions true",
+    "conditions_false": "step, all conditions false",
+    "bare": "bare optimizer",
+}
+_ESTIMATE = (
+    "An estimate is no timing. It adds up operations one after the other, each at its roofline: "
+    "the longer of its products at the chip's published peak and its bytes at the memory's "
+    "bandwidth. It does not count links and host."
+)
+# A step that costs more than this, in steps of the bare optimizer, gets a note.
+_DEARER = 1.02
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreMemory:
+    """Bytes of memory that a program takes on one core, with the padding of the TPU's layouts.
+
+    Attributes:
+      arguments: inputs and variables.
+      outputs: fetches and new values of variables.
+      aliased: the part of the outputs that is written over arguments, and so counts once.
+      temporaries: the peak of all intermediate values.
+      code: the program's instructions.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All bytes on one core; aliased ones count once."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """The compiler's answer for one program and one topology.
+
+    Attributes:
+      topology: as in "v3:2x2".
+      device_kind: libtpu's name of such a core, as in "TPU v3".
+      num_replicas: the number of cores that run the program.
+      error: why the program was refused, in short; "" where the compiler accepted it.
+      before: collectives of the program before the compiler's optimization. Empty where TensorFlow
+        itself refused the program.
+      after: collectives of the compiled program. Empty where it was refused.
+      after_unsharded: collectives of the program compiled without splitting the weight update over
+        the cores. The split turns one all-reduce into several operations, so compare bytes here.
+        Empty unless asked for by `update_not_split`.
+      memory: bytes on one core; None where the program was refused.
+      seconds: how long the compilation took. That is no measure of how fast the program runs.
+      estimates: estimates by name. "step": of the program; of its conditionals no branch counts
+        (but in `flops` by libtpu 0.0.17 the dearest). "conditions_true" and
+        "conditions_false", where it has conditionals: of the program with all conditions true, as
+        in an update step, or false. "bare": of the program with the bare optimizer, with all
+        conditions true.
+      bare_memory: bytes on one core of the program with the bare optimizer; None where that was not
+        asked for.
+      of_update: collectives of the compiled program with all conditions true, as in an update step,
+        where it has conditionals; else those in `after`.
+      of_skipped_step: collectives of the compiled program with all conditions false, as in a step
+        that only accumulates; empty where it has no conditionals.
+      not_estimated: name of an estimate -> why the program for it was refused.
+      bare_lacks_fetches: whether a step of the bare program returns less than the program's, so
+        that it is a little cheaper.
+    """
+
+    topology: str
+    device_kind: str
+    num_replicas: int
+    error: str
+    before: tuple[HloCollective, ...]
+    after: tuple[HloCollective, ...]
+    after_unsharded: tuple[HloCollective, ...]
+    memory: CoreMemory | None
+    seconds: float
+    estimates: dict[str, CostEstimate] = dataclasses.field(default_factory=dict)
+    bare_memory: CoreMemory | None = None
+    of_update: tuple[HloCollective, ...] = ()
+    of_skipped_step: tuple[HloCollective, ...] = ()
+    not_estimated: dict[str, str] = dataclasses.field(default_factory=dict)
+    bare_lacks_fetches: bool = False
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the compiler accepted the program."""
+        return not self.error
+
+    def fits(self) -> dict[str, bool]:
+        """On which TPU generations the program fits into a core's memory.
+
+        The bytes are those on `topology`. Other generations pad and schedule a little differently:
+        near the limit, compile for the generation itself.
+
+        Returns:
+          Name of the generation, as in "v3" -> whether the program fits. Empty where it was
+          refused.
+        """
+        if self.memory is None:
+            return {}
+        return {g.name: self.memory.total <= g.memory_per_core for g in self._generations()}
+
+    def _generations(self) -> list[Generation]:
+        """All generations, that of the topology with cores as the topology has them."""
+        own = slice_of(self.topology).generation
+        return [own if g.name == own.name else g for g in GENERATIONS]
+
+    def __str__(self) -> str:
+        kind = f" ({self.device_kind})" if self.device_kind else ""
+        lines = [f"topology {self.topology}{kind}, {self.num_replicas} cores"]
+        if self.error:
+            lines.append(f"refused: {self.error}")
+        else:
+            lines.append(f"accepted, compiled in {self.seconds:.1f} s")
+        if self.before:
+            lines += ["", *self._collectives()]
+        if self.memory is not None:
+            lines += ["", *self._memory(self.memory)]
+        if self.estimates:
+            lines += ["", *self._estimates()]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All attributes as JSON text by their names, with "accepted", "total" and "fits"."""
+        content = dataclasses.asdict(self)
+        content["accepted"] = self.accepted
+        content["fits"] = self.fits()
+        if self.memory is not None:
+            content["memory"]["total"] = self.memory.total
+        return json.dumps(content, indent=2)
+
+    def _collectives(self) -> list[str]:
+        columns = [("before optimization", self.before)]
+        if self.accepted:
+            columns.append(("compiled", self.after))
+        if self.after_unsharded:
+            columns.append(("compiled, update not split", self.after_unsharded))
+        sums = [bytes_by_operation(rows) for _, rows in columns]
+        operations = list(dict.fromkeys(name for found in sums for name in found))
+        table = []
+        for operation in operations:
+            counts = (found.get(operation, (0, 0)) for found in sums)
+            table.append([operation, *(f"{n} ({size:,} bytes)" for n, size in counts)])
+        conditional = (sum(c.is_conditional for c in rows) for _, rows in columns)
+        in_loops = (sum(c.is_in_loop for c in rows) for _, rows in columns)
+        table += [["in branches", *map(str, conditional)], ["in loops", *map(str, in_loops)]]
+        return text_table(["collectives", *(title for title, _ in columns)], table, ["collectives"])
+
+    def _estimates(self) -> list[str]:
+        bare = self.estimates.get("bare")
+        labels = dict(_ESTIMATES)
+        if set(self.estimates) <= {"step", "bare"}:
+            labels["step"] = "step"
+        rows = []
+        notes = [_ESTIMATE]
+        for name, cost in self.estimates.items():
+            share = f"{cost.seconds / bare.seconds:.2f}" if bare and bare.seconds else ""
+            numbers = [f"{n:,.0f}" for n in (cost.flops, cost.bytes_accessed)]
+            rows.append([labels[name], *numbers, f"{1e6 * cost.seconds:,.1f}", share])
+            if cost.unknown:
+                kinds = ", ".join(cost.unknown_operations)
+                notes.append(
+                    f"{labels[name]}: {cost.unknown} custom calls count with their bytes alone "
+                    f"({kinds})."
+                )
+            doubt = why_doubtful(cost.seconds, cost.roofline_seconds)
+            # Of a conditional libtpu 0.0.17 counts operations, and no branch takes time here.
+            if doubt and (name != "step" or "conditions_true" not in self.estimates):
+                notes.append(f"{labels[name]}: do not trust the time, which is {doubt}.")
+            if cost.loops_counted_once:
+                notes.append(
+                    f"{labels[name]}: of {cost.loops_counted_once} loops one turn is counted."
+                )
+        for name, reason in self.not_estimated.items():
+            notes.append(f"{labels[name]}: refused: {reason}")
+        if self.bare_lacks_fetches:
+            notes.append("The bare step returns less than this one: give its loss as bare_fetches.")
+        step = self.estimates.get("conditions_true", self.estimates.get("step"))
+        if bare and step and step.seconds > _DEARER * bare.seconds:
+            more = 100 * (step.seconds / bare.seconds - 1)
+            notes.append(f"A step with an update takes {more:.0f}% more than the bare optimizer's.")
+        if self.memory and self.bare_memory and self.memory.total > self.bare_memory.total:
+            more = self.memory.total - self.bare_memory.total
+            notes.append(f"It takes {more:,} bytes of memory more than the bare optimizer's.")
+        headers = ["estimate per core", "operations", "bytes touched", "us by roofline", "of bare"]
+        if bare is None:
+            headers, rows = headers[:-1], [row[:-1] for row in rows]
+        return text_table(headers, rows, headers[:1]) + notes
+
+    def _memory(self, memory: CoreMemory) -> list[str]:
+        rows = [
+            ["arguments (variables and inputs)", f"{memory.arguments:,}"],
+            ["outputs", f"{memory.outputs:,}"],
+            ["outputs written over arguments", f"-{memory.aliased:,}"],
+            ["temporaries", f"{memory.temporaries:,}"],
+            ["code", f"{memory.code:,}"],
+            ["total", f"{memory.total:,}"],
+        ]
+        lines = text_table(["memory per core", "bytes"], rows, ["memory per core"])
+        shares = [
+            f"{g.name} {100 * memory.total / g.memory_per_core:.3g}%" for g in self._generations()
+        ]
+        lines.append(f"of a core's memory: {', '.join(shares)}")
+        misfits = [name for name, fits in self.fits().items() if not fits]
+        lines.append(
+            f"does not fit on: {', '.join(misfits)}" if misfits else "fits on all of these"
+        )
+        return lines

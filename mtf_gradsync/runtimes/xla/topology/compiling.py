@@ -1,0 +1,256 @@
+"""Compiles a SIMD program with the real TPU compiler, on a machine without a TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
+from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.xla.bridge import to_hlo
+from mtf_gradsync.runtimes.xla.devices import check_installed
+from mtf_gradsync.runtimes.xla.executable import to_stablehlo
+from mtf_gradsync.runtimes.xla.replica_program import replica_program
+from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS, slice_of
+from mtf_gradsync.runtimes.xla.topology.compiled import (
+    CompiledProgram,
+    CoreMemory,
+    find_hlo_collectives,
+)
+from mtf_gradsync.runtimes.xla.topology.estimate import (
+    CostEstimate,
+    OneTurnMore,
+    read_estimate,
+    turns_more,
+    with_conditions,
+)
+from mtf_gradsync.runtimes.xla.topology.own_process import ask
+
+_LONGEST_ERROR = 600
+_EXAMPLES = ", ".join(g.example for g in GENERATIONS)
+_STAGES = ("before", "after", "after_unsharded", "conditions_true", "conditions_false")
+# Estimate -> the name of its compiled program, where that is another.
+_STAGE_OF = {"step": "after"}
+
+
+def compile_for_tpu(
+    program: Program,
+    fetches: Sequence[Any] = (),
+    topology: str = "v3:2x2",
+    save_hlo: str | os.PathLike[str] | None = None,
+    bare: Program | None = None,
+    update_not_split: bool = False,
+    bare_fetches: Sequence[Any] = (),
+) -> CompiledProgram:
+    """Whether the TPU compiler accepts a program, with its collectives, memory and cost per core.
+
+    No TPU is needed. The program is compiled as a TPU runs it, with all its updates: variables are
+    arguments of a core's program, and their new values are results that are written over them.
+
+    Args:
+      program: what `tpu_program` yielded, with the whole model built.
+      fetches: tensors of the program that a step returns besides the updates, such as the loss.
+      topology: TPU generation and chips, as in "v3:2x2", or a slice of Google Cloud, as in "v4-8";
+        it must have as many cores as the program's mesh. (A "v3" chip has two, and a "v4" chip is
+        one, as users run it; "v4:2x2x1/two_cores" makes it two.)
+      save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to.
+      bare: the same model's program with the bare optimizer; its estimate is added as "bare".
+      update_not_split: whether to compile a second time, without splitting the weight update over
+        the cores, so that the bytes of collectives can be compared.
+      bare_fetches: what a step of `bare` returns; without its loss it is a little cheaper.
+
+    Returns:
+      The compiler's answer; a program that it refuses is an answer too.
+
+    Raises:
+      XlaMissingError: when jax or libtpu are not installed.
+      CompilerDiedError: when the compiler's process crashed.
+      UnsupportedProgramError: when an operation or input has no counterpart in HLO.
+      ValueError: when there is no such topology, its number of cores is not that of the program's
+        mesh, `bare` has another number, or a fetch is no tensor of its program.
+    """
+    slice_of(topology)
+    check_installed("jax", "jaxlib", "libtpu")
+    if bare is not None and bare.num_replicas != program.num_replicas:
+        raise ValueError(
+            f"The bare program has {bare.num_replicas} cores and the program {program.num_replicas}"
+            ". Build both on the same mesh: their estimates are compared core by core."
+        )
+    lowered = lower(program, fetches)
+    others = {} if lowered.module is None else _conditions(lowered.module)
+    refused = ""
+    if bare is not None:
+        module, refused = _lower_bare(bare, bare_fetches)
+        if module is not None:
+            # With its own conditions as in the step that it is compared with.
+            others["bare"] = with_conditions(module, True) or module
+    made = compile_lowered(lowered, topology, save_hlo, others, update_not_split)
+    if refused:
+        made.not_estimated["bare"] = _short(refused)
+    return dataclasses.replace(
+        made, bare_lacks_fetches=bare is not None and len(bare_fetches) < len(fetches)
+    )
+
+
+class LoweredProgram(NamedTuple):
+    """A core's program for the TPU compiler, or why TensorFlow refused it."""
+
+    num_replicas: int
+    module: str | None  # StableHLO text; None where it was refused
+    refused: str = ""
+
+
+def lower(program: Program, fetches: Sequence[Any] = ()) -> LoweredProgram:
+    """Returns a core's program as StableHLO for `compile_lowered`; needs no TPU compiler."""
+    replica = replica_program(program, fetches)
+    try:
+        return LoweredProgram(replica.num_replicas, to_stablehlo(to_hlo(replica)))
+    except UnsupportedProgramError as error:
+        return LoweredProgram(replica.num_replicas, None, str(error))
+
+
+def compile_lowered(
+    lowered: LoweredProgram,
+    topology: str,
+    save_hlo: str | os.PathLike[str] | None = None,
+    others: Mapping[str, str] | None = None,
+    update_not_split: bool = False,
+    begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
+) -> CompiledProgram:
+    """Returns the TPU compiler's answer for a program of `lower`; see `compile_for_tpu`.
+
+    `others` is StableHLO of further programs to estimate, by name; None estimates the program
+    itself with its conditions true and false. Each is compiled once more for each of its loops.
+    `begun` is called with the compiler's process once it runs.
+    """
+    refused, num_replicas = lowered.refused, lowered.num_replicas
+    if others is None:
+        others = {} if lowered.module is None else _conditions(lowered.module)
+    estimated = {**({} if lowered.module is None else {"step": lowered.module}), **others}
+    loops = {name: turns_more(module) for name, module in estimated.items()}
+    with_turns = {
+        f"{name}.loop_{i}": one.module
+        for name, (found, _) in loops.items()
+        for i, one in enumerate(found)
+    }
+    with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
+        every = {**others, **with_turns}
+        answer = ask(folder, lowered.module, topology, num_replicas, every, update_not_split, begun)
+        _check_topology(topology, answer, num_replicas)
+        if "error" in answer:
+            refused = f"the TPU compiler: {_short(answer['error'])}"
+        found = {stage: Path(folder) / f"{stage}.hlo.pb" for stage in _STAGES}
+        before, after, unsharded, of_update, of_skipped_step = (
+            tuple(find_hlo_collectives(path.read_bytes())) if path.exists() else ()
+            for path in found.values()
+        )
+        read = {
+            name: read_estimate(
+                numbers,
+                (Path(folder) / f"{_STAGE_OF.get(name, name)}.hlo.pb").read_bytes(),
+                slice_of(topology).rates,
+            )
+            for name, numbers in answer.get("cost", {}).items()
+        }
+        if save_hlo is not None:
+            Path(save_hlo).mkdir(parents=True, exist_ok=True)
+            for stage in ("before", "after"):
+                text = Path(folder) / f"{stage}.hlo.txt"
+                # What is there of an earlier program would pass for this one's.
+                (Path(save_hlo) / text.name).unlink(missing_ok=True)
+                if text.exists():
+                    shutil.copy(text, save_hlo)
+    estimates = {name: _with_loops(name, read, *loops[name]) for name in read if name in loops}
+    bare = answer.get("memory_of", {}).get("bare")
+    return CompiledProgram(
+        topology=topology,
+        device_kind=answer["device_kind"],
+        num_replicas=num_replicas,
+        error=refused,
+        before=before,
+        after=after,
+        after_unsharded=unsharded,
+        memory=CoreMemory(*answer["memory"]) if "memory" in answer else None,
+        seconds=answer.get("seconds", 0.0),
+        estimates=estimates,
+        bare_memory=CoreMemory(*bare) if bare else None,
+        of_update=of_update or after,
+        of_skipped_step=of_skipped_step,
+        not_estimated={
+            name: _short(said)
+            for name, said in answer.get("not_estimated", {}).items()
+            if name in loops
+        },
+    )
+
+
+def _with_loops(
+    name: str, read: Mapping[str, CostEstimate], loops: Sequence[OneTurnMore], unknown: int
+) -> CostEstimate:
+    """Returns the estimate of a program with every turn of its loops."""
+    once = total = read[name]
+    for i, one in enumerate(loops):
+        more = read.get(f"{name}.loop_{i}")
+        if more is None:  # it was refused; it may need more memory than the program
+            unknown += 1
+        else:
+            total = total.plus(one.times, once, more)
+    return dataclasses.replace(total, loops_counted_once=unknown)
+
+
+def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the coordinates of each core's chip, then its number on the chip.
+
+    Cores are in the order of a program's.
+    """
+    slice_of(topology)
+    check_installed("jax", "jaxlib", "libtpu")
+    with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
+        answer = ask(folder, None, topology, 0)
+    _check_known(topology, answer)
+    return tuple(tuple(place) for place in answer["places"])
+
+
+def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]:
+    """The bare program as StableHLO, or why TensorFlow refuses it: the other one has its answer."""
+    try:
+        lowered = lower(bare, fetches)
+    except UnsupportedProgramError as error:
+        return None, str(error)
+    return lowered.module, lowered.refused
+
+
+def _conditions(module: str) -> dict[str, str]:
+    """A program with its conditions true and false, by the name of the estimate."""
+    made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
+    return {name: text for name, text in made.items() if text is not None}
+
+
+def _check_known(topology: str, answer: dict[str, Any]) -> None:
+    if "no_topology" in answer:
+        raise ValueError(
+            f"topology {topology!r} is one that libtpu does not know: "
+            f"{_short(answer['no_topology']).rstrip('.')}. "
+            f"Topologies of 8 cores are {_EXAMPLES}."
+        )
+
+
+def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> None:
+    _check_known(topology, answer)
+    if answer["num_cores"] != num_cores:
+        raise ValueError(
+            f"topology {topology!r} has {answer['num_cores']} cores and the program's mesh "
+            f"{num_cores}. Give a topology with as many cores as the mesh: those of 8 cores are "
+            f"{_EXAMPLES}; twice the chips along one direction are twice the cores."
+        )
+
+
+def _short(text: str) -> str:
+    """The part of a compiler's message that a user can act on, on one line."""
+    text = " ".join(text.split("Stack trace", 1)[0].split())
+    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."

@@ -1,0 +1,354 @@
+"""An estimate of what a compiled program costs, with every turn of its loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync.runtimes.xla.hlo import read_module, stored_bytes
+from mtf_gradsync.runtimes.xla.runner.packs import nested_operations
+from mtf_gradsync.runtimes.xla.topology.chips import Rates, work_of
+
+_SUMS = (
+    *("flops", "bytes_accessed", "seconds", "bytes_copied"),
+    *("compiler_seconds", "compiler_bytes"),
+)
+# Custom calls of which libtpu 0.0.42 has no estimate.
+_NEVER_KNOWN = frozenset({"ConcatBitcast", "X64Combine", "X64SplitHigh", "X64SplitLow"})
+# What TensorFlow's conditionals become; its first branch is the one for true.
+_IF, _NOT = "stablehlo.if", "stablehlo.not"
+# Marks a conditional on the opposite of another one's condition.
+_OPPOSITE = "mtf_gradsync.opposite"
+
+
+@dataclasses.dataclass(frozen=True)
+class CostEstimate:
+    """The estimate of one step on one core. It is no timing.
+
+    It adds up the operations of the compiled program one after the other: nothing overlaps, and
+    neither links nor the host nor the input count.
+
+    Attributes:
+      flops: floating-point operations, by the compiler's count.
+      bytes_accessed: bytes that operations read and write, whichever of the core's memories has
+        them; without the copies between these that run while other operations do.
+      seconds: the time of all operations, each at its roofline: the longer of its products at the
+        chip's published peak, and of its bytes at the published bandwidth of the memory.
+      unknown: the number of custom calls whose operations are not known; their bytes count.
+      unknown_operations: targets of these custom calls.
+      bytes_copied: bytes that the compiled program copies from one memory of the core to another
+        while other operations run, padding included. In small programs `compiler_bytes` counts each
+        about four times.
+      loops_counted_once: the number of loops of which one turn is in the numbers, because it is not
+        known how often they turn.
+      rates: the published rates of the core.
+      compiler_seconds: libtpu's own estimate, for comparing two programs. That of libtpu 0.0.17
+        does not depend on the chip, and that of 0.0.42 leaves out small operations beside many that
+        it cannot estimate.
+      compiler_bytes: libtpu's own count of bytes.
+    """
+
+    flops: float
+    bytes_accessed: float
+    seconds: float
+    unknown: int = 0
+    unknown_operations: tuple[str, ...] = ()
+    bytes_copied: float = 0.0
+    loops_counted_once: int = 0
+    rates: Rates | None = None
+    compiler_seconds: float = 0.0
+    compiler_bytes: float = 0.0
+
+    @property
+    def roofline_seconds(self) -> float:
+        """The least time: of all operations at the peak, or of all bytes; 0 if that is unknown."""
+        if self.rates is None:
+            return 0.0
+        return max(self.flops / self.rates.flops, self.bytes_accessed / self.rates.bytes)
+
+    def plus(self, times: int, less: CostEstimate, more: CostEstimate) -> CostEstimate:
+        """This estimate, and so many times what one of two others has more than the other."""
+        sums = {
+            name: getattr(self, name) + times * (getattr(more, name) - getattr(less, name))
+            for name in _SUMS
+        }
+        return dataclasses.replace(self, **sums)
+
+
+def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -> CostEstimate:
+    """Returns the estimate of a compiled program, an ``HloModuleProto``, for cores of some rates.
+
+    The numbers are libtpu's "flops", "bytes accessed" and "optimal_seconds", a sum in which each
+    operation that libtpu cannot estimate counts as -1.
+    """
+    module = read_module(compiled)
+    work = work_of(module, rates)
+    instructions = [i for c in module.computations for i in c.instructions]
+    # The first part of a copy's result is the copy itself.
+    copied = sum(
+        stored_bytes(i.shape.tuple_shapes[0]) for i in instructions if i.opcode == "copy-start"
+    )
+    # A sum of more than a second does not show how many it lacks.
+    never_known = sum(target in _NEVER_KNOWN for target in work.custom_calls)
+    own = numbers["optimal_seconds"] + never_known
+    unknown = work.unknown
+    return CostEstimate(
+        flops=numbers["flops"],
+        bytes_accessed=work.bytes,
+        seconds=work.seconds,
+        unknown=len(unknown),
+        unknown_operations=tuple(sorted(set(unknown))),
+        bytes_copied=copied,
+        rates=rates,
+        compiler_seconds=own if own >= 0 else own + math.ceil(-own),
+        compiler_bytes=numbers["bytes accessed"],
+    )
+
+
+def with_conditions(module: str, value: bool) -> str | None:
+    """Returns a StableHLO program's text with its conditionals replaced by one of their branches.
+
+    What the compiler's estimate counts of a conditional is not what a step runs. All conditions
+    have the same `value`, except one that is the negation of another ("report if not finite" beside
+    "update if finite"): it has the opposite value. Returns None for a program without conditionals.
+    """
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context(), ir.Location.unknown():
+        parsed = ir.Module.parse(module)
+        conditionals = [op for op in nested_operations(parsed.operation) if op.name == _IF]
+        conditions = [op.operands[0] for op in conditionals]
+        for conditional, condition in zip(conditionals, conditions):
+            # The owner may be a view of the operation, or the block that has the value as argument.
+            made_by = getattr(condition.owner, "operation", None)
+            if made_by is None or made_by.name != _NOT:
+                continue
+            if made_by.operands[0] in conditions:
+                conditional.attributes[_OPPOSITE] = ir.UnitAttr.get()
+        found = 0
+        while True:
+            conditional = next(
+                (op for op in nested_operations(parsed.operation) if op.name == _IF), None
+            )
+            if conditional is None:
+                return str(parsed) if found else None
+            is_true = value is not (_OPPOSITE in conditional.attributes)
+            _put_in_line(conditional, 0 if is_true else 1)
+            found += 1
+
+
+def _put_in_line(conditional: Any, branch: int) -> None:
+    """Replaces a conditional by one of its branches.
+
+    The compiler keeps a conditional with collectives even where its condition is a constant.
+    """
+    *operations, last = conditional.regions[branch].blocks[0].operations
+    for operation in operations:
+        operation.operation.move_before(conditional)
+    for result, value in zip(conditional.results, last.operands):
+        result.replace_all_uses_with(value)
+    conditional.erase()
+
+
+_WHILE = "stablehlo.while"
+# They pass a number on.
+_SAME = frozenset(("stablehlo.reshape", "stablehlo.convert"))
+
+
+class OneTurnMore(NamedTuple):
+    """A program in which one of its loops turns once more, before the loop."""
+
+    module: str  # StableHLO
+    times: int  # how often its difference from the program is to be added to the program's estimate
+
+
+def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
+    """Returns a program for each loop whose turns count, and the number of the other loops.
+
+    The estimate of the program, with what these differ from it, counts each turn of each loop. A
+    loop whose number of turns the program does not say counts once.
+    """
+    if _WHILE not in module:
+        return [], 0
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    found, unknown = [], 0
+    with mlir.make_ir_context(), ir.Location.unknown():
+        parsed = ir.Module.parse(module)
+        turns = _turns_with_those_around(parsed)
+        for number, (own, around) in enumerate(turns):
+            if own is None or around is None:
+                unknown += 1
+            elif own > 1 and around:  # without any turn the compiler removes it
+                copy = ir.Module.parse(module)
+                loop, _ = list(_loops(_main(copy), ()))[number]
+                _put_a_turn_before(loop)
+                found.append(OneTurnMore(str(copy), own * around - around))
+    return found, unknown
+
+
+def _turns_with_those_around(module: Any) -> list[tuple[int | None, int | None]]:
+    """For each loop its turns, and the product of those around it; None where not known."""
+    functions = {_symbol(op): op.operation for op in module.body.operations}
+    all_loops = list(_loops(_main(module), ()))
+    own = [_turns(loop, functions) for loop, _ in all_loops]
+    found: list[tuple[int | None, int | None]] = []
+    for number, (_, around) in enumerate(all_loops):
+        known = [own[i] for i in around]
+        product = None if None in known else math.prod(n for n in known if n is not None)
+        found.append((own[number], product))
+    return found
+
+
+def _loops(operation: Any, around: tuple[int, ...]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Yields loops, with the numbers of those around each, in an order that programs share."""
+    numbers = iter(range(10**9))
+
+    def inside(op: Any, around: tuple[int, ...]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+        for region in op.regions:
+            for block in region:
+                for inner in block:
+                    here = around
+                    if inner.operation.name == _WHILE:
+                        here = (*around, next(numbers))
+                        yield inner.operation, around
+                    yield from inside(inner.operation, here)
+
+    yield from inside(operation, around)
+
+
+def _main(module: Any) -> Any:
+    return next(op.operation for op in module.body.operations if _symbol(op) == "main")
+
+
+def _symbol(op: Any) -> str:
+    from jaxlib.mlir import ir
+
+    return ir.StringAttr(op.operation.attributes["sym_name"]).value
+
+
+def _put_a_turn_before(loop: Any) -> None:
+    """Copies a loop's body to before it, and begins the loop with that turn's results."""
+    from jaxlib.mlir import ir
+
+    turn = loop.clone(ip=ir.InsertionPoint(loop))
+    block = turn.regions[1].blocks[0]
+    *operations, last = block.operations
+    for argument, value in zip(block.arguments, turn.operands):
+        argument.replace_all_uses_with(value)
+    for operation in operations:
+        operation.operation.move_before(loop)
+    for number, value in enumerate(list(last.operands)):
+        loop.operands[number] = value
+    turn.erase()
+
+
+class _Place(NamedTuple):
+    """A value, and the calls of functions that it is inside of."""
+
+    value: Any
+    calls: tuple[Any, ...] = ()
+
+
+def _turns(loop: Any, functions: dict[str, Any]) -> int | None:
+    """How often a loop turns, if it counts from one constant to another by a third."""
+    condition, body = (region.blocks[0] for region in loop.regions)
+    test = _origin(_Place(_results(condition)[0]), functions)
+    made_by = _operation(test)
+    if made_by is None or made_by.name != "stablehlo.compare":
+        return None
+    counter, limit = (
+        _origin(_Place(operand, test.calls), functions) for operand in made_by.operands
+    )
+    end = _constant(limit)
+    number = _index(condition.arguments, counter)
+    is_less = "LT" in str(made_by.attributes["comparison_direction"])
+    if end is None or number is None or not is_less:
+        return None
+    first = _constant(_origin(_Place(loop.operands[number]), functions))
+    step = _step(_origin(_Place(_results(body)[number]), functions), body, number, functions)
+    if first is None or step is None or step < 1:
+        return None
+    return max(0, math.ceil((end - first) / step))
+
+
+def _step(place: _Place, body: Any, number: int, functions: dict[str, Any]) -> int | None:
+    """The constant that a body adds to one of its arguments, if that is what it does."""
+    added = _operation(place)
+    if added is None or added.name != "stablehlo.add":
+        return None
+    terms = [_origin(_Place(operand, place.calls), functions) for operand in added.operands]
+    constants = [n for n in map(_constant, terms) if n is not None]
+    if len(constants) != 1 or number not in [_index(body.arguments, term) for term in terms]:
+        return None
+    return constants[0]
+
+
+def _origin(place: _Place, functions: dict[str, Any]) -> _Place:
+    """Follows a value through reshapes, and into and out of calls and tuples."""
+    from jaxlib.mlir import ir
+
+    while True:
+        made_by = _operation(place)
+        value, calls = place
+        if made_by is None and calls:
+            block = functions[_callee(calls[-1])].regions[0].blocks[0]
+            number = _index(block.arguments, _Place(value))
+            if number is None:
+                return place
+            place = _Place(calls[-1].operands[number], calls[:-1])
+        elif made_by is not None and made_by.name in _SAME:
+            place = _Place(made_by.operands[0], calls)
+        elif made_by is not None and made_by.name == "func.call":
+            number = list(made_by.results).index(value)
+            block = functions[_callee(made_by)].regions[0].blocks[0]
+            place = _Place(_results(block)[number], (*calls, made_by))
+        elif made_by is not None and made_by.name == "stablehlo.get_tuple_element":
+            # TensorFlow 2.15 calls functions with tuples.
+            whole = _origin(_Place(made_by.operands[0], calls), functions)
+            tuple_op = _operation(whole)
+            if tuple_op is None or tuple_op.name != "stablehlo.tuple":
+                return place
+            index = ir.IntegerAttr(made_by.attributes["index"]).value
+            place = _Place(tuple_op.operands[index], whole.calls)
+        else:
+            return place
+
+
+def _callee(call: Any) -> str:
+    from jaxlib.mlir import ir
+
+    return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+
+
+def _results(block: Any) -> list[Any]:
+    *_, last = block.operations
+    return list(last.operands)
+
+
+def _operation(place: _Place) -> Any:
+    """The operation that makes a value; None for an argument of a block."""
+    return getattr(place.value.owner, "operation", None)
+
+
+def _index(arguments: Sequence[Any], place: _Place) -> int | None:
+    if place.calls:
+        return None
+    return next((i for i, one in enumerate(arguments) if one == place.value), None)
+
+
+def _constant(place: _Place) -> int | None:
+    """The whole number that a value is, if the program says."""
+    from jaxlib.mlir import ir
+
+    made_by = _operation(place)
+    if made_by is None or made_by.name != "stablehlo.constant":
+        return None
+    value = made_by.attributes["value"]
+    if not isinstance(ir.RankedTensorType(made_by.results[0].type).element_type, ir.IntegerType):
+        return None
+    numbers = list(ir.DenseIntElementsAttr(value))
+    return int(numbers[0]) if len(numbers) == 1 else None

@@ -1,0 +1,100 @@
+"""Runs the TPU compiler in a process of its own.
+
+libtpu reads its environment variables once, when it is loaded; and a compiler that crashes ends
+only its own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from mtf_gradsync._private import jax as private
+from mtf_gradsync.runtimes.xla.topology import child
+from mtf_gradsync.runtimes.xla.topology.chips import slice_of
+
+# As Google's logs have what ends a process, after time and thread.
+_FATAL = re.compile(r"^F\d{4} \S+ +\d+ (.+)", re.MULTILINE)
+# Frames of a stack, their address for a symbolizer, and what a crash handler says of itself.
+_NO_REASON = re.compile(r"\s*(PC: )?@ |https://symbolize|.*\] RAW: ")
+
+
+class CompilerDiedError(RuntimeError):
+    """The compiler's process ended without an answer."""
+
+
+def ask(
+    folder: str,
+    module: str | None,
+    topology: str,
+    num_cores: int,
+    estimate: Mapping[str, str] = {},
+    update_not_split: bool = False,
+    begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
+) -> dict[str, Any]:
+    """Returns the compiler's answer for a program, as `child` writes it into the folder.
+
+    Without a module it is about the topology only. `estimate` has StableHLO of further programs, by
+    name; `begun` is called with the compiler's process once it runs, so that the caller can end it.
+    The answer has "no_topology" with libtpu's message; or "device_kind", "num_cores", "places", and
+    for a compiled program "seconds", "memory" and "cost", or "error".
+    """
+    environment = {
+        **os.environ,
+        # jax must not look for a TPU; libtpu must not ask a cloud's metadata server for one, nor
+        # wait for another process that has it open.
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    place, named = Path(folder), slice_of(topology)
+    request = {
+        "topology": named.topology,
+        "chip_config": named.config,
+        "slices": named.slices,
+        "num_cores": num_cores,
+        "compile": module is not None,
+        "estimate": list(estimate),
+        "update_not_split": update_not_split,
+    }
+    for name, text in estimate.items():
+        (place / f"{name}.mlir").write_text(text)
+    (place / "request.json").write_text(json.dumps(request))
+    (place / "module.mlir").write_text(module or "")
+    process = subprocess.Popen(
+        [sys.executable, child.__file__, private.__file__, folder],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    with process:
+        try:
+            begun(process)
+            said, _ = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    try:
+        return json.loads((place / "answer.json").read_text())
+    except OSError:
+        raise CompilerDiedError(
+            f"The TPU compiler's process ended with status {process.returncode} and no answer. "
+            f"It printed: {reason_in(said) or 'nothing'}"
+        ) from None
+
+
+def reason_in(output: str) -> str:
+    """The line that says why a process crashed, of all that it printed; "" where there is none."""
+    fatal = _FATAL.search(output)
+    if fatal:
+        return fatal[1]
+    lines = [line.strip() for line in output.splitlines() if not _NO_REASON.match(line)]
+    return next((line for line in reversed(lines) if line), "")

@@ -1,0 +1,377 @@
+"""SpecBuilder: does what every model_fn on a mesh repeats."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, Sequence
+
+import gin
+import tensorflow as tf2
+
+from mtf_gradsync._common import check_flag
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import AppliesGradients
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, as_layout, as_mesh_shape
+from mtf_gradsync.optimizers import reported, split_by_shard, traits_of
+from mtf_gradsync.optimizers.pipeline.weights import mean_loss
+from mtf_gradsync.optimizers.report import in_sums_now, weight_now
+from mtf_gradsync.reduce import placement_mesh_impl
+from mtf_gradsync.runtimes import simd
+from mtf_gradsync.runtimes.saving import RunSaver
+from mtf_gradsync.runtimes.simd.traffic import has_calls
+from mtf_gradsync.step import is_advanced
+from mtf_gradsync.tools.estimator.host import MeanLossHook
+
+_Modes = tf.estimator.ModeKeys
+# Bytes that the first host keeps free for each core's programs.
+_PROGRAM_BYTES = 300_000_000
+# The metadata of `tf.summary.scalar`, which needs TensorBoard; TensorFlow 2.21 does not install it.
+_SCALAR = tf.SummaryMetadata(
+    plugin_data=tf.SummaryMetadata.PluginData(plugin_name="scalars"), data_class=1
+)
+
+
+@gin.configurable(module="mtf_gradsync.estimator", denylist=["mode", "params", "config"])
+class SpecBuilder:
+    """Builds the specs that a model_fn returns, for a model on a mesh.
+
+        def model_fn(features, labels, mode, params, config):
+            build = estimator.SpecBuilder(
+                mode, params, config, mesh_shape="rows:4;cols:2", layout="batch:rows;hidden:cols"
+            )
+            logits = network(build.mesh, features)
+            if mode == tf.estimator.ModeKeys.PREDICT:
+                return build.predict({"digit": mtf.argmax(logits, digit_dim)})
+            loss = cross_entropy(logits, labels)
+            if mode == tf.estimator.ModeKeys.EVAL:
+                return build.evaluate(loss, metrics, {"labels": labels, "logits": logits})
+            optimizer = gs.CrossShardOptimizer(mtf.optimize.AdafactorOptimizer())
+            updates = optimizer.minimize(loss, tf.train.get_global_step())
+            return build.train(loss, updates, optimizer)
+
+    The model_fn works under Estimator, under TPUEstimator with use_tpu True and False, and under
+    `mtf_gradsync.estimator.Estimator`. Where params has a "context", the model is lowered into the
+    TPU program that is being built, otherwise onto devices.
+
+    Attributes:
+      graph: the `mtf.Graph` to build in.
+      mesh: the `mtf.Mesh` of the model.
+      mesh_impl: the mesh implementation to lower on.
+      mode: "train", "eval" or "infer".
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        params: Any = None,
+        config: Any = None,
+        *,
+        mesh_shape: MeshShapeLike,
+        layout: LayoutLike,
+        devices: Sequence[str] | None = None,
+        autostack: bool = False,
+    ):
+        """Makes the mesh.
+
+        Args:
+          mode: the model_fn's mode.
+          params: the model_fn's params; read for "context" only.
+          config: the model_fn's config: where and how often checkpoints are written.
+          mesh_shape: Mesh-TF's mesh shape, such as "rows:4;cols:2".
+          layout: Mesh-TF's layout rules, such as "batch:rows;hidden:cols".
+          devices: without a TPU, a device string for each processor. None is for training and
+            evaluation virtual CPU devices, which the session has to have (`run_config`), and for
+            predictions the session's default device, so that an exported model loads anywhere.
+          autostack: whether Mesh-TF puts variables of one shape into one.
+
+        Raises:
+          ValueError: mode is none of the three, or mesh and devices do not fit.
+        """
+        modes = (_Modes.TRAIN, _Modes.EVAL, _Modes.PREDICT)
+        if mode not in modes:
+            raise ValueError(f"mode must be one of {list(modes)}, got {mode!r}.")
+        shape, layout = as_mesh_shape(mesh_shape), as_layout(layout)
+        autostack = check_flag("autostack", autostack)
+        context = params.get("context") if hasattr(params, "get") else None
+        self._is_simd = context is not None
+        placer = None
+        if self._is_simd:
+            self.mesh_impl, placer = _mesh_over_cores(shape, layout, context)
+        else:
+            # An exported model loads anywhere.
+            is_anywhere = mode == _Modes.PREDICT
+            default = ["" if is_anywhere else f"/device:CPU:{n}" for n in range(shape.size)]
+            self.mesh_impl = placement_mesh_impl(
+                shape, layout, default if devices is None else devices
+            )
+        self.mode = mode
+        self.graph = mtf.Graph()
+        self.mesh = mtf.Mesh(self.graph, "mesh", placer)
+        self._config = config
+        self._autostack = autostack
+
+    def train(
+        self,
+        loss: mtf.Tensor,
+        updates: Sequence[mtf.Operation],
+        optimizer: AppliesGradients | None = None,
+        summaries: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Returns the spec of a training step.
+
+        Checkpoints are written as config says. Those of a run without the wrapper, or of another
+        mesh, are read too (`ReshardingSaver`); one of another model is an error that names what
+        differs.
+
+        Args:
+          loss: an mtf tensor; the mean is taken of one with several elements, by the weights that
+            `compute_gradients` or `minimize` was given for it.
+          updates: what `apply_grads`, `apply_gradients` or `minimize` returned. The global step is
+            advanced after them, unless they do so themselves.
+          optimizer: what it reports becomes summaries, such as gradient norms (`reported`), and so
+            does the traffic of a step, where that is known here.
+          summaries: more mtf or tf tensors by name, scalars or one value for each shard.
+
+        Returns:
+          A TPUEstimatorSpec in a TPU program, otherwise an EstimatorSpec.
+
+        Raises:
+          TypeError: loss is no mtf tensor.
+        """
+        _check_tensor("loss", loss)
+        shown = dict(summaries or {})
+        facts: dict[str, Any] = {}
+        if optimizer is not None:
+            shown.update(reported(optimizer))
+            facts = {"in_sums": in_sums_now(optimizer), "weight": weight_now(optimizer)}
+        lowering, tf_loss = self._lower(loss)
+        done = [lowering.lowered_operation(op) for op in updates]
+        if not is_advanced(updates):
+            with tf.control_dependencies(done):
+                step = tf.train.get_or_create_global_step()
+                done.append(tf.assign_add(step, tf.constant(1, step.dtype.base_dtype)).op)
+        train_op = tf.group(*done)
+        # A value with one number for each shard becomes that many scalars.
+        scalars = dict(tf.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY))
+        scalars.update(split_by_shard(_exported(lowering, shown)))
+        scalars = {name: tf.cast(tf.reshape(x, []), tf.float32) for name, x in scalars.items()}
+        config = self._config
+        model_dir = getattr(config, "model_dir", None)
+        with _outside_programs():
+            # Estimator makes a saving hook of its own where the spec has none, and that knows of
+            # no slices.
+            saver = RunSaver(
+                lowering,
+                sharded=True,
+                max_to_keep=getattr(config, "keep_checkpoint_max", None) or 0,
+                keep_checkpoint_every_n_hours=getattr(
+                    config, "keep_checkpoint_every_n_hours", 10000
+                ),
+            )
+            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+            restore = mtf.MtfRestoreHook(lowering)
+            saving = []
+            steps = getattr(config, "save_checkpoints_steps", None)
+            seconds = getattr(config, "save_checkpoints_secs", None)
+            if model_dir and (steps or seconds):
+                saving.append(
+                    tf.train.CheckpointSaverHook(
+                        model_dir,
+                        save_steps=steps,
+                        save_secs=None if steps else seconds,
+                        saver=saver,
+                    )
+                )
+
+        def scaffold() -> tf.train.Scaffold:
+            # The saving hook that Estimator makes where there is none writes a checkpoint of the
+            # beginning before any other hook begins.
+            begin = None if saving else _local_init_op(lowering)
+            return tf.train.Scaffold(saver=saver, local_init_op=begin)
+
+        if self._is_simd:
+            host_call = _write_on_host({"loss": tf_loss, **scalars}, model_dir)
+            # The program's summaries are not the host's.
+            mtf.utils.remove_summaries()
+            return self._spec(
+                scaffold,
+                loss=tf_loss,
+                train_op=train_op,
+                host_call=host_call,
+                training_hooks=[restore, *saving],
+            )
+        logging = []
+        if optimizer is not None:
+            traffic = _traffic([tf_loss, train_op], self.mesh_impl, optimizer)
+            every = getattr(config, "log_step_count_steps", None)
+            facts = _exported(lowering, {k: x for k, x in facts.items() if x is not None})
+            if every and "in_sums" in facts:
+                logging.append(MeanLossHook(tf_loss, every, **facts))
+            scalars.update((name, tf.constant(float(x))) for name, x in traffic.items())
+        for name, value in scalars.items():
+            tf.summary.scalar(name, value)  # for a `tf.train.SummarySaverHook`
+        return self._spec(
+            scaffold,
+            loss=tf_loss,
+            train_op=train_op,
+            # In one list, since a checkpoint of the beginning is written as soon as there are
+            # slices, and Estimator's other hooks begin later.
+            training_chief_hooks=[restore, *saving, *logging],
+        )
+
+    def evaluate(
+        self,
+        loss: mtf.Tensor,
+        metrics: Callable[..., Mapping[str, Any]] | None = None,
+        tensors: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Returns the spec of an evaluation.
+
+        Args:
+          loss: an mtf tensor; the mean is taken of one with several elements.
+          metrics: called with tensors by name, as tf tensors on the host; returns by name pairs of
+            a value and an update operation, as `tf.metrics` makes them.
+          tensors: mtf or tf tensors by name, the batch their first dimension.
+
+        Returns:
+          A TPUEstimatorSpec in a TPU program, otherwise an EstimatorSpec.
+
+        Raises:
+          TypeError: loss is no mtf tensor.
+        """
+        _check_tensor("loss", loss)
+        given = _anonymous(tensors)
+        lowering, tf_loss = self._lower(loss)
+        values = _exported(lowering, given)
+        with _outside_programs():
+            restore = mtf.MtfRestoreHook(lowering)
+        measured: dict[str, Any] = {}
+        if metrics is not None and self._is_simd:
+            measured["eval_metrics"] = (metrics, values)
+        elif metrics is not None:
+            measured["eval_metric_ops"] = metrics(**values)
+        return self._spec(loss=tf_loss, evaluation_hooks=[restore], **measured)
+
+    def predict(self, predictions: Mapping[str, Any]) -> Any:
+        """Returns the spec of predictions, and of an exported model.
+
+        Args:
+          predictions: mtf or tf tensors by name, the batch their first dimension.
+
+        Returns:
+          A TPUEstimatorSpec in a TPU program, otherwise an EstimatorSpec.
+        """
+        given = _anonymous(predictions)
+        lowering = mtf.Lowering(self.graph, {self.mesh: self.mesh_impl}, autostack=self._autostack)
+        values = _exported(lowering, given)
+        with _outside_programs():
+            restore = mtf.MtfRestoreHook(lowering)
+
+        def scaffold() -> tf.train.Scaffold:
+            # Who loads an exported model runs its local_init_op, and no hooks.
+            return tf.train.Scaffold(local_init_op=_local_init_op(lowering))
+
+        exported = {"serving_default": tf.estimator.export.PredictOutput(values)}
+        return self._spec(
+            scaffold, predictions=values, export_outputs=exported, prediction_hooks=[restore]
+        )
+
+    def _spec(self, scaffold: Callable[[], tf.train.Scaffold] | None = None, **spec: Any) -> Any:
+        if self._is_simd:
+            return tf.estimator.tpu.TPUEstimatorSpec(self.mode, scaffold_fn=scaffold, **spec)
+        return tf.estimator.EstimatorSpec(self.mode, scaffold=scaffold and scaffold(), **spec)
+
+    def _lower(self, loss: mtf.Tensor) -> tuple[mtf.Lowering, tf.Tensor]:
+        mean = mtf.cast(mean_loss(loss), tf.float32)
+        lowering = mtf.Lowering(self.graph, {self.mesh: self.mesh_impl}, autostack=self._autostack)
+        return lowering, tf.cast(lowering.export_to_tf_tensor(mean), tf.float32)
+
+
+def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) -> tuple[Any, Any]:
+    """Returns the mesh over the cores of a TPU program, and the placer of its masters.
+
+    `context` is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
+    ``params["context"]``.
+    """
+    if shape.size != context.num_replicas:
+        raise ValueError(
+            f"The mesh {shape.to_string} has {shape.size} processors, and the program runs on "
+            f"{context.num_replicas} cores: give mesh_shape as many processors as there are cores."
+        )
+    hosts = [
+        context.tpu_host_placement_function(host_id=number) for number in range(context.num_hosts)
+    ]
+    in_use = [_PROGRAM_BYTES * context.num_replicas] + [0] * (len(hosts) - 1)
+    physical = [int(size) for size in context.device_assignment.topology.mesh_shape]
+    if len(physical) == 4:
+        physical = mtf.simd_mesh_impl.physical_shape_3d_from_topology_proto_4d(physical)
+    order = mtf.simd_mesh_impl.auto_logical_to_physical_tpu(
+        shape.to_integer_list, physical, device_assignment=context.device_assignment
+    )
+    mesh_impl = mtf.simd_mesh_impl.SimdMeshImpl(
+        shape, layout, [""] * shape.size, context.device_assignment, logical_to_physical=order
+    )
+    return mesh_impl, mtf.utils.BalancedVariablePlacer(hosts, in_use)
+
+
+def _outside_programs() -> Any:
+    """Returns a context manager for operations outside of the TPU program that is being built."""
+    return tf.control_dependencies(None)
+
+
+def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
+    """Returns the operation that copies masters to slices once masters have their values."""
+    return tf.group(tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices())
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, mtf.Tensor):
+        raise TypeError(f"{name} must be an mtf.Tensor, got {value!r}.")
+
+
+def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Replicates mtf tensors, so that each processor has all elements; keeps tf tensors."""
+    return {
+        name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
+        for name, x in (tensors or {}).items()
+    }
+
+
+def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    return {
+        name: lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
+        for name, x in tensors.items()
+    }
+
+
+def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
+    """Returns the bytes that devices receive in a step, by name; none where they are not known."""
+    skips = traits_of(optimizer).schedules_updates
+    if skips and has_calls(tf.get_default_graph()):
+        return {}
+    try:
+        return simd.list_transfers(fetches, mesh_impl).scalars()
+    except (simd.UnsupportedProgramError, ValueError):
+        return {}
+
+
+def _write_on_host(
+    scalars: Mapping[str, tf.Tensor], model_dir: str | None
+) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
+    """Returns a host_call that writes summaries of the float32 scalars of a TPU program.
+
+    It is None where there is nowhere to write, since TPUEstimator would wait for it.
+    """
+    if not model_dir:
+        return None
+    names = list(scalars)
+
+    def write(step: tf.Tensor, *values: tf.Tensor) -> Any:
+        # A host gets the values of all its cores in a row; they are the same.
+        with tf2.summary.create_file_writer(model_dir).as_default():
+            for name, value in zip(names, values):
+                tf2.summary.write(name, value[0], tf.cast(step[0], tf.int64), _SCALAR)
+            return tf.summary.all_v2_summary_ops()
+
+    # TPUs have no int64 outfeed.
+    step = tf.reshape(tf.cast(tf.train.get_global_step(), tf.int32), [1])
+    return write, [step] + [tf.reshape(scalars[name], [1]) for name in names]

@@ -1,0 +1,527 @@
+"""Trains, evaluates and predicts with a model_fn, on every TensorFlow and every runtime."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import tempfile
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+from mtf_gradsync._common import check_whole_number
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
+from mtf_gradsync.mesh.axes import MeshShapeLike, as_mesh_shape
+from mtf_gradsync.optimizers.average import check_averages_kept
+from mtf_gradsync.runtimes import simd, xla
+from mtf_gradsync.runtimes.sessions import RUNTIMES, OnCores, OnDevices, RuntimeName
+from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
+from mtf_gradsync.session import session_config
+from mtf_gradsync.tools.estimator.host import (
+    Evaluation,
+    HostCallHook,
+    training_hooks,
+    write_summary,
+)
+from mtf_gradsync.tools.estimator.specs import (
+    ModelFn,
+    checkpoint_to_warm_start,
+    examples,
+    name_of,
+    naming_uneven_batches,
+    selected,
+    warm_start,
+    warm_start_settings,
+    write_saved_model,
+)
+
+_logger = logging.getLogger(__name__)
+_Modes = tf.estimator.ModeKeys
+# train_and_evaluate and hooks that stop early ask for one of this class. Nothing of it is used.
+_TensorFlows: Any = tf.estimator.Estimator if ESTIMATOR_AVAILABLE else object
+# Settings of RunConfig that say where to run, which the mesh and the runtime do here.
+_NOT_READ = ("train_distribute", "eval_distribute", "device_fn")
+
+
+class Estimator(_TensorFlows):
+    """Runs a model_fn that was written for Estimator or TPUEstimator.
+
+    It takes their place, with the same arguments but for a short list at the end of this page, and
+    needs neither: TensorFlow dropped both after 2.15. The model_fn's specs may have hooks, a
+    scaffold or scaffold_fn, host_call, eval_metrics or eval_metric_ops; all of them are used as
+    Estimator and TPUEstimator use them. Sessions are TensorFlow's monitored sessions on every
+    runtime.
+
+        runs = estimator.Estimator(model_fn, "runs/mine", params=params)
+        runs.train(input_fn, max_steps=1000)
+        print(runs.evaluate(input_fn, steps=10))
+
+    Two things differ from TPUEstimator. Every core gets the whole batch, as Mesh-TensorFlow
+    programs ask for by `InputPipelineConfig.BROADCAST`, and not a part of it. Metrics and host_call
+    get every value once, and not once for each core.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., Any],
+        model_dir: str | None = None,
+        config: Any = None,
+        params: Any = None,
+        warm_start_from: Any = None,
+        *,
+        use_tpu: bool = False,
+        runtime: RuntimeName | None = None,
+        num_cores: int | None = None,
+        train_batch_size: int | None = None,
+        eval_batch_size: int | None = None,
+        predict_batch_size: int | None = None,
+        eval_on_tpu: bool = True,
+        export_to_tpu: bool = True,
+        export_to_cpu: bool = True,
+        evaluate_with_averages: bool = False,
+        skip_damaged_checkpoint: bool = False,
+    ):
+        """Takes a model_fn; nothing is built before `train`, `evaluate` or `predict`.
+
+        Args:
+          model_fn: takes features and, where it names them, labels, mode, params and config;
+            returns an EstimatorSpec or a TPUEstimatorSpec.
+          model_dir: directory of checkpoints and summaries; None is config's, or a temporary one.
+          config: a RunConfig of Estimator or TPUEstimator; None for its defaults. Read are
+            model_dir, session_config, tf_random_seed, save_checkpoints_steps and
+            save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max,
+            keep_checkpoint_every_n_hours and tpu_config.num_shards.
+          params: a dict, or anything whose attributes can be set. The model_fn gets a copy with
+            "batch_size" if one is given, "use_tpu" if it was written for TPUEstimator (use_tpu, or
+            a config with a tpu_config), and in a SIMD program "use_tpu" and "context".
+          warm_start_from: where values come from while model_dir has no checkpoint: the path of a
+            checkpoint, of its directory or of a SavedModel, for all variables that are trained; or
+            tf.estimator.WarmStartSettings, for those that they choose. Slots and counters begin as
+            in a new run.
+          use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
+          runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
+            has, with use_tpu, and "placement_mesh" without.
+          num_cores: cores of a SIMD program; None takes config.tpu_config.num_shards.
+          train_batch_size: params["batch_size"] in training; None does not set it.
+          eval_batch_size: likewise in evaluation.
+          predict_batch_size: likewise for predictions.
+          eval_on_tpu: ignored; evaluation runs where training does.
+          export_to_tpu: ignored; exported models run on a host.
+          export_to_cpu: ignored, likewise.
+          evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
+            moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
+            the variables; those without one keep their values. Training goes on with the variables.
+          skip_damaged_checkpoint: whether, if the newest checkpoint is damaged, training moves its
+            files to "damaged" in model_dir and goes on from an older one; otherwise it raises.
+
+        Raises:
+          TypeError: model_fn is no function, or warm_start_from neither a path nor settings.
+          ValueError: there is no such runtime, it does not run here, or it needs num_cores; or
+            model_dir differs from the config's.
+        """
+        del eval_on_tpu, export_to_tpu, export_to_cpu
+        if not callable(model_fn):
+            raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
+        self._config = copy.copy(config) if config is not None else tf.estimator.RunConfig()
+        configured = getattr(self._config, "model_dir", None)
+        if model_dir and configured and os.fspath(model_dir) != os.fspath(configured):
+            raise ValueError(
+                f"model_dir is {model_dir!r} here and {configured!r} in config; give it once."
+            )
+        if not (model_dir or configured):
+            model_dir = tempfile.mkdtemp()
+            _logger.warning("There is no model_dir: checkpoints go to %s.", model_dir)
+        directory: Any = model_dir or configured
+        self._model_dir: str = os.fspath(directory)
+        if configured != self._model_dir:
+            if hasattr(self._config, "replace"):
+                self._config = self._config.replace(model_dir=self._model_dir)
+            else:
+                self._config.model_dir = self._model_dir
+        not_read = [name for name in _NOT_READ if self._setting(name) is not None]
+        if not_read:
+            _logger.warning(
+                "Of config %s have no effect: the mesh, and runtime=, say where steps run.",
+                ", ".join(not_read),
+            )
+        self._params = params
+        self._warm_start = warm_start_settings(warm_start_from)
+        self._with_averages = evaluate_with_averages
+        self._skip_damaged = skip_damaged_checkpoint
+        tpu_config = getattr(self.config, "tpu_config", None)
+        self._num_cores = num_cores or getattr(tpu_config, "num_shards", None)
+        self.runtime = _checked_runtime(runtime, use_tpu, self._num_cores)
+        batch_sizes = {
+            _Modes.TRAIN: train_batch_size,
+            _Modes.EVAL: eval_batch_size,
+            _Modes.PREDICT: predict_batch_size,
+        }
+        self._model = ModelFn(model_fn, tpu_config is not None or use_tpu, batch_sizes)
+
+    @property
+    def model_dir(self) -> str:
+        """The directory of checkpoints and summaries."""
+        return self._model_dir
+
+    @property
+    def config(self) -> Any:
+        """The RunConfig, with model_dir."""
+        return self._config
+
+    @property
+    def params(self) -> Any:
+        """The params that were given."""
+        return self._params
+
+    @property
+    def model_fn(self) -> Callable[..., Any]:
+        """A function of features, labels, mode and config that returns the model_fn's spec."""
+
+        def call(features: Any, labels: Any, mode: str, config: Any) -> Any:
+            return self._model.call(features, labels, mode, self.params, config)
+
+        return call
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Returns the directory of the summaries of `evaluate`, with its argument `name`."""
+        return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
+
+    def latest_checkpoint(self) -> str | None:
+        """Returns the newest checkpoint of model_dir, or None."""
+        return newest(self.model_dir).path
+
+    def get_variable_names(self) -> list[str]:
+        """Returns the names of the newest checkpoint's variables; raises ValueError without one."""
+        return [name for name, _ in tf.train.list_variables(self._checkpoint())]
+
+    def get_variable_value(self, name: str) -> Any:
+        """Returns a variable of the newest checkpoint; raises ValueError without one."""
+        return tf.train.load_variable(self._checkpoint(), name)
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Sequence[Any] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Sequence[Any] | None = None,
+    ) -> Estimator:
+        """Trains, from the newest checkpoint of model_dir where there is one.
+
+        Args:
+          input_fn: takes any of mode, params and config by name; returns a Dataset of features
+            or of (features, labels), or such tensors.
+          hooks: more session hooks.
+          steps: how many steps to make; None for all that the input has.
+          max_steps: the global step to stop at; nothing is done if a checkpoint has reached it.
+          saving_listeners: listeners of the checkpoint saver.
+
+        Returns:
+          Itself.
+
+        Raises:
+          ValueError: both of steps and max_steps are given, or one is not positive; nothing saves
+            checkpoints for saving_listeners; evaluate_with_averages is set and no optimizer keeps
+            averages; the newest checkpoint is damaged, or of another model or inner optimizer;
+            there is no checkpoint to warm start from; or a batch is smaller or larger than those
+            that the model takes.
+        """
+        _check_positive(steps=steps, max_steps=max_steps)
+        if steps is not None and max_steps is not None:
+            raise ValueError(f"Give steps or max_steps, not both: got {steps} and {max_steps}.")
+        step_saved = self._step_saved()
+        if max_steps is not None and step_saved >= max_steps:
+            _logger.info("The checkpoint has %d steps already.", max_steps)
+            return self
+        with self._graph():
+            start = newest(self.model_dir)
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.TRAIN, start)
+            if self._with_averages:
+                check_averages_kept()
+            program = place.program
+            all_hooks = [*input_hooks, *(hooks or ())]
+            if steps is not None or max_steps is not None:
+                all_hooks.append(tf.train.StopAtStepHook(steps, max_steps))
+            all_hooks += training_hooks(
+                self.config, all_hooks, spec, scaffold, program is not None, saving_listeners
+            )
+            if program is not None and self._setting("save_summary_steps"):
+                write_summary(self.model_dir, _traffic(program, spec), step_saved)
+            # Asked again where a worker was lost: by then there may be a newer one.
+            sessions = place.sessions(spec, scaffold, lambda: newest(self.model_dir))
+            made_a_step = False
+            with naming_uneven_batches(input_fn), tf.train.MonitoredSession(
+                sessions, all_hooks
+            ) as session:
+                while not session.should_stop():
+                    session.run([spec.train_op, spec.loss])
+                    made_a_step = True
+        if not made_a_step:
+            _logger.warning(
+                "Training made no step. Perhaps the input of %s has no batches: its data are "
+                "missing, or they are fewer examples than a batch takes.",
+                name_of(input_fn),
+            )
+        return self
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        hooks: Sequence[Any] | None = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Evaluates a checkpoint.
+
+        Args:
+          input_fn: see `train`.
+          steps: how many steps to make; None for all that the input has.
+          hooks: more session hooks.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir, and without one the
+            values to warm start from.
+          name: summaries go to "eval_<name>" in model_dir, "eval" without one.
+
+        Returns:
+          The mean loss as "loss", the metrics, and "global_step", by name.
+
+        Raises:
+          ValueError: there is no checkpoint, or it has no averages to evaluate with; the input has
+            no batch; steps is not positive; or a SIMD program's spec has eval_metric_ops.
+        """
+        _check_positive(steps=steps)
+        start = self._start(checkpoint_path)
+        with self._graph():
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.EVAL, start)
+            evaluation = Evaluation(spec, place.program is not None)
+            all_hooks = [*input_hooks, *(hooks or ()), *spec.evaluation_hooks]
+            if getattr(spec, "host_call", None):
+                all_hooks.append(HostCallHook(spec.host_call))
+            sessions = place.sessions(spec, scaffold, lambda: start)
+            with naming_uneven_batches(input_fn), tf.train.MonitoredSession(
+                sessions, all_hooks
+            ) as session:
+                result = evaluation.run(session, steps)
+        write_summary(self.eval_dir(name), result, result["global_step"])
+        return result
+
+    def predict(
+        self,
+        input_fn: Callable[..., Any],
+        predict_keys: Sequence[str] | str | None = None,
+        hooks: Sequence[Any] | None = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[Any]:
+        """Predicts with a checkpoint; nothing runs, or raises, before the first `next`.
+
+        Args:
+          input_fn: see `train`; its labels are not used.
+          predict_keys: keys of the predictions to return; None for all.
+          hooks: more session hooks.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir.
+          yield_single_examples: whether to yield examples, or batches as they come.
+
+        Yields:
+          Predictions by name, or arrays where the model predicts a single tensor.
+
+        Raises:
+          ValueError: there is no checkpoint, or it has no averages, no such key, or predictions of
+            a batch differ in length.
+        """
+        start = self._start(checkpoint_path)
+        with self._graph():
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT, start)
+            predictions = selected(spec.predictions, predict_keys)
+            all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
+            sessions = place.sessions(spec, scaffold, lambda: start)
+            monitored = tf.train.MonitoredSession(sessions, all_hooks)
+        # Not within the graph: whoever takes the predictions may build one in between.
+        with monitored as session:
+            while not session.should_stop():
+                try:
+                    with naming_uneven_batches(input_fn):
+                        batch = session.run(predictions)
+                except (tf.errors.OutOfRangeError, StopIteration):
+                    break
+                yield from examples(batch) if yield_single_examples else [batch]
+
+    def export_saved_model(
+        self,
+        export_dir_base: str,
+        serving_input_receiver_fn: Callable[[], Any],
+        assets_extra: Mapping[str, str] | None = None,
+        as_text: bool = False,
+        checkpoint_path: str | None = None,
+    ) -> str:
+        """Writes the model as a SavedModel, lowered onto devices whatever the runtime.
+
+        Args:
+          export_dir_base: parent of the new directory, which is named by the time in seconds.
+          serving_input_receiver_fn: returns a ServingInputReceiver: features, and what a server
+            feeds.
+          assets_extra: files to copy into the directory "assets.extra": the name there -> the file.
+          as_text: whether to write the graph as text.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir, and without one that
+            to warm start from.
+
+        Returns:
+          The directory.
+
+        Raises:
+          ValueError: there is no checkpoint, or it has no averages.
+        """
+        path = checkpoint_path or self.latest_checkpoint()
+        if not path and self._warm_start:
+            path = checkpoint_to_warm_start(self._warm_start[0])
+        start = Start(self._checkpoint(path), with_averages=self._with_averages)
+        with self._graph():
+            received = serving_input_receiver_fn()
+            spec, scaffold = self._model.spec(
+                received.features, None, _Modes.PREDICT, self.params, self.config
+            )
+            inputs = received.receiver_tensors
+            inputs = inputs if isinstance(inputs, dict) else {"input": inputs}
+            with start.restorable() as restored:
+                assert restored is not None  # as a checkpoint is there
+                return write_saved_model(
+                    export_dir_base, spec, scaffold, inputs, restored, assets_extra, as_text
+                )
+
+    def export_savedmodel(self, *args: Any, strip_default_attrs: bool = True, **kwargs: Any) -> str:
+        """TensorFlow's old name of `export_saved_model`; default attributes are always left out."""
+        del strip_default_attrs
+        return self.export_saved_model(*args, **kwargs)
+
+    def experimental_export_all_saved_models(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: only the model that predicts is written."""
+        raise NotImplementedError(
+            "A model that trains or evaluates is not written as a SavedModel; export_saved_model "
+            "writes the one that predicts."
+        )
+
+    # Shared by these methods.
+
+    def _graph(self) -> Any:
+        """Returns the default graph of one call, as a context manager."""
+        graph = tf.Graph()
+        seed = self._setting("tf_random_seed")
+        if seed is not None:
+            with graph.as_default():
+                tf.set_random_seed(seed)
+        return graph.as_default()
+
+    def _build(
+        self, input_fn: Callable[..., Any], mode: str, start: Start
+    ) -> tuple[OnDevices | OnCores, Any, Any, list[Any]]:
+        """Builds a step; returns where it runs, the spec, its scaffold, and its input's hooks.
+
+        Without a checkpoint to start from, variables get the values to warm start from.
+        """
+        settings = None if start.path else self._warm_start
+        if settings:
+            checkpoint_to_warm_start(settings[0])
+        place: OnDevices | OnCores = OnDevices(self._setting("session_config"))
+        if self.runtime != "placement_mesh":
+            place = OnCores(self.runtime, f"all:{self._num_cores}")
+        built = self._model.build(input_fn, mode, place, self.params, self.config)
+        if settings:
+            warm_start(settings)
+        return (place, *built)
+
+    def _setting(self, name: str) -> Any:
+        return getattr(self.config, name, None)
+
+    def _start(self, path: str | None) -> Start:
+        """Returns the checkpoint at `path`, None for the newest, or where a warm start begins."""
+        path = path or self.latest_checkpoint()
+        if not path and self._warm_start:
+            return Start()
+        return Start(self._checkpoint(path), with_averages=self._with_averages)
+
+    def _checkpoint(self, path: str | None = None) -> str:
+        """Returns the path, or that of the newest checkpoint; raises ValueError without one."""
+        path = path or self.latest_checkpoint()
+        if not path:
+            raise ValueError(
+                f"There is no checkpoint in model_dir {self.model_dir!r}: train first, or give "
+                "checkpoint_path."
+            )
+        return path
+
+    def _step_saved(self) -> int:
+        """Returns the step of the newest checkpoint, 0 without one, after checking its files.
+
+        A checkpoint of another directory, or in a remote one, is not checked.
+        """
+        start = newest(self.model_dir)
+        if "://" in self.model_dir or (start.path and not start.kept):
+            return int(tf.train.load_variable(start.path, "global_step")) if start.path else 0
+        setting = "Estimator(skip_damaged_checkpoint=True)"
+        return choose_checkpoint(self.model_dir, self._skip_damaged, _logger.warning, setting).step
+
+
+def _check_positive(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None:
+            check_whole_number(name, number, 1, "Or give None.", most=None)
+
+
+def _checked_runtime(
+    runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None
+) -> RuntimeName:
+    """Returns the runtime, by default the one that use_tpu asks for.
+
+    Raises ValueError if there is no such runtime, it cannot run here, or it needs num_cores.
+    """
+    chosen: RuntimeName = runtime or ("xla" if use_tpu else "placement_mesh")
+    if chosen not in RUNTIMES:
+        raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}, or None; got {runtime!r}.")
+    if chosen == "placement_mesh":
+        return chosen
+    if not num_cores:
+        raise ValueError(
+            f"On {chosen!r} the model_fn is one program for all cores, and their number is not "
+            "known: give num_cores, or a TPUConfig with num_shards in config."
+        )
+    if chosen == "xla" and xla.why_no_xla():
+        raise ValueError(
+            f"The runtime 'xla' does not run here: {xla.why_no_xla()} 'cpu_replicas' runs the "
+            "same program without jax."
+        )
+    return chosen
+
+
+def _traffic(program: simd.Program, spec: Any) -> dict[str, float]:
+    """Returns the bytes that each core of a program sends in collectives in a step, by name."""
+    try:
+        return simd.list_collectives(program, lowering=spec).scalars()
+    except (simd.UnsupportedProgramError, TypeError, ValueError):
+        return {}
+
+
+def run_config(
+    model_dir: str | None = None,
+    mesh_shape: MeshShapeLike | None = None,
+    tpu_config: Any = None,
+    **settings: Any,
+) -> Any:
+    """Returns a RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
+
+    Estimator's own sessions place softly: a device that is not there becomes another one without a
+    word, and a mesh of eight CPU devices runs on one.
+
+    Args:
+      model_dir: directory of checkpoints and summaries.
+      mesh_shape: Mesh-TF's mesh shape, of a mesh of virtual CPU devices; None for other devices.
+      tpu_config: a TPUConfig, for TPUEstimator; None makes a RunConfig of Estimator's.
+      **settings: more settings of RunConfig, such as save_checkpoints_steps. A session_config among
+        them is taken as it is.
+
+    Returns:
+      A RunConfig of Estimator's, or with tpu_config of TPUEstimator's.
+    """
+    size = None if mesh_shape is None else as_mesh_shape(mesh_shape).size
+    settings.setdefault("session_config", session_config(num_cpu_devices=size))
+    if tpu_config is None:
+        return tf.estimator.RunConfig(model_dir=model_dir, **settings)
+    return tf.estimator.tpu.RunConfig(model_dir=model_dir, tpu_config=tpu_config, **settings)

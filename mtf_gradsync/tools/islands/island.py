@@ -1,0 +1,531 @@
+"""Island: a program that trains by itself, and exchanges what it has learned through a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+import time
+import uuid
+from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
+
+import gin
+import numpy as np
+
+from mtf_gradsync._common import is_number
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder
+from mtf_gradsync.tools.islands.journal import Journal, events_by_step
+from mtf_gradsync.tools.islands.merger import ROUND, Merger, MergerThread, Waiting, poll_seconds_of
+from mtf_gradsync.tools.islands.values import Values
+from mtf_gradsync.tools.islands.versions import (
+    FORMS,
+    Form,
+    MergeSettings,
+    contribution_object,
+    encoded,
+    fragment_of,
+    member_object,
+    newest_version,
+    offer_object,
+    read_values,
+)
+
+logger = logging.getLogger(__name__)
+
+Wait = Literal["grace", "none"]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class IslandError(RuntimeError):
+    """An island cannot begin or be replayed."""
+
+
+class FolderTraffic(NamedTuple):
+    """Bytes that an island has written to the folder and read from it, of tensors."""
+
+    written: int
+    read: int
+
+
+class Island:
+    """One island of many: contributes its change every `inner_steps`, and takes merged values.
+
+    Each island is a program of its own, on a mesh and a runtime of its own, which may die, lag,
+    come back or be added while the others go on. They meet in a folder, where a merger (see
+    `Merger`) makes versions of the values from what islands contribute.
+
+    Make it when the step has been built and lowered, before a session. Call `begin(session)` once
+    its variables are initialized or restored, then `after_step(session, tokens)` after each step.
+
+    Args:
+      folder: path or URL that all islands and the merger can read and write; see `Folder`.
+      name: of this island, the same after a restart; letters, digits, ``.``, ``_`` and ``-``.
+      inner_steps: steps of its own before it contributes (H). It contributes earlier when the
+        merger is about to make a version without it.
+      lowering: of the step, for sessions of TensorFlow; see `Values`.
+      variables: names of the variables to exchange; default all trainable ones.
+      values: in place of both, what reads and writes the values of another kind of session: an
+        object with `specs`, `read` and `write` as `Values` has them.
+      wait: "grace" waits for merged values after a contribution, up to `wait_seconds`; "none" goes
+        on with steps at once. Either way merged values that come later are taken after the step
+        that sees them, and what the island has learned since it contributed is kept.
+      wait_seconds: see `wait`.
+      begin_seconds: how long to wait for the first version when the folder has none.
+      form: how a change is sent: "float32", "bfloat16", or "int8" with a scale for every 256
+        numbers. What rounding takes away is added to the next change.
+      merge: whether a thread of this process is the merger, or waits to become it.
+      merge_settings: of that merger; see `MergeSettings`.
+      waiting: of that merger; see `Waiting`.
+      keep_all: of that merger: keep what replaying needs.
+      replay: whether to take merged values at the steps where the journal says that this island
+        took them, and to write nothing.
+      poll_seconds: how often to look into the folder at most; default 0.2 on a local disk, else 2.
+
+    Raises:
+      ValueError: an argument makes no sense, or the graph has no such variables.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        inner_steps: int,
+        *,
+        lowering: Any = None,
+        variables: Sequence[str] | None = None,
+        values: Any = None,
+        wait: Wait = "grace",
+        wait_seconds: float = 60.0,
+        begin_seconds: float = 600.0,
+        form: Form = "float32",
+        merge: bool = False,
+        merge_settings: MergeSettings | None = None,
+        waiting: Waiting | None = None,
+        keep_all: bool = False,
+        replay: bool = False,
+        poll_seconds: float | None = None,
+    ):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"The name of an island is of letters, digits, '.', '_' and '-', got {name!r}."
+            )
+        if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
+            raise ValueError(f"inner_steps must be a whole number of at least 1: {inner_steps!r}.")
+        for argument, choice, allowed in (("wait", wait, get_args(Wait)), ("form", form, FORMS)):
+            if choice not in allowed:
+                raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {choice!r}.")
+        for argument, value in (("wait_seconds", wait_seconds), ("begin_seconds", begin_seconds)):
+            if not is_number(value) or not value >= 0.0:
+                raise ValueError(f"{argument} must be a number of seconds, got {value!r}.")
+        if merge and replay:
+            raise ValueError(f"A replay writes nothing and needs no merger, got merge={merge!r}.")
+        self.name, self.inner_steps, self.form = name, inner_steps, form
+        self.folder = Folder(folder)
+        self._values = Values(lowering, variables) if values is None else values
+        self._wait = wait_seconds if wait == "grace" else 0.0
+        self._begin_seconds, self._replay = begin_seconds, replay
+        self._poll = poll_seconds or poll_seconds_of(self.folder)
+        self._looked_at = -float("inf")
+        self.traffic = FolderTraffic(0, 0)
+        self._merger = (
+            MergerThread(lambda: Merger(self.folder, merge_settings, waiting, keep_all))
+            if merge
+            else None
+        )
+        self._life = uuid.uuid4().hex  # tells this process from others of its name
+        self._has_left = False
+        self.version: int | None = None  # whose values the island goes on from
+        self.step = 0
+        self._fragments = 1
+
+    # What stands between two versions.
+
+    def _start_from(self, values: Mapping[str, np.ndarray], version: int) -> None:
+        """Forgets all that was learned and not contributed, and goes on from a version."""
+        self._base = dict(values)
+        self.version = version
+        self._sent: dict[str, np.ndarray] | None = None  # values when it contributed
+        self._since = 0  # steps since it contributed
+        self._tokens = dict.fromkeys(range(self._fragments), 0.0)
+        self._residual: dict[str, np.ndarray] = {}
+
+    def begin(self, session: Any, step: int = 0) -> None:
+        """Goes on from the newest version in the folder, or offers its values for the first one.
+
+        Args:
+          session: with the island's own values, initialized or restored from its checkpoint.
+          step: how many steps the island has made before.
+
+        Raises:
+          IslandError: there was no version within `begin_seconds`, or a replay has no journal.
+        """
+        self.step = step
+        if self._replay:
+            self._events = events_by_step(self.folder, self.name)
+            self._lack_of(step)
+            return self._replay_step(session)
+        if self._merger:
+            self._merger.start()
+        self._journal = Journal(self.folder, self.name)
+        values = self._values.read(session)
+        if newest_version(self.folder) is None:
+            facts = {"island": self.name, "version": None, "tokens": 1.0, "steps": 0}
+            self.folder.store(offer_object(self.name), facts, values)
+        version = self._await_version()
+        self.folder.write_json(member_object(self.name), {"version": version, "life": self._life})
+        # The merger may have decided on what an earlier life contributed: it stays as it is.
+        has_sent = self._has_contribution(version)
+        self._join(session, version, has_sent)
+        self._journal.write("joined", step=step, version=version, has_sent=has_sent,
+                            bytes=_bytes(self._new))  # fmt: skip
+
+    def _has_contribution(self, version: int) -> bool:
+        with contextlib.suppress(DamagedObjectError):
+            return self.folder.load(contribution_object(version, self.name)) is not None
+        return False
+
+    def _check_merger(self) -> None:
+        error = self._merger.error if self._merger else None
+        if error is not None:
+            raise IslandError(f"The merger of this process ended: {error}") from error
+
+    def _has_name(self) -> bool:
+        member = self.folder.read_json(member_object(self.name))
+        return not member or member.get("life") == self._life
+
+    def _check_name(self) -> None:
+        """Raises IslandError if another process has begun by this island's name."""
+        if not self._has_name():
+            raise IslandError(
+                f"Another process has begun as the island {self.name!r} of {self.folder.url}: "
+                "each island needs a name of its own. This one ends."
+            )
+
+    def _await_version(self) -> int:
+        """Returns the newest version that is whole, once there is one."""
+        until, is_said, refused = time.monotonic() + self._begin_seconds, False, ""
+        while True:
+            self._check_merger()
+            newest = newest_version(self.folder)
+            if newest is not None:
+                settings = MergeSettings.of(self.folder)
+                self._fragments = settings.fragments if settings else 1
+                if self.inner_steps % self._fragments:
+                    raise IslandError(
+                        f"inner_steps={self.inner_steps} is no multiple of the {self._fragments} "
+                        f"fragments of {self.folder.url}."
+                    )
+                try:
+                    self._new = self._load(range(newest + 1))
+                    return newest
+                except DamagedObjectError as error:
+                    if str(error) != refused:
+                        logger.warning("%s", error)
+                    refused = str(error)
+            if time.monotonic() > until:
+                way = f"A merger makes it: mtf-gradsync islands {self.folder.url}, or merge=True."
+                raise IslandError(
+                    f"{self.folder.url} has no version of the values after "
+                    f"{self._begin_seconds:g} s. {refused or way}"
+                )
+            if not is_said and self._merger is None:
+                logger.warning("waiting for the first version in %s", self.folder.url)
+                is_said = True
+            time.sleep(self._poll)
+
+    def _load(self, versions: range) -> dict[str, np.ndarray]:
+        """Returns what the newest of some versions has of the variables that they changed."""
+        specs, newest = self._values.specs, versions[-1]
+        found = read_values(self.folder, newest, self._fragments, specs, versions[0])
+        self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found))
+        return found
+
+    def _join(self, session: Any, version: int, has_sent: bool) -> None:
+        self._values.write(session, self._new)
+        self._start_from(self._new, version)
+        if has_sent:
+            self._sent = {name: self._base[name] for name in self._turn()}
+
+    def _turn(self) -> list[str]:
+        """The names of the variables that the next version changes."""
+        assert self.version is not None
+        return fragment_of(self.version + 1, list(self._base), self._fragments)
+
+    def after_step(self, session: Any, tokens: float = 1.0) -> None:
+        """Contributes what the island has learned, or takes merged values, where it is time to.
+
+        Args:
+          session: in which a step has been made.
+          tokens: how much that step's loss stands for; what islands contribute is weighted by it.
+        """
+        if self.version is None:
+            raise ValueError(
+                f"Call begin(session) before the first step of the island {self.name!r}."
+            )
+        if not is_number(tokens) or not 0.0 <= tokens < float("inf"):
+            raise ValueError(f"tokens must be a finite number, not negative, got {tokens!r}.")
+        self.step += 1
+        self._since += 1
+        for fragment in self._tokens:
+            self._tokens[fragment] += float(tokens)
+        if self._replay:
+            return self._replay_step(session)
+        newest, is_closing = self._look()
+        if newest > self.version:
+            self._take(session, newest)
+            newest, is_closing = self.version, False
+        is_due = self._since >= self.inner_steps // self._fragments or is_closing
+        if self._sent is None and is_due and self._contribute(session, is_closing):
+            self._wait_and_take(session)
+
+    def finish(self, session: Any, waits: bool = True) -> None:
+        """Contributes what is left, takes merged values if they come in time, and says good-bye.
+
+        Args:
+          session: in which steps were made.
+          waits: whether there is time for merged values; they are not taken otherwise.
+        """
+        if self._replay or self._has_left or self.version is None:
+            return
+        if self._sent is None and self._since:
+            self._contribute(session, True)
+        if self._sent is not None and waits:
+            self._wait_and_take(session)
+        self.close()
+
+    def close(self) -> None:
+        """Says good-bye without a last contribution, and ends this process's merger."""
+        if self._merger:
+            self._merger.stop()
+        if not self._replay and self.version is not None and not self._has_left:
+            self._has_left = True
+            if self._has_name():
+                self.folder.remove(member_object(self.name))
+            self._journal.write("left", step=self.step, version=self.version)
+
+    def _look(self) -> tuple[int, bool]:
+        """Returns the newest version, and whether the next one is about to be made."""
+        assert self.version is not None
+        now = time.monotonic()
+        if now - self._looked_at < self._poll:
+            return self.version, False
+        self._looked_at = now
+        self._check_merger()
+        with contextlib.suppress(DamagedObjectError):
+            told = self.folder.read_json(ROUND) or {}
+            newest = told.get("version")
+            if isinstance(newest, int) and newest >= self.version:
+                return newest, bool(told.get("closing")) and newest == self.version
+        return self.version, False
+
+    def _wait_and_take(self, session: Any) -> None:
+        until = time.monotonic() + self._wait
+        while True:
+            self._looked_at = -float("inf")
+            newest, _ = self._look()
+            if newest > (self.version or 0):
+                return self._take(session, newest)
+            if time.monotonic() >= until:
+                return None
+            time.sleep(min(self._poll, 0.05))
+
+    def _contribute(self, session: Any, is_early: bool) -> bool:
+        """Contributes the change of the fragment whose turn it is; returns whether it did."""
+        assert self.version is not None
+        fragment = self.version % self._fragments
+        names, tokens = self._turn(), self._tokens[fragment]
+        if not tokens:
+            return False
+        if not self._replay:
+            self._check_name()
+        now = self._values.read(session)
+        change = {
+            name: (_wide(self._base[name]) - _wide(now[name])).astype(np.float32) for name in names
+        }
+        bad = [name for name, value in change.items() if not np.isfinite(value).all()]
+        if bad:
+            self._go_back(session)
+            if not self._replay:
+                logger.warning(
+                    "%s of %s holds numbers that are not finite, after step %d: it goes back to "
+                    "version %d", bad[0], self.name, self.step, self.version,
+                )  # fmt: skip
+                self._journal.write("went_back", step=self.step, version=self.version,
+                                    variable=bad[0], tokens=tokens)  # fmt: skip
+            return False
+        self._sent = {name: now[name] for name in names}
+        steps, self._since, self._tokens[fragment] = self._since, 0, 0.0
+        if self._replay:
+            return True
+        for name, value in self._residual.items():
+            if name in change:
+                change[name] += value
+        tensors, errors = encoded(change, self.form)
+        self._residual.update(errors)
+        facts = {"island": self.name, "version": self.version, "tokens": tokens, "steps": steps,
+                 "form": self.form, "step": self.step}  # fmt: skip
+        self.traffic = self.traffic._replace(written=self.traffic.written + _bytes(tensors))
+        # Before the object: what is merged is in the journal.
+        self._journal.write(
+            "contributed", step=self.step, version=self.version, tokens=tokens, steps=steps,
+            early=is_early, bytes=_bytes(tensors),
+        )  # fmt: skip
+        self.folder.store(contribution_object(self.version, self.name), facts, tensors)
+        return True
+
+    def _go_back(self, session: Any) -> None:
+        self._values.write(session, self._base)
+        assert self.version is not None
+        self._start_from(self._base, self.version)
+
+    def _take(self, session: Any, newest: int) -> None:
+        """Takes the values of a newer version, and keeps what was learned and not contributed."""
+        assert self.version is not None
+        try:
+            merged = self._load(range(self.version + 1, newest + 1))
+        except DamagedObjectError as error:
+            logger.warning("%s; training goes on without it", error)
+            return
+        now = self._values.read(session)
+        new = {}
+        for name, value in merged.items():
+            before = self._base[name]
+            if self._sent is not None and name in self._sent:
+                before = self._sent[name]
+            learned = _wide(now[name]) - _wide(before)
+            # Exactly the merged values where nothing was learned since.
+            new[name] = (_wide(value) + learned).astype(value.dtype)
+        self._values.write(session, new)
+        self._base.update(merged)
+        self.version, self._sent = newest, None
+        if not self._replay:
+            self._journal.write("took", step=self.step, version=newest, bytes=_bytes(merged))
+
+    def _lack_of(self, step: int) -> None:
+        first = [e for e in self._events.get(step, []) if e["event"] == "joined"]
+        if not first:
+            raise IslandError(
+                f"The journal of {self.folder.url} does not say that {self.name!r} joined at step "
+                f"{step}; it has events of the steps {sorted(self._events)[:10]}."
+            )
+
+    def _replay_step(self, session: Any) -> None:
+        """Does after a step what the journal says that the island did after it."""
+        for event in self._events.get(self.step, []):
+            kind = event["event"]
+            if kind == "joined":
+                settings = MergeSettings.of(self.folder)
+                self._fragments = settings.fragments if settings else 1
+                self._new = self._load(range(event["version"] + 1))
+                self._join(session, event["version"], event.get("has_sent", False))
+            elif kind == "took":
+                self._take(session, event["version"])
+                if self.version != event["version"]:
+                    raise IslandError(
+                        f"Version {event['version']}, which {self.name!r} took after step "
+                        f"{self.step}, cannot be read from {self.folder.url}: a replay needs all "
+                        "versions (keep_all)."
+                    )
+            elif kind == "contributed":
+                self._contribute(session, False)
+            elif kind == "went_back":
+                self._go_back(session)
+
+
+def _bytes(values: Mapping[str, np.ndarray]) -> int:
+    return sum(value.nbytes for value in values.values())
+
+
+def _wide(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.promote_types(value.dtype, np.float32))
+
+
+@gin.configurable(module="mtf_gradsync")
+@dataclasses.dataclass(frozen=True)
+class ElasticIslands:
+    """The island that a run is, as gin binds it: a run with a folder is one of the islands there.
+
+    See `Island`, `MergeSettings` and `Waiting` for the fields, of which the last ones are for the
+    merger where `merge` is True.
+
+    Attributes:
+      folder: path or URL that all islands know; "" for a run by itself.
+      name: of this island; default the name of the run's directory.
+    """
+
+    folder: str = ""
+    name: str = ""
+    inner_steps: int = 50
+    wait: Wait = "grace"
+    wait_seconds: float = 60.0
+    begin_seconds: float = 600.0
+    form: Form = "float32"
+    replay: bool = False
+    merge: bool = False
+    keep_all: bool = False
+    quorum: int = 1
+    min_grace: float = 1.0
+    max_grace: float = 60.0
+    max_staleness: int = 0
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.5
+    nesterov: bool = True
+    fragments: int = 1
+
+    def island(self, lowering: Any, name: str) -> Island | None:
+        """Returns the island for a step that has been lowered; None without a folder.
+
+        Raises ValueError for a field that makes no sense.
+        """
+        if not self.folder:
+            return None
+        settings = MergeSettings(
+            self.outer_learning_rate, self.outer_momentum, self.nesterov, self.fragments
+        )
+        waiting = Waiting(self.quorum, self.min_grace, self.max_grace, self.max_staleness)
+        return Island(
+            self.folder, self.name or name, self.inner_steps, lowering=lowering, wait=self.wait,
+            wait_seconds=self.wait_seconds, begin_seconds=self.begin_seconds, form=self.form,
+            merge=self.merge, merge_settings=settings, waiting=waiting, keep_all=self.keep_all,
+            replay=self.replay,
+        )  # fmt: skip
+
+
+class IslandHook(tf.train.SessionRunHook):
+    """Runs an `Island` in a monitored session, as of an Estimator.
+
+    Args:
+      island: made in the graph, with its lowering.
+      tokens: a number, or a tensor of the graph, that says how much a step's loss stands for.
+    """
+
+    def __init__(self, island: Island, tokens: Any = 1.0):
+        self._island, self._tokens = island, tokens
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """See ``tf.train.SessionRunHook``."""
+        self._step = tf.train.get_global_step()
+        self._has_begun = False
+
+    def before_run(self, run_context: Any) -> Any:
+        """Begins the island before the first step, when other hooks have restored variables."""
+        if not self._has_begun:
+            step = run_context.session.run(self._step) if self._step is not None else 0
+            self._island.begin(run_context.session, int(step))
+            self._has_begun = True
+        fetched = None if is_number(self._tokens) else {"tokens": self._tokens}
+        return tf.train.SessionRunArgs(fetched)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Lets the island exchange after a step."""
+        found = run_values.results
+        tokens = float(found["tokens"]) if found else self._tokens
+        self._island.after_step(run_context.session, tokens)
+
+    def end(self, session: Any) -> None:
+        """Contributes what is left at the end."""
+        if self._has_begun:
+            self._island.finish(session)

@@ -1,0 +1,422 @@
+"""Machines to plan for, the links between their chips, and the time that collectives take there."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Protocol, Sequence
+
+from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
+from mtf_gradsync.runtimes.xla.topology.chips import Chip, slice_of
+from mtf_gradsync.runtimes.xla.topology.compiled import HloCollective
+from mtf_gradsync.runtimes.xla.topology.compiling import (
+    LoweredProgram,
+    compile_lowered,
+    lower,
+    places_of,
+)
+from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
+
+# The operations of TensorFlow's programs, as HLO calls them.
+_HLO_NAMES = {
+    "CrossReplicaSum": "all-reduce",
+    "AllToAll": "all-to-all",
+    "CollectivePermute": "collective-permute",
+    "XlaReduceScatter": "reduce-scatter",
+}
+_OTHER = "other groups"
+#: The name of the data center network in place of a mesh axis.
+DCN = "DCN"
+
+Groups = Sequence[Sequence[int]]
+
+
+class Exchange(NamedTuple):
+    """One collective of a step."""
+
+    operation: str  # HLO's name of it, as in "all-reduce"
+    axis: str  # the mesh axes along which cores exchange data, joined by "+"; or "other groups"
+    groups: Groups  # the cores that exchange data, group by group
+    size: int  # bytes that each core puts in, each time; 0 if not known
+    times: int  # how often it runs in a step
+
+
+def _connected(groups: Groups) -> frozenset[frozenset[int]]:
+    """Returns groups of cores without overlaps: the pairs of a permutation are joined."""
+    joined: list[frozenset[int]] = []
+    for group in groups:
+        touching = [one for one in joined if not one.isdisjoint(group)]
+        joined = [one for one in joined if one not in touching]
+        joined.append(frozenset(group).union(*touching))
+    return frozenset(joined)
+
+
+def exchanges_of(
+    compiled: Sequence[HloCollective],
+    report: CommunicationReport,
+    axes: Mapping[Any, str],
+    cores: int,
+    conditions: bool = True,
+    slices: int = 1,
+) -> list[Exchange]:
+    """Returns the collectives of a step with all conditions true or false, and how often each runs.
+
+    Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
+    loops from `report`, which is of the program before compilation and says how often a loop turns
+    (once if not known). Those of each core with itself are not listed. `axes` is what
+    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step. Of
+    `slices` the first mesh axis joins the cores; what goes between them has the axis `DCN`.
+    """
+    of_slice = cores // slices
+    everyone = (tuple(range(of_slice)),)
+    found = []
+    for one in compiled:
+        if one.crosses_slices:
+            counterparts = tuple(tuple(range(i, cores, of_slice)) for i in range(of_slice))
+            found.append(Exchange(one.operation, DCN, counterparts, one.bytes_per_core, 1))
+        elif not one.is_in_loop:
+            groups = one.groups or everyone
+            axis = axes.get(_connected(groups)) or (_axis_around(groups, axes, slices) or _OTHER)
+            found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
+    by_axis = {axis: key for key, axis in axes.items()}
+    for row in report.rows:
+        if row.loops and all(taken is conditions for _, taken in row.branches):
+            operation = _HLO_NAMES[row.operation]
+            axis = row.group if row.group in by_axis else _OTHER
+            # Groups that lie along no axes are named by their cores.
+            named = by_axis[axis] if axis in by_axis else json.loads(f"[{row.group}]") or everyone
+            groups = tuple(sorted(tuple(sorted(group)) for group in named))
+            times = 1 if row.turns is None else row.turns
+            one_of_loop = Exchange(operation, axis, groups, row.bytes_per_core or 0, times)
+            found += _by_slice(one_of_loop, of_slice)
+    return [one for one in found if any(len(group) > 1 for group in one.groups)]
+
+
+def _axis_around(groups: Groups, axes: Mapping[Any, str], slices: int) -> str | None:
+    """Returns the axes whose groups, of several slices, have these of one slice in them."""
+    around = [
+        (max(map(len, key)), axis)
+        for key, axis in axes.items()
+        if slices > 1 and all(any(group >= set(own) for group in key) for own in groups)
+    ]
+    return min(around)[1] if around else None
+
+
+def _by_slice(one: Exchange, of_slice: int) -> list[Exchange]:
+    """Returns a collective as its parts within slices and between them, as the compiler does."""
+    members = [sum(core // of_slice == group[0] // of_slice for core in group)
+               for group in one.groups]  # fmt: skip
+    if all(count == len(group) for count, group in zip(members, one.groups)):
+        return [one]
+    count = max(members)
+    within = tuple(tuple(x for x in g if x // of_slice == g[0] // of_slice) for g in one.groups)
+    between = tuple(tuple(g[i::count]) for g in one.groups for i in range(count))
+    if one.operation != "all-reduce":
+        return [one._replace(groups=within), one._replace(axis=DCN, groups=between)]
+    part = one.size // count
+    return [
+        one._replace(operation="reduce-scatter", groups=within),
+        one._replace(axis=DCN, groups=between, size=part),
+        one._replace(operation="all-gather", groups=within, size=part),
+    ]
+
+
+def bytes_sent(operation: str, members: int, size: float) -> float:
+    """Bytes that each member of a ring sends to its neighbour.
+
+    Args:
+      operation: HLO's name of the collective, as in "all-reduce".
+      members: the number of members of the ring.
+      size: bytes that each member puts in.
+
+    Returns:
+      The bytes; 0 for one member.
+
+    Raises:
+      ValueError: when the collective is not known.
+    """
+    n = members
+    if n < 2:
+        return 0.0
+    factors = {
+        "all-reduce": 2 * (n - 1) / n,
+        "reduce-scatter": (n - 1) / n,
+        "all-gather": n - 1,  # each puts in its part of the result
+        # What goes to the other side of the ring passes every link on its way.
+        "all-to-all": max((n - 1) / n, n / 4),
+        "collective-permute": 1.0,
+        "collective-broadcast": 1.0,
+    }
+    if operation not in factors:
+        raise ValueError(f"There is no formula for {operation!r}; known are {', '.join(factors)}")
+    return factors[operation] * size
+
+
+def bytes_of_chip(operation: str, cores: float, size: float) -> float:
+    """Bytes that a chip puts in, some of whose cores put in `size` each.
+
+    What is summed is summed on the chip first. Of the others' data no two parts become one.
+    """
+    return cores * size if operation in ("all-gather", "all-to-all") else size
+
+
+def hops(operation: str, members: int) -> int:
+    """The number of hops from neighbour to neighbour that follow each other; 0 for one member."""
+    if members < 2:
+        return 0
+    if operation == "collective-permute":
+        return 1
+    return (2 if operation == "all-reduce" else 1) * (members - 1)
+
+
+#: Seconds that one hop from chip to chip takes, however little is sent; source:
+#: https://jax-ml.github.io/scaling-book/sharding ("about 1 us").
+HOP_SECONDS = 1e-6
+
+
+Place = Sequence[int]
+
+
+class Links(NamedTuple):
+    """The links that one group of cores uses."""
+
+    chips: int  # that its cores are on; cores of one chip need no link
+    cores_per_chip: float  # of the group, on average
+    # Of all links that a chip of the group sends on, divided among the groups that use them.
+    bytes_per_second: float
+    is_ring: bool  # whether all directions that the group extends in close to rings
+
+
+class Torus:
+    """A TPU slice: chips in a grid, with links between neighbours."""
+
+    def __init__(self, chip: Chip, places: Sequence[Place]):
+        """Takes the places of the cores, in the program's order.
+
+        A place is the coordinates of the core's chip and then its number on the chip.
+        """
+        self._chip = chip
+        self._places = [tuple(place) for place in places]
+        self._size = tuple(max(column) + 1 for column in zip(*(p[:-1] for p in self._places)))
+
+    @property
+    def cores_per_chip(self) -> int:
+        """The number of cores on a chip, as the compiler counts them."""
+        return 1 + max(place[-1] for place in self._places)
+
+    def links(self, group: Sequence[int]) -> Links:
+        """The links of the smallest box of chips around a group of cores.
+
+        Where other groups have cores in that box, all of these share the links.
+        """
+        cores = [self._places[core] for core in group]
+        chips = {place[:-1] for place in cores}
+        if len(chips) < 2:
+            return Links(len(chips), len(cores), float("inf"), True)
+        columns = list(zip(*chips))
+        low, high = [min(c) for c in columns], [max(c) for c in columns]
+        extents = [b - a + 1 for a, b in zip(low, high)]
+        closed = [
+            extent == size and self._chip.closes(extent, self._size)
+            for extent, size in zip(extents, self._size)
+            if extent > 1
+        ]
+        rate = sum(2 if ring else 1 for ring in closed) * self._chip.link_bytes_per_second
+        in_box = sum(
+            all(a <= x <= b for a, x, b in zip(low, place, high)) for place in self._places
+        )
+        per_chip = len(cores) / len(chips)
+        return Links(len(chips), per_chip, rate * len(cores) / in_box, all(closed))
+
+    def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
+        """Seconds that a collective takes over the links, with no other traffic on them.
+
+        That is the time of the slowest of the groups (for "collective-permute" pairs), which run at
+        the same time. Each core puts in `size` bytes; the time to read and write memory is not
+        counted.
+        """
+        slowest = 0.0
+        for links in {self.links(group) for group in groups}:
+            wait = hops(operation, links.chips) * HOP_SECONDS / (2 if links.is_ring else 1)
+            put_in = bytes_of_chip(operation, links.cores_per_chip, size)
+            sent = bytes_sent(operation, links.chips, put_in)
+            slowest = max(slowest, wait, sent / links.bytes_per_second)
+        return slowest
+
+
+Begun = Callable[["subprocess.Popen[str]"], None]
+
+
+class SkippedStep(NamedTuple):
+    """A step on which all conditions of a program are false, such as one that only accumulates."""
+
+    flops: float  # this and the others as in `Compiled`
+    bytes_accessed: float
+    estimate_seconds: float
+    collectives: tuple[HloCollective, ...] = ()
+
+
+class Compiled(NamedTuple):
+    """The answer of a machine's compiler for one program."""
+
+    error: str = ""  # why the program was refused
+    bytes_per_core: int = 0
+    flops: float = 0.0  # of one core, by the compiler's count
+    bytes_accessed: float = 0.0  # by one core
+    estimate_seconds: float = 0.0  # of a core's operations one after the other, without the links
+    unknown: int = 0  # custom calls of which the estimate has the bytes alone
+    unknown_names: tuple[str, ...] = ()
+    loops_counted_once: int = 0  # loops of which the estimate has one turn
+    is_of_update: bool = False  # whether it has conditionals, and these figures have all true
+    collectives: tuple[HloCollective, ...] = ()
+    seconds: float = 0.0  # how long the compilation took
+    skipped: SkippedStep | None = None  # where there are conditionals and an estimate of it
+
+
+class Machine(Protocol):
+    """A machine that a step can be planned for."""
+
+    name: str  # the topology, as the user spelled it
+    cores: int
+    slices: int  # that a data center network joins
+    dcn_bytes_per_second: float  # that a chip sends over it
+    memory_per_core: int | None  # bytes that a program may use; None where there is no limit
+    peak_flops_per_core: float | None  # per second; None where that is not known
+    bytes_per_second_per_core: float | None  # of its memory; None where that is not known
+    estimate_source: str  # where the seconds of an estimate come from, in a word
+
+    def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
+        """A core's program, as `compile` takes it."""
+
+    def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
+        """Compiles a program; `begun` is called with each process that is started for it."""
+
+    def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
+        """Seconds that a collective takes besides the estimate; see `Torus.seconds`."""
+
+
+class TpuMachine:
+    """A TPU slice, or several that are alike, which this machine need not have; see `Machine`."""
+
+    def __init__(self, topology: str, dcn_bytes_per_second: float | None = None):
+        """Asks the compiler where the cores of a topology, as in "v5e:4x4", are.
+
+        Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`: what a chip sends over the data
+        center network.
+        """
+        named = slice_of(topology)
+        if named.slices > 1 and dcn_bytes_per_second is None:
+            raise ValueError(
+                f"The {named.slices} slices of {topology!r} exchange data over a data center "
+                "network: give what a chip sends over it, as dcn_bandwidth (in GB/s)."
+            )
+        places = places_of(topology)
+        self.name = topology
+        self.cores = len(places)
+        self.slices = named.slices
+        self._of_slice = self.cores // self.slices
+        self.chips = self.slices * len({place[:-1] for place in places})
+        self.memory_per_core: int | None = named.generation.memory_per_core
+        self._torus = Torus(named.chip, places[: self._of_slice])
+        self.dcn_bytes_per_second = dcn_bytes_per_second or math.inf
+        self.peak_flops_per_core: float | None = named.rates.flops
+        self.bytes_per_second_per_core: float | None = named.rates.bytes
+        self.estimate_source = "roofline"
+
+    def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
+        """See `Machine`."""
+        return lower(program, fetches)
+
+    def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
+        """See `Machine`. The estimate of a program with conditionals is that of an update step."""
+        made = compile_lowered(lowered, self.name, begun=begun)
+        if made.memory is None:
+            return Compiled(error=made.error, seconds=made.seconds)
+        of_update = made.estimates.get("conditions_true")
+        cost = of_update or made.estimates["step"]
+        none_true = made.estimates.get("conditions_false")
+        return Compiled(
+            bytes_per_core=made.memory.total,
+            flops=cost.flops,
+            bytes_accessed=cost.bytes_accessed,
+            estimate_seconds=cost.seconds,
+            unknown=cost.unknown,
+            unknown_names=cost.unknown_operations,
+            loops_counted_once=cost.loops_counted_once,
+            is_of_update=of_update is not None,
+            collectives=made.of_update,
+            seconds=made.seconds,
+            skipped=_skipped_step(none_true, made.of_skipped_step),
+        )
+
+    def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
+        """See `Machine`. The estimate counts a collective's bytes in memory, and no links.
+
+        Groups are of one slice, or of cores of several at one place: all cores of a chip share what
+        the chip sends over the network.
+        """
+        if any(group[0] // self._of_slice != group[-1] // self._of_slice for group in groups):
+            count = max(map(len, groups))
+            sent = bytes_sent(operation, count, size)
+            if operation == "all-to-all":  # a network, unlike a ring, passes nothing on
+                sent = (count - 1) / count * size
+            return self._torus.cores_per_chip * sent / self.dcn_bytes_per_second
+        local = [[core % self._of_slice for core in group] for group in groups]
+        return self._torus.seconds(operation, local, size)
+
+
+def _skipped_step(
+    cost: CostEstimate | None, collectives: tuple[HloCollective, ...]
+) -> SkippedStep | None:
+    if cost is None:
+        return None
+    return SkippedStep(cost.flops, cost.bytes_accessed, cost.seconds, collectives)
+
+
+def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
+    """All mesh shapes that arrange a number of cores along mesh axes.
+
+    Args:
+      cores: the number of cores.
+      axes: names of the mesh axes.
+
+    Returns:
+      Mesh shapes as text, as in "batch:4;model:2", those with most cores on the first axis first.
+
+    Raises:
+      ValueError: when there is no axis, a name appears twice, or cores is not positive.
+    """
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(f"axes must be names of mesh axes, each once; got {list(axes)}")
+    if cores < 1:
+        raise ValueError(f"cores must be a positive number; got {cores}")
+    return [
+        ";".join(f"{axis}:{size}" for axis, size in zip(axes, sizes))
+        for sizes in _sizes(cores, len(axes))
+    ]
+
+
+def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
+    """Returns `factorizations`; of several slices each axis that they divide comes first once.
+
+    The first axis is the one that crosses the data center network.
+    """
+    found = []
+    for shape in factorizations(cores, axes):
+        dims = shape.split(";")
+        firsts = [dim for dim in dims if slices > 1 and int(dim.split(":")[1]) % slices == 0]
+        for first in firsts or dims[:1]:
+            found.append(";".join([first, *(dim for dim in dims if dim != first)]))
+    return found
+
+
+def _sizes(cores: int, axes: int) -> Iterator[tuple[int, ...]]:
+    if axes == 1:
+        yield (cores,)
+        return
+    for first in range(cores, 0, -1):
+        if cores % first == 0:
+            for rest in _sizes(cores // first, axes - 1):
+                yield (first, *rest)

@@ -1,0 +1,209 @@
+"""Predicts what a training step costs on each mesh of TPU slices that this machine lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+from tqdm import tqdm
+
+from mtf_gradsync._common import is_whole_number
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.runtimes._signals import Interruption
+from mtf_gradsync.runtimes.simd.program import Program, compiled_only
+from mtf_gradsync.runtimes.xla.topology.chips import slice_of
+from mtf_gradsync.tools.planning.machines import TpuMachine, shapes_of
+from mtf_gradsync.tools.planning.result import Plan, PlanRow, Refused
+from mtf_gradsync.tools.planning.search import Built, Candidate, search
+
+
+def plan(
+    build: Callable[[str, str], Built | Program],
+    topologies: str | Sequence[str],
+    layouts: str | Sequence[str],
+    mesh_shapes: Sequence[str] | None = None,
+    axes: Sequence[str] | None = None,
+    jobs: int = 1,
+    progress: bool = False,
+    refusals: tuple[type[BaseException], ...] = (ValueError,),
+    price: float | Mapping[str, float] | None = None,
+    dcn_bandwidth: float | None = None,
+    inner_steps: Sequence[int] = (10, 36, 100),
+) -> Plan:
+    """A table of what a training step costs on each mesh of each topology, without the chips.
+
+    The real TPU compiler compiles each program. The prediction is the sum of the rooflines of the
+    compiled operations, by the chip's published peak and bandwidth, and of the time of each
+    collective by the standard formula at the links' published rates.
+
+    Args:
+      build: a function that builds the training step in `simd.tpu_program` and returns the
+        program, or a `Built` with the fetches and the number of tokens of a step. It is called
+        with a mesh shape ("batch:4;model:2") and a layout, in a graph of its own. A ValueError
+        means that the mesh is not possible; its message becomes the reason in the plan.
+      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8"; "2xv5e:4x4"
+        for two slices that a data center network joins.
+      layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
+      mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
+        `axes`. Of several slices the first axis of a mesh shape crosses the network: each axis that
+        they divide comes first once.
+      axes: names of the mesh axes; None for those that the first layout names, in its order.
+      jobs: the number of compilers that run at once. Each takes a processor, and memory.
+      progress: whether to show a progress bar on terminals.
+      refusals: further types of errors by which `build` says that a mesh is not possible.
+      price: dollars for an hour of one chip, one number for all topologies or one for each
+        generation, as in ``{"v5e": 1.2, "v5p": 4.2}``. There is no default: look it up where you
+        rent.
+      dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several slices.
+      inner_steps: for several slices, each number of steps for which the plan says what it would
+        save to exchange values only once in so many (`PlanRow.fewer_messages`).
+
+    Returns:
+      The plan, sorted by predicted speed. Stopped by Ctrl-C or SIGTERM it has the meshes planned
+      until then, and `Plan.is_partial` is true.
+
+    Raises:
+      KeyboardInterrupt: when a signal comes before all topologies are known.
+      XlaMissingError: when there is no TPU compiler.
+      ValueError: when an argument is out of range, or there is no such topology.
+    """
+    for steps in inner_steps:
+        if not is_whole_number(steps):
+            raise ValueError(f"inner_steps must be positive integers; got {list(inner_steps)!r}.")
+    if not is_whole_number(jobs):
+        raise ValueError(f"jobs must be a positive integer; got {jobs!r}")
+    given = [layouts] if isinstance(layouts, str) else layouts
+    layouts = _each_once("layout", given, _read_layout, "batch:batch;heads:model")
+    mesh_shapes = _each_once("mesh shape", mesh_shapes or (), _read_shape, "batch:4;model:2")
+    names = _split(topologies)
+    if not layouts or not names:
+        raise ValueError(
+            f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
+        )
+    axes = list(axes) if axes is not None else _axes_of(layouts[0])
+    dcn = () if dcn_bandwidth is None else (1e9 * _positive("dcn_bandwidth", dcn_bandwidth),)
+    chip_hours = [_chip_hour(price, slice_of(name).chip.name) for name in names]
+    with _environment_kept(), Interruption() as stop:
+        machines = [TpuMachine(name, *dcn) for name in names]
+        candidates, refused = [], []
+        for layout in layouts:
+            for machine in machines:
+                for shape in mesh_shapes or shapes_of(machine.cores, axes, machine.slices):
+                    dims = mtf.convert_to_shape(shape)
+                    reason = ""
+                    if dims.size != machine.cores:
+                        reason = f"the mesh has {dims.size} cores and the topology {machine.cores}"
+                    elif machine.slices > 1 and dims.dims[0].size % machine.slices:
+                        reason = (
+                            f"its first axis, {dims.dims[0].name}:{dims.dims[0].size}, crosses the "
+                            f"data center network, and {machine.slices} slices do not divide it"
+                        )
+                    if reason:
+                        refused.append(Refused(shape, layout, machine.name, reason))
+                    else:
+                        candidates.append(Candidate(shape, layout, machine, tuple(inner_steps)))
+
+        def built(mesh_shape: str, layout: str) -> Built:
+            with compiled_only():
+                made = build(mesh_shape, layout)
+            return made if isinstance(made, Built) else Built(made)
+
+        hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
+        with tqdm(
+            total=len(candidates), desc="planning", unit="mesh", leave=False, disable=hidden
+        ) as bar:
+            found = search(built, candidates, jobs, (ValueError, *refusals), bar.update, stop)
+    hourly = {machine.name: hours and hours * machine.chips
+              for machine, hours in zip(machines, chip_hours)}  # fmt: skip
+    rows = tuple(_priced(row, hourly.get(row.machine)) for row in found.rows)
+    return dataclasses.replace(found, rows=rows, refused=(*refused, *found.refused))
+
+
+def _chip_hour(price: float | Mapping[str, float] | None, chip: str) -> float | None:
+    """Returns the dollars for an hour of a chip, or raises a ValueError if they are none."""
+    if isinstance(price, Mapping):
+        if chip not in price:
+            raise ValueError(f"price has {', '.join(price)}, and no {chip}; got {dict(price)!r}.")
+        price = price[chip]
+    return None if price is None else _positive("price", price)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a number above 0; got {value!r}.")
+    return float(value)
+
+
+def _priced(row: PlanRow, hourly: float | None) -> PlanRow:
+    rate = row.tokens_per_second
+    per_dollar = rate * 3600 / hourly if rate and hourly else None
+    return dataclasses.replace(row, dollars_per_hour=hourly, tokens_per_dollar=per_dollar)
+
+
+# What devices of this machine are asked for by, and how jax is kept from looking for a TPU.
+_SET_FOR_JAX = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS")
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Leaves the environment variables of processes that are started later as they were."""
+    before = {name: os.environ.get(name) for name in _SET_FOR_JAX}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _each_once(
+    kind: str, texts: Sequence[str], read: Callable[[str], Any], example: str
+) -> list[str]:
+    """Returns texts of different meanings: what is given twice is planned once.
+
+    For what Mesh-TF cannot read it raises a ValueError that says how to write it.
+    """
+    found: dict[Any, str] = {}
+    for text in texts:
+        try:
+            found.setdefault(read(text), text)
+        except ValueError:
+            raise ValueError(
+                f'The {kind} {text!r} cannot be read; write it like "{example}"'
+            ) from None
+    return list(found.values())
+
+
+def _read_shape(text: str) -> tuple[Any, ...]:
+    dims = tuple(mtf.convert_to_shape(text).dims)
+    for dim in dims:
+        if dim.size < 1:
+            raise ValueError(f"{dim.size} cores along {dim.name!r}")
+    return dims
+
+
+def _read_layout(text: str) -> frozenset[tuple[str, ...]]:
+    mtf.convert_to_layout_rules(text)  # raises for what are no pairs
+    return frozenset(_rules(text))
+
+
+def _split(topologies: str | Sequence[str]) -> list[str]:
+    parts = topologies.split(",") if isinstance(topologies, str) else topologies
+    found: dict[Any, str] = {}
+    for name in filter(None, (part.strip() for part in parts)):
+        found.setdefault(slice_of(name), name)
+    return list(found.values())
+
+
+def _axes_of(layout: str) -> list[str]:
+    return list(dict.fromkeys(rule[-1] for rule in _rules(layout)))
+
+
+def _rules(layout: str) -> list[tuple[str, ...]]:
+    # What Mesh-TF takes for the end of a rule.
+    return [tuple(rule.split(":")) for rule in re.split("[ ,.;]", layout) if rule]

@@ -1,0 +1,397 @@
+"""The result of a plan: a row for each mesh and machine, as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from mtf_gradsync.runtimes._tables import text_table, wrapped
+
+_UNKNOWN = (
+    "A prediction is no timing: it adds up the compiled operations one after the other, each at "
+    "its roofline (the longer of its products at the chip's published peak and its bytes at the "
+    "memory's bandwidth), then collectives at the links' published rates. It does not know "
+    'what overlaps (with all of it hidden, a step takes "at best"), how long the host and the '
+    "input take, nor other traffic on the links."
+)
+
+_SHARES = (
+    "MFU: of the chips' peak, what the model needs (6 operations for each weight and token, and "
+    "attention). HFU: what the program makes by the compiler's count, recomputation included."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisTraffic:
+    """The collectives along one mesh axis, or several at once, of an update step.
+
+    Attributes:
+      axis: names of the axes, joined by "+".
+      collectives: the number of collectives that run.
+      bytes_per_core: bytes that each core puts into them.
+      seconds: the time that they take over the links.
+    """
+
+    axis: str
+    collectives: int
+    bytes_per_core: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FewerMessages:
+    """What a step takes where slices exchange values only once in some steps, over the network.
+
+    Attributes:
+      way: "OuterOptimizer", or "islands" (programs that meet in a folder).
+      inner_steps: the number of steps of a round.
+      step_seconds: the mean step of a round.
+      exchange_seconds: what the exchange of a round takes over the data center network.
+    """
+
+    way: str
+    inner_steps: int
+    step_seconds: float
+    exchange_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """The predicted cost of a step on one mesh of one machine.
+
+    Attributes:
+      mesh_shape: as in "batch:4;model:2".
+      layout: as in "batch:batch;heads:model".
+      machine: a topology as in "v5e:4x4".
+      cores: the number of the machine's cores.
+      fits: whether the program's memory fits into a core's.
+      bytes_per_core: memory that the program takes on one core.
+      memory_per_core: bytes that a program may use on one core; None where there is no limit.
+      flops: floating-point operations of one core in a step, by the compiler's count.
+      bytes_accessed: bytes that one core's operations read and write in a step.
+      estimate_seconds: the time of its operations one after the other, without the links; by
+        `estimate_source`.
+      unknown_operations: the number of custom calls of which the estimate has the bytes alone.
+      traffic: the collectives, by mesh axis.
+      link_seconds: the time that all of them take over the links.
+      step_seconds: the predicted time of a step: `estimate_seconds` plus `link_seconds`.
+      overlapped_seconds: the longer of the two: the time of a step that hides all of the other.
+      tokens_per_second: predicted, over the steps of `mean_step_seconds`; None if the tokens of a
+        step are unknown.
+      share_of_peak: operations per second by the compiler's count as a share of the chip's peak,
+        over the same steps; None if that is unknown. What is computed a second time counts twice:
+        it is the "hardware FLOPs utilization" (HFU), and `mfu` is what compares programs.
+      build_seconds: how long building the program took.
+      compile_seconds: how long the compiler took.
+      is_repeated: whether an equal program had been compiled before.
+      unknown_names: targets of these custom calls.
+      loops_counted_once: the number of loops of which one turn is counted, as it is not known how
+        often they turn.
+      is_of_update: whether the program has conditionals, and the figures are those of a step on
+        which all are true: one that makes the update, where gradients are accumulated.
+      parameters: the number of trainable parameters; None if unknown.
+      steps_per_update: the number of steps of which one makes the update; see `Built`.
+      skipped_step_seconds: the predicted time of a step on which all conditions are false, links
+        included; None without conditionals.
+      mean_step_seconds: the mean over `steps_per_update` steps: `step_seconds` where that is 1, or
+        no other step is known.
+      estimate_source: "roofline" for the rooflines of all operations at the chip's published rates,
+        "measured" for rates that were measured on this machine.
+      roofline_seconds: the roofline of the whole step: `flops` at the peak or `bytes_accessed` at
+        the memory's bandwidth, whichever takes longer; None if the rates are unknown.
+      doubt: why the estimate cannot be right beside that; "" if it can. Such rows come last.
+      model_flops: operations that the model needs in a step on all cores together, by
+        `Built.model_flops`; None if unknown.
+      mfu: `model_flops` per second as a share of all chips' peak, over the same steps ("model FLOPs
+        utilization"); None if either is unknown.
+      dollars_per_hour: what the machine's chips cost, by the price that was given; None without.
+      tokens_per_dollar: by that price and `tokens_per_second`; None if either is unknown.
+      slices: the number of slices that a data center network joins.
+      dcn_seconds: the part of `link_seconds` that is over this network (the axis "DCN").
+      fewer_messages: what a step would take with fewer exchanges over it; empty for one slice, and
+        where the axis that crosses the network does not split the batch.
+    """
+
+    mesh_shape: str
+    layout: str
+    machine: str
+    cores: int
+    fits: bool
+    bytes_per_core: int
+    memory_per_core: int | None
+    flops: float
+    bytes_accessed: float
+    estimate_seconds: float
+    unknown_operations: int
+    traffic: tuple[AxisTraffic, ...]
+    link_seconds: float
+    step_seconds: float
+    overlapped_seconds: float
+    tokens_per_second: float | None
+    share_of_peak: float | None
+    build_seconds: float
+    compile_seconds: float
+    is_repeated: bool
+    unknown_names: tuple[str, ...] = ()
+    loops_counted_once: int = 0
+    is_of_update: bool = False
+    parameters: int | None = None
+    steps_per_update: int = 1
+    skipped_step_seconds: float | None = None
+    mean_step_seconds: float | None = None
+    estimate_source: str = "roofline"
+    roofline_seconds: float | None = None
+    doubt: str = ""
+    model_flops: float | None = None
+    mfu: float | None = None
+    dollars_per_hour: float | None = None
+    tokens_per_dollar: float | None = None
+    slices: int = 1
+    dcn_seconds: float = 0.0
+    fewer_messages: tuple[FewerMessages, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A mesh that is not possible on a machine.
+
+    Attributes:
+      mesh_shape: as for `PlanRow`.
+      layout: as for `PlanRow`.
+      machine: as for `PlanRow`.
+      reason: why the mesh is not possible, in one line.
+    """
+
+    mesh_shape: str
+    layout: str
+    machine: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step would cost on each mesh and machine.
+
+    Attributes:
+      rows: meshes whose program fits into memory first, those in doubt (see `PlanRow`) last; then
+        by predicted time for a token (for a step, if tokens are unknown), the fastest first.
+      refused: meshes that are not possible, with the reason.
+      is_partial: whether planning was stopped before all meshes were planned.
+      not_reached: the number of meshes that were not planned when it was stopped.
+      stopped_by: the number of the signal that stopped it; None where none did.
+    """
+
+    rows: tuple[PlanRow, ...]
+    refused: tuple[Refused, ...] = ()
+    is_partial: bool = False
+    not_reached: int = 0
+    stopped_by: int | None = None
+
+    def __str__(self) -> str:
+        if self.rows:
+            lines = [*_table(self.rows), "", *_parameters(self.rows), _UNKNOWN]
+        else:
+            lines = ["no mesh was planned" if self.is_partial else "no mesh can be planned"]
+        if any(row.mfu is not None for row in self.rows):
+            lines.append(_SHARES)
+        unknown = [row for row in self.rows if row.unknown_operations]
+        if unknown:
+            most = max(row.unknown_operations for row in unknown)
+            names = sorted({name for row in unknown for name in row.unknown_names})
+            lines.append(
+                f"Up to {most} custom calls of a program count with their bytes alone"
+                f"{' (' + ', '.join(names) + ')' if names else ''}."
+            )
+        lines += [
+            f"Not ranked: {_name(row, True)}: the estimate is {row.doubt}."
+            for row in self.rows
+            if row.doubt
+        ]
+        if any(row.loops_counted_once for row in self.rows):
+            lines.append("Of some programs' loops one turn is counted: more is not known.")
+        if any(row.is_of_update for row in self.rows):
+            lines.append("Of steps with conditionals the figures are those of an update step.")
+        means = {row.steps_per_update for row in self.rows if row.skipped_step_seconds is not None}
+        if max(means, default=1) > 1:
+            steps = " or ".join(map(str, sorted(means)))
+            lines.append(
+                f'"mean ms", tokens/s, MFU and HFU are means over {steps} steps, one '
+                "with the update and the others without."
+            )
+        lines += _fewer_messages(self.rows)
+        if self.refused:
+            several = len({r.layout for r in self.rows} | {r.layout for r in self.refused}) > 1
+            lines += ["", "skipped:", *_reasons(self.refused, several)]
+        if self.is_partial:
+            lines += ["", f"stopped: {self.not_reached} not looked at; the plan lacks them"]
+        return "\n".join(wrapped(lines))
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with the attributes' names."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def plot(self, path: str) -> None:
+        """Writes a PNG of each row's time, split into the estimate and the links.
+
+        Args:
+          path: the file to write.
+
+        Raises:
+          ImportError: when matplotlib is not installed.
+        """
+        # Without pyplot, so that no display and no global state is touched.
+        from matplotlib.figure import Figure
+
+        several = len({row.layout for row in self.rows}) > 1
+        names = [_name(row, several) for row in self.rows]
+        places = range(len(names))
+        height = 1.5 + 0.4 * max(1, len(names))
+        figure = Figure(figsize=(9, height), layout="constrained")
+        axes = figure.subplots()
+        left = [0.0] * len(names)
+        for label, values in _parts(self.rows).items():
+            axes.barh(places, values, left=left, label=label)
+            left = [a + b for a, b in zip(left, values)]
+        # The smallest has three digits, and all others as many decimals.
+        decimals = max(0, 2 - math.floor(math.log10(min(filter(None, left), default=1.0))))
+        for place, row in enumerate(self.rows):
+            note = ("" if row.fits else " does not fit") + (" not ranked" if row.doubt else "")
+            axes.text(left[place], place, f" {left[place]:,.{decimals}f} ms{note}", va="center")
+        axes.set_yticks(places, names)
+        axes.margins(y=0.4 / max(1, len(names)))
+        axes.set_xlabel("predicted ms per step")
+        axes.set_xlim(right=1.3 * max(left, default=1.0) or 1.0)
+        axes.invert_yaxis()
+        figure.legend(loc="outside upper right", ncols=3)
+        figure.savefig(path, format="png", dpi=120)
+
+
+def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
+    """Rows in the order of `Plan.rows`."""
+
+    def key(row: PlanRow) -> Any:
+        rate = row.tokens_per_second
+        step = row.step_seconds if row.mean_step_seconds is None else row.mean_step_seconds
+        return (bool(row.doubt), not row.fits, step if rate is None else -rate, _name(row, True))
+
+    return tuple(sorted(rows, key=key))
+
+
+def _parameters(rows: tuple[PlanRow, ...]) -> list[str]:
+    """A line with the number of parameters, which may depend on the mesh by rounding up."""
+    counts = sorted({row.parameters for row in rows if row.parameters is not None})
+    return [f"{' or '.join(f'{n:,}' for n in counts)} parameters."] if counts else []
+
+
+def _name(row: PlanRow | Refused, with_layout: bool) -> str:
+    layout = f", {row.layout}," if with_layout else ""
+    return f"{row.mesh_shape}{layout} on {row.machine}"
+
+
+def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
+    """A table of what fewer messages between slices would save, with words on when they pay."""
+    table, words = [], []
+    several = len({row.layout for row in rows}) > 1
+    for row in rows:
+        if not row.fewer_messages:
+            continue
+        mean = row.step_seconds if row.mean_step_seconds is None else row.mean_step_seconds
+        cells = {"mesh": _name(row, several), "every step": f"{1e3 * mean:,.4g}"}
+        cells["of it DCN"] = f"{1e3 * row.dcn_seconds:,.4g}"
+        for one in row.fewer_messages:
+            name = f"{one.way}, {one.inner_steps}"
+            cells[name] = f"{1e3 * one.step_seconds:,.4g}"
+        table.append(cells)
+        outer = [one for one in row.fewer_messages if one.way == "OuterOptimizer"]
+        least = outer[0].exchange_seconds / row.dcn_seconds if row.dcn_seconds else math.inf
+        best = min(row.fewer_messages, key=lambda one: one.step_seconds)
+        saved = 1 - best.step_seconds / mean
+        name = _name(row, several)
+        if saved < _LEAST_SAVED:
+            words.append(f"  {name}: fewer messages do not pay (at most {100 * saved:.2g}%).")
+        else:
+            words.append(
+                f"  {name}: OuterOptimizer takes less than a sum in each step from "
+                f"{math.floor(least) + 1} inner steps on; {best.way} with {best.inner_steps} "
+                f"saves {100 * saved:.2g}% of a step."
+            )
+    if not table:
+        return []
+    headers = list(table[0])
+    return [
+        "",
+        "ms a step with fewer messages between slices (by way and inner steps):",
+        *text_table(headers, [[cells[name] for name in headers] for cells in table], {"mesh"}),
+        *words,
+        "With fewer messages the same tokens train a little less well, and an island's exchange is "
+        "hidden behind its steps if they take longer: docs/plan.md.",
+    ]
+
+
+# Of a step, below which fewer messages are not worth what they cost in loss.
+_LEAST_SAVED = 0.05
+
+
+def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
+    """Lines that say each reason once."""
+    meshes: dict[str, list[str]] = {}
+    for one in refused:
+        meshes.setdefault(one.reason, []).append(_name(one, with_layout))
+    lines = []
+    for reason, names in meshes.items():
+        if len(names) == 1:
+            lines.append(f"  {names[0]}: {reason}")
+        else:
+            lines += [f"  {reason}", *(f"    {name}" for name in names)]
+    return lines
+
+
+def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
+    """Milliseconds of each row: of its operations, and along each mesh axis."""
+    parts = {"operations": [1e3 * row.estimate_seconds for row in rows]}
+    for axis in dict.fromkeys(t.axis for row in rows for t in row.traffic):
+        parts[f"along {axis}"] = [
+            1e3 * sum(t.seconds for t in row.traffic if t.axis == axis) for row in rows
+        ]
+    return parts
+
+
+def _table(rows: tuple[PlanRow, ...]) -> list[str]:
+    layouts = {row.layout for row in rows}
+    table: list[dict[str, str]] = []
+    for row in rows:
+        cells = {"mesh": row.mesh_shape, "on": row.machine}
+        if len(layouts) > 1:
+            cells["layout"] = row.layout
+        limit = row.memory_per_core
+        share = "" if limit is None else f" ({100 * row.bytes_per_core / limit:.3g}%)"
+        cells["fits"] = "yes" if row.fits else "NO"
+        cells["GB/core"] = f"{row.bytes_per_core / 1e9:.3g}{share}"
+        cells["GFLOP"] = f"{row.flops / 1e9:,.4g}"
+        cells["GB touched"] = f"{row.bytes_accessed / 1e9:,.4g}"
+        cells["estimate ms"] = f"{1e3 * row.estimate_seconds:,.4g}"
+        cells["by"] = row.estimate_source
+        cells["links: MB, ms"] = "\n".join(
+            f"{t.axis} {t.bytes_per_core / 1e6:,.3g}, {1e3 * t.seconds:,.3g}" for t in row.traffic
+        )
+        cells["step ms"] = f"{1e3 * row.step_seconds:,.4g}"
+        cells["at best"] = f"{1e3 * row.overlapped_seconds:,.4g}"
+        if row.steps_per_update > 1 and row.skipped_step_seconds is not None:
+            cells["mean ms"] = f"{1e3 * (row.mean_step_seconds or 0.0):,.4g}"
+        if row.tokens_per_second is not None:
+            cells["tokens/s"] = f"{row.tokens_per_second:,.0f}"
+        if row.mfu is not None:
+            cells["MFU"] = f"{100 * row.mfu:.3g}%"
+        if row.share_of_peak is not None:
+            cells["HFU"] = f"{100 * row.share_of_peak:.3g}%"
+        if row.tokens_per_dollar is not None:
+            cells["$ / 1e9 tokens"] = f"{1e9 / row.tokens_per_dollar:,.4g}"
+        elif row.dollars_per_hour is not None:
+            cells["$ / hour"] = f"{row.dollars_per_hour:,.4g}"
+        table.append(cells)
+    left = {"mesh", "on", "layout", "fits", "by"}
+    headers = list(dict.fromkeys(name for cells in table for name in cells))
+    lines = [[cells.get(name, "") for name in headers] for cells in table]
+    return text_table(headers, lines, left, keys=3 if len(layouts) > 1 else 2)

@@ -1,0 +1,434 @@
+"""Builds and compiles a training step on each mesh, and makes a plan of the results."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import hashlib
+import math
+import re
+import subprocess
+import threading
+import time
+from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes._signals import Interruption, signal_of
+from mtf_gradsync.runtimes.simd.collectives import groups_by_axes, list_collectives
+from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
+from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
+from mtf_gradsync.runtimes.xla.topology.chips import why_doubtful
+from mtf_gradsync.runtimes.xla.topology.compiled import HloCollective
+from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
+from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError
+from mtf_gradsync.tools.planning.machines import (
+    DCN,
+    Compiled,
+    Exchange,
+    Machine,
+    SkippedStep,
+    exchanges_of,
+)
+from mtf_gradsync.tools.planning.result import (
+    AxisTraffic,
+    FewerMessages,
+    Plan,
+    PlanRow,
+    Refused,
+    sorted_rows,
+)
+
+_LONGEST_REASON = 300
+# How often it is checked for signals while compilers run.
+_CHECK_SECONDS = 1.0
+
+
+class Built(NamedTuple):
+    """A training step on one mesh, as the `build` function of `plan` returns it.
+
+    Attributes:
+      program: what `simd.tpu_program` yielded, with the training step built in it.
+      fetches: tensors that a step returns besides the updates, such as the loss.
+      tokens: the number of tokens (or examples) that a step trains on; None if unknown.
+      parameters: the number of trainable parameters; None if unknown.
+      steps_per_update: of so many steps one has the program's conditions true, and the others have
+        them false, as in accumulation over so many steps. The plan's means are over these.
+      model_flops: operations that the model needs in a step on all cores, as `model_flops` counts
+        them; None for 6 for each parameter and token, without attention.
+    """
+
+    program: Program
+    fetches: Sequence[Any] = ()
+    tokens: int | None = None
+    parameters: int | None = None
+    steps_per_update: int = 1
+    model_flops: float | None = None
+
+
+def model_flops(loss: mtf.Tensor) -> float:
+    """Counts the operations that a model needs in a training step, whatever the program makes.
+
+    They are 6 for each weight and each token that it is multiplied with (2 forward, 4 backward) and
+    12 for each layer, head dimension, token and token that it attends to, masked ones included:
+    6 N D and 12 L H Q T D of Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311, appendix B.
+    Looking up an embedding and dispatching tokens to experts are no products here, although
+    Mesh-TensorFlow makes them as such; what is computed a second time counts once.
+
+    Args:
+      loss: the loss, a tensor of an mtf graph; what was added to the graph before it counts.
+
+    Returns:
+      The number of floating-point operations of a step on all cores together.
+
+    Raises:
+      ValueError: when the model is in a loop, which hides how often it runs. Count the model that
+        is built without it.
+    """
+    selects: dict[mtf.Tensor, bool] = {}
+
+    def is_selection(x: mtf.Tensor) -> bool:
+        """Whether a tensor picks others, as one-hot vectors do, scaled or not."""
+        if x not in selects:
+            op = x.operation
+            passes_on = len(op.inputs) == 1 or (
+                isinstance(op, mtf.EinsumOperation) and not _summed(op)
+            )
+            selects[x] = isinstance(op, mtf.OneHotOperation) or (
+                passes_on and any(map(is_selection, op.inputs))
+            )
+        return selects[x]
+
+    operations = loss.mesh.graph.operations
+    found = 0.0
+    for op in operations[: operations.index(loss.operation) + 1]:
+        if isinstance(op, mtf.WhileLoopOperation):
+            raise ValueError(
+                f"The loss {loss.name!r} is computed in a loop, {op.name!r}; give the loss of the "
+                "model without it (one microbatch)."
+            )
+        is_product = isinstance(op, mtf.EinsumOperation) and _summed(op)
+        if is_product and not any(map(is_selection, op.inputs)):
+            found += 6.0 * math.prod(d.size for d in {d for x in op.inputs for d in x.shape})
+    return found
+
+
+def _summed(einsum: mtf.EinsumOperation) -> bool:
+    """Returns whether a product sums over a dimension of several of its operands."""
+    return any(
+        dim not in einsum.outputs[0].shape.dims for x in einsum.inputs for dim in x.shape.dims
+    )
+
+
+class Candidate(NamedTuple):
+    """A mesh to plan."""
+
+    mesh_shape: str  # as in "batch:4;model:2"
+    layout: str
+    machine: Machine
+    inner_steps: tuple[int, ...] = ()  # of rounds with fewer messages between slices
+
+
+class _Work(NamedTuple):
+    """A candidate's program, without the graph that it was built in."""
+
+    candidate: Candidate
+    lowered: LoweredProgram
+    tokens: int | None
+    parameters: int | None
+    steps_per_update: int
+    model_flops: float | None
+    report: CommunicationReport
+    axes: dict[frozenset, str]
+    build_seconds: float
+
+
+# A program, what becomes of it, and whether an equal one has been compiled.
+_Pending = Tuple[_Work, "concurrent.futures.Future[Compiled]", bool]
+
+
+def search(
+    build: Callable[[str, str], Built],
+    candidates: Sequence[Candidate],
+    jobs: int = 1,
+    refusals: tuple[type[BaseException], ...] = (ValueError,),
+    done: Callable[[], Any] = lambda: None,
+    stop: Interruption | None = None,
+) -> Plan:
+    """A plan of some candidates; stopped by a KeyboardInterrupt, of those planned until then.
+
+    Programs are built one after the other, each once for all machines with that number of cores,
+    while up to `jobs` compilers run. Equal programs are compiled once for a machine.
+
+    `build` gets a mesh shape and a layout, in a graph of its own; its errors of the types
+    `refusals` mean that a mesh is not possible. `done` is called after each candidate. `stop` is
+    checked, where the caller has entered one.
+    """
+    return _Search(build, jobs, refusals, done, stop or Interruption()).run(candidates)
+
+
+class _Search:
+    def __init__(
+        self,
+        build: Callable[[str, str], Built],
+        jobs: int,
+        refusals: tuple[type[BaseException], ...],
+        done: Callable[[], Any],
+        stop: Interruption,
+    ):
+        self._build, self._jobs, self._done = build, jobs, done
+        self._stop = stop
+        self._refusals: tuple[type[BaseException], ...] = (*refusals, UnsupportedProgramError)
+        self._rows: list[PlanRow] = []
+        self._refused: list[Refused] = []
+        self._compiled: dict[tuple[str, str], concurrent.futures.Future[Compiled]] = {}
+        self._pending: list[_Pending] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._lock, self._stopped = threading.Lock(), False
+
+    def run(self, candidates: Sequence[Candidate]) -> Plan:
+        stopped_by = None
+        pool = concurrent.futures.ThreadPoolExecutor(self._jobs, "plan")
+        try:
+            for group in _by_program(candidates):
+                self._stop.check()
+                for work in self._built(group):
+                    # A program that waits to be compiled takes memory.
+                    while len(self._pending) > self._jobs:
+                        self._finish_one()
+                    self._start(pool, work)
+            while self._pending:
+                self._finish_one()
+        except KeyboardInterrupt as error:
+            self._stopped, stopped_by = True, signal_of(error)
+            for entry in [entry for entry in self._pending if entry[1].done()]:
+                self._finish(entry)
+        finally:
+            self._end(pool)
+        found = len(self._rows) + len(self._refused)
+        return Plan(
+            sorted_rows(self._rows),
+            tuple(self._refused),
+            self._stopped,
+            len(candidates) - found,
+            stopped_by,
+        )
+
+    def _built(self, group: Sequence[Candidate]) -> Iterable[_Work]:
+        """Builds the program of candidates that have mesh shape and layout in common."""
+        first, started = group[0], time.monotonic()
+        try:
+            with tf.Graph().as_default():
+                built = self._build(first.mesh_shape, first.layout)
+                report = list_collectives(built.program)
+                axes = groups_by_axes(built.program.mesh_impl)
+                seconds = time.monotonic() - started
+                lowered: dict[Any, LoweredProgram] = {}
+                for candidate in group:
+                    kind = type(candidate.machine)
+                    if kind not in lowered:
+                        lowered[kind] = candidate.machine.lower(built.program, built.fetches)
+        except self._refusals as error:
+            for candidate in group:
+                self._refuse(candidate, str(error))
+            return []
+        needed = built.model_flops
+        if needed is None and built.parameters and built.tokens:
+            needed = 6.0 * built.parameters * built.tokens
+        steps = built.steps_per_update
+        facts = built.tokens, built.parameters, steps, needed, report, axes, seconds
+        return [_Work(c, lowered[type(c.machine)], *facts) for c in group]
+
+    def _start(self, pool: concurrent.futures.Executor, work: _Work) -> None:
+        machine, lowered = work.candidate.machine, work.lowered
+        if lowered.module is None:
+            self._refuse(work.candidate, lowered.refused)
+            return
+        key = hashlib.sha256(lowered.module.encode()).hexdigest(), machine.name
+        is_repeated = key in self._compiled
+        if not is_repeated:
+            self._compiled[key] = pool.submit(machine.compile, lowered, self._begun)
+        # Without the module, which may be large.
+        work = work._replace(lowered=lowered._replace(module=None))
+        self._pending.append((work, self._compiled[key], is_repeated))
+
+    def _finish_one(self) -> None:
+        futures = [future for _, future, _ in self._pending]
+        done: Any = ()
+        while not done:
+            self._stop.check()
+            done, _ = concurrent.futures.wait(
+                futures, _CHECK_SECONDS, concurrent.futures.FIRST_COMPLETED
+            )
+        self._finish(next(entry for entry in self._pending if entry[1].done()))
+
+    def _finish(self, ready: _Pending) -> None:
+        work, future, is_repeated = ready
+        try:
+            compiled = future.result()
+        except CompilerDiedError as error:
+            compiled = Compiled(error=str(error))
+            if self._stopped:  # a terminal's Ctrl-C ends compilers, too
+                self._pending.remove(ready)
+                return
+            self._stop.check()
+        self._pending.remove(ready)
+        if compiled.error:
+            self._refuse(work.candidate, compiled.error)
+        else:
+            self._rows.append(_row(work, compiled, is_repeated))
+            self._done()
+
+    def _refuse(self, candidate: Candidate, reason: str) -> None:
+        # Below a message gin writes the call that raised it.
+        reason = " ".join(reason.strip().split("\n  In call to ")[0].split())
+        if len(reason) > _LONGEST_REASON:
+            reason = reason[:_LONGEST_REASON] + "..."
+        shape, layout = candidate.mesh_shape, candidate.layout
+        self._refused.append(Refused(shape, layout, candidate.machine.name, reason))
+        self._done()
+
+    def _begun(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            self._processes.append(process)
+            if self._stopped:
+                process.kill()
+
+    def _end(self, pool: concurrent.futures.Executor) -> None:
+        """Ends the compilers whose results are not needed any more."""
+        with self._lock:
+            self._stopped = self._stopped or bool(self._pending)
+            for process in self._processes:
+                if process.poll() is None:
+                    process.kill()
+        pool.shutdown(wait=True)
+
+
+def _by_program(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    groups: dict[tuple[str, str], list[Candidate]] = collections.defaultdict(list)
+    for candidate in candidates:
+        groups[candidate.mesh_shape, candidate.layout].append(candidate)
+    return list(groups.values())
+
+
+def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
+    mesh_shape, layout, machine, _ = work.candidate
+    traffic = _traffic_of(compiled.collectives, work, True)
+    links = sum(t.seconds for t in traffic)
+    step = mean = compiled.estimate_seconds + links
+    flops, tokens, steps = compiled.flops, work.tokens, work.steps_per_update
+    skipped_step = None
+    if compiled.skipped is not None:
+        skipped = compiled.skipped
+        others = sum(t.seconds for t in _traffic_of(skipped.collectives, work, False))
+        skipped_step = skipped.estimate_seconds + others
+        mean = (step + (steps - 1) * skipped_step) / steps
+        flops = (compiled.flops + (steps - 1) * skipped.flops) / steps
+    dcn = sum(t.seconds for t in traffic if t.axis == DCN)
+    peak, limit = machine.peak_flops_per_core, machine.memory_per_core
+    roofline, doubt = _roofline(compiled, machine), ""
+    if roofline is not None:
+        doubt = why_doubtful(compiled.estimate_seconds, roofline)
+        if compiled.skipped is not None and not doubt:
+            of_skipped = _roofline(compiled.skipped, machine)
+            doubt = why_doubtful(compiled.skipped.estimate_seconds, of_skipped or 0.0)
+    return PlanRow(
+        mesh_shape=mesh_shape,
+        layout=layout,
+        machine=machine.name,
+        cores=machine.cores,
+        fits=limit is None or compiled.bytes_per_core <= limit,
+        bytes_per_core=compiled.bytes_per_core,
+        memory_per_core=limit,
+        flops=compiled.flops,
+        bytes_accessed=compiled.bytes_accessed,
+        estimate_seconds=compiled.estimate_seconds,
+        unknown_operations=compiled.unknown,
+        unknown_names=compiled.unknown_names,
+        loops_counted_once=compiled.loops_counted_once,
+        is_of_update=compiled.is_of_update,
+        traffic=traffic,
+        link_seconds=links,
+        step_seconds=step,
+        overlapped_seconds=max(compiled.estimate_seconds, links),
+        tokens_per_second=tokens / mean if tokens and mean else None,
+        share_of_peak=flops / (mean * peak) if peak and mean else None,
+        model_flops=work.model_flops,
+        mfu=work.model_flops / (mean * peak * machine.cores)
+        if work.model_flops and peak and mean
+        else None,
+        build_seconds=work.build_seconds,
+        compile_seconds=compiled.seconds,
+        is_repeated=is_repeated,
+        parameters=work.parameters,
+        steps_per_update=steps,
+        skipped_step_seconds=skipped_step,
+        mean_step_seconds=mean,
+        estimate_source=machine.estimate_source,
+        roofline_seconds=roofline,
+        doubt=doubt,
+        slices=machine.slices,
+        dcn_seconds=dcn,
+        fewer_messages=_fewer_messages(work, step - dcn),
+    )
+
+
+# Names of the dimensions of tensors that hold examples.
+_BATCH = ("batch", "outer_batch")
+
+
+def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
+    """Returns what a step takes if slices, apart for `apart` seconds a step, meet once a round.
+
+    An outer step adds up float32 values of each core over the slices. An island, one process of
+    which reads and writes, sends its change and reads the merged values, beside its steps.
+    """
+    machine, parameters = work.candidate.machine, work.parameters
+    (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))
+    rules = [rule.split(":") for rule in re.split("[ ,.;]", work.candidate.layout) if rule]
+    if machine.slices < 2 or not parameters or not any([b, first] in rules for b in _BATCH):
+        return ()
+    of_core = 4.0 * parameters * int(size) / machine.cores
+    everywhere = [tuple(range(0, machine.cores, machine.cores // machine.slices))]
+    outer = machine.seconds("all-reduce", everywhere, of_core)
+    island = 2 * 4.0 * parameters / machine.dcn_bytes_per_second
+    steps = work.candidate.inner_steps
+    return (
+        *(FewerMessages("OuterOptimizer", h, apart + outer / h, outer) for h in steps),
+        *(FewerMessages("islands", h, max(apart, island / h), island) for h in steps),
+    )
+
+
+def _roofline(step: Compiled | SkippedStep, machine: Machine) -> float | None:
+    """The least time of a step's work on a core, without the links; None if that is unknown."""
+    peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
+    if not peak or not bandwidth:
+        return None
+    return max(step.flops / peak, step.bytes_accessed / bandwidth)
+
+
+def _traffic_of(
+    collectives: Sequence[HloCollective], work: _Work, conditions: bool
+) -> tuple[AxisTraffic, ...]:
+    machine = work.candidate.machine
+    exchanges = exchanges_of(
+        collectives, work.report, work.axes, machine.cores, conditions, machine.slices
+    )
+    return _traffic(exchanges, machine)
+
+
+def _traffic(exchanges: Sequence[Exchange], machine: Machine) -> tuple[AxisTraffic, ...]:
+    known: dict[Any, float] = {}
+    sums: dict[str, tuple[int, int, float]] = {}
+    for one in exchanges:
+        key = (one.operation, one.axis, one.size)
+        # The axis does not determine the pairs of a permutation.
+        if key not in known or one.operation == "collective-permute":
+            known[key] = machine.seconds(one.operation, one.groups, one.size)
+        count, size, seconds = sums.get(one.axis, (0, 0, 0.0))
+        sums[one.axis] = (
+            count + one.times,
+            size + one.times * one.size,
+            seconds + one.times * known[key],
+        )
+    return tuple(AxisTraffic(axis, *values) for axis, values in sums.items())

@@ -1,0 +1,315 @@
+"""Reads profiles of jax: which operation of a program ran on which core, and when."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+import re
+from typing import Any, Iterator, NamedTuple, Sequence
+
+from mtf_gradsync.tools.timelines.events import Ran, TimelineError
+
+_HOST = "/host:CPU"
+_DEVICE = re.compile(r"^/device:[A-Z]+:(\d+)")
+_DEVICE_LINES = re.compile(r"^(XLA Ops|Stream #.*)$")
+_END = "end: "
+
+
+class _Found(NamedTuple):
+    """An operation in a profile: `where` and `execution` as the profile tells them."""
+
+    where: Any
+    execution: Any
+    operation: str
+    begin: int
+    end: int
+
+
+def read_profile(space: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
+    """Finds the runs of a program's operations in a profile (an ``XSpace``), in no order.
+
+    `ordinals` are what the platform calls the devices of this process's cores. Events of threads
+    that wait, and those that only mark the end of others, are no runs.
+    """
+    start = _start_of(space)
+    for plane in space.planes:
+        if _DEVICE.match(plane.name):
+            break
+    else:
+        plane = next((p for p in space.planes if p.name == _HOST), None)
+        if plane is None:
+            return []
+        return _numbered(_on_host(_Plane(plane, start), module, len(ordinals)), ordinals)
+    found: list[_Found] = []
+    for plane in space.planes:
+        match = _DEVICE.match(plane.name)
+        if match:
+            found += _on_device(_Plane(plane, start), int(match[1]))
+    return _numbered(found, ordinals)
+
+
+class _Plane:
+    """A plane of a profile, with names in place of numbers."""
+
+    def __init__(self, plane: Any, start: int):
+        self._plane, self._start = plane, start
+        self._stats = {key: value.name for key, value in plane.stat_metadata.items()}
+        self.events = {key: value.name for key, value in plane.event_metadata.items()}
+        self.shown = {key: value.display_name for key, value in plane.event_metadata.items()}
+
+    def lines(self) -> Iterator[tuple[str, list[Any]]]:
+        """Name and events of each line, those in the order in which they begin."""
+        for line in self._plane.lines:
+            yield line.name, sorted(line.events, key=lambda e: (e.offset_ps, -e.duration_ps))
+
+    def base(self, name: str) -> int:
+        """When a line's clock began, in nanoseconds since the epoch."""
+        line = next(line for line in self._plane.lines if line.name == name)
+        # Versions differ: since the epoch, or since the profile began.
+        at = line.timestamp_ns
+        return at if at > 10**17 else self._start + at
+
+    def stats(self, event: Any) -> dict[str, Any]:
+        """What an event says of itself; the first where it says something twice."""
+        found: dict[str, Any] = {}
+        for stat in event.stats:
+            kind = stat.WhichOneof("value")
+            value = getattr(stat, kind) if kind else None
+            if kind == "ref_value":
+                value = self._stats[value]
+            found.setdefault(self._stats[stat.metadata_id], value)
+        return found
+
+
+def _start_of(space: Any) -> int:
+    """When the profile began, in nanoseconds since the epoch; 0 where it does not say."""
+    for plane in space.planes:
+        names = {key: value.name for key, value in plane.stat_metadata.items()}
+        for stat in plane.stats:
+            if names.get(stat.metadata_id) == "profile_start_time":
+                return stat.uint64_value or stat.int64_value
+    return 0
+
+
+def _on_device(plane: _Plane, ordinal: int) -> Iterator[_Found]:
+    """Operations of an accelerator: GPUs have lines of streams, TPUs one of operations."""
+    for name, events in plane.lines():
+        if not _DEVICE_LINES.match(name):
+            continue
+        base = plane.base(name)
+        for event in events:
+            stats = plane.stats(event)
+            operation = stats.get("hlo_op")
+            if operation is None and name == "XLA Ops":
+                shown = plane.shown[event.metadata_id] or plane.events[event.metadata_id]
+                operation = shown.partition(" = ")[0].lstrip("%")
+            if operation:
+                begin = base + event.offset_ps // 1000
+                end = base + (event.offset_ps + event.duration_ps) // 1000
+                yield _Found(ordinal, stats.get("run_id"), operation, begin, end)
+
+
+def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
+    """Operations of CPU devices, which are events of the threads that ran them."""
+    ends: dict[Any, int] = {}
+    pool = _ThreadPool()
+    found: list[tuple[Any, Any, list[Any], _Found]] = []
+    for line, events in plane.lines():
+        base, task = plane.base(line), None
+        begun: list[tuple[int, list[Any]]] = []
+        for event in events:
+            name = plane.events[event.metadata_id]
+            begin = base + event.offset_ps // 1000
+            if name == "ThreadpoolListener::StartRegion":
+                task = plane.stats(event).get("_c")
+            elif name == "ThreadpoolListener::StopRegion":
+                pool.end(task, begin)
+                task = None
+            elif name == "ThreadpoolListener::Record":
+                key = plane.stats(event).get("_p")
+                pool.schedule(key, task, begin, line)
+                for end, parts in begun:
+                    if begin < end:
+                        parts.append(key)
+            elif name.endswith("::ExecuteHelper"):
+                pool.roots.add(task)
+            elif name.startswith(_END):
+                # What a thread began, another one may end.
+                ends[plane.stats(event).get("_c")] = begin
+            else:
+                stats = plane.stats(event)
+                if stats.get("hlo_module") == module and "hlo_op" in stats:
+                    # Who ends a task of one operation goes on with the next operation.
+                    pool.end(task, begin)
+                    end = base + (event.offset_ps + event.duration_ps) // 1000
+                    where, execution = stats.get("device_ordinal"), stats.get("run_id")
+                    tasks: list[Any] = []
+                    # What it schedules while it runs are parts of it.
+                    begun = [(e, t) for e, t in begun if begin < e] + [(end, tasks)]
+                    one = _Found(where, execution, stats["hlo_op"], begin, end)
+                    found.append((task, stats.get("_p"), tasks, one))
+    placed = []
+    for _, producer, scheduled, one in found:
+        last = max((pool.end_of(t) for t in scheduled), default=0)
+        placed.append(one._replace(end=max(one.end, ends.get(producer, last))))
+    if all(one.where is not None for one in placed):
+        return placed
+    return _by_tasks(placed, [task for task, *_ in found], pool, cores)
+
+
+class _ThreadPool:
+    """The tasks of a thread pool."""
+
+    def __init__(self) -> None:
+        self.roots: set[Any] = set()  # the tasks that began a program on a device
+        self.scheduled: dict[Any, tuple[int, Any]] = {}  # when, and by which thread
+        self._by: dict[Any, Any] = {}
+        self._ended: dict[Any, int] = {}
+        self._parts: dict[Any, list[Any]] = collections.defaultdict(list)
+
+    def schedule(self, task: Any, by: Any, at: int, thread: Any) -> None:
+        """Notes that a task, or None for no task, has scheduled another."""
+        self._by[task], self.scheduled[task] = by, (at, thread)
+        if by not in self._ended:
+            self._parts[by].append(task)
+
+    def end(self, task: Any, at: int) -> None:
+        """Notes when a task has ended, unless it had before."""
+        self._ended.setdefault(task, at)
+
+    def root_of(self, task: Any) -> Any:
+        """The task that began the program that a task is part of."""
+        while task is not None and task not in self.roots:
+            task = self._by.get(task)
+        return task
+
+    def end_of(self, task: Any) -> int:
+        """When a task and all that it has scheduled had ended."""
+        last, pending = 0, [task]
+        while pending:
+            one = pending.pop()
+            last = max(last, self._ended.get(one, 0))
+            pending += self._parts.get(one, ())
+        return last
+
+
+_Place = tuple[int, int]  # number of a program's execution, and number of the device
+
+
+def _by_tasks(
+    found: Sequence[_Found], task_of: Sequence[Any], pool: _ThreadPool, cores: int
+) -> list[_Found]:
+    """Tells devices by who has scheduled whom: jaxlib 0.4 does not write the device down.
+
+    A program is begun on all devices in their order, by one task each. Where it has to wait, a
+    task of another device, or of a program before, goes on with it. As all devices run the same
+    program, what one task has done too often is what another device misses.
+    """
+    if cores == 1:
+        return [one._replace(where=0, execution=None) for one in found]
+    begun = sorted(pool.roots - {None}, key=lambda root: pool.scheduled.get(root, (0, "")))
+    place = {root: divmod(number, cores) for number, root in enumerate(begun)}
+    runs: dict[str, list[tuple[_Place | None, _Found]]] = {}
+    for one, task in sorted(zip(found, task_of), key=lambda pair: pair[0].begin):
+        runs.setdefault(one.operation, []).append((place.get(pool.root_of(task)), one))
+    places = sorted(place.values())
+    by_place: dict[_Place, list[_Found]] = {p: [] for p in places}
+    in_branches = []
+    for of_operation in runs.values():
+        turns = min(collections.Counter(p for p, _ in of_operation if p).values(), default=0)
+        if len(of_operation) == turns * len(places):
+            _share_out(of_operation, turns, places, by_place)
+        else:
+            in_branches.append(of_operation)
+    began = {p: min(one.begin for one in ran) for p, ran in by_place.items() if ran}
+    for of_operation in in_branches:
+        for trusts_tasks in (True, False):
+            likely, taken = _of_some_programs(of_operation, began, trusts_tasks)
+            turns = max(len(likely) // max(cores * len(taken), 1), 1)
+            if len(likely) == turns * cores * len(taken):
+                break
+        _share_out(likely, turns, [p for p in places if p[0] in taken], by_place)
+    placed = [
+        one._replace(where=core, execution=execution)
+        for (execution, core), ran in by_place.items()
+        for one in ran
+    ]
+    if len(begun) % cores or len(placed) < 0.99 * len(found):
+        import jax
+
+        raise TimelineError(
+            f"The profile of jax {jax.__version__} does not say on which device operations ran "
+            f"({len(found) - len(placed)} of {len(found)}, in {len(begun)} programs on {cores} "
+            "devices). jax 0.10 does: install a newer one."
+        )
+    return placed
+
+
+def _of_some_programs(
+    of_operation: Sequence[tuple[_Place | None, _Found]],
+    began: dict[_Place, int],
+    trusts_tasks: bool,
+) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
+    """Returns likely places of the runs of an operation in a branch, and who took the branch.
+
+    A run is of the program that its task belongs to, unless the next one of that device has begun
+    before it; if that is not known, or tasks are not trusted, of the last program that has begun.
+    """
+    likely, taken = [], set()
+    in_order = sorted(began, key=began.__getitem__)
+    begins = [began[place] for place in in_order]
+    for at, one in of_operation:
+        if at and one.begin >= began.get((at[0] + 1, at[1]), one.begin + 1):
+            at = None
+        execution = at[0] if at else None
+        before = bisect.bisect_right(begins, one.begin)
+        if before and not (at and trusts_tasks):
+            execution = in_order[before - 1][0]
+        if execution is not None:
+            taken.add(execution)
+        likely.append((at if at and at[0] == execution else None, one))
+    return likely, taken
+
+
+def _share_out(
+    of_operation: Sequence[tuple[_Place | None, _Found]],
+    turns: int,
+    places: Sequence[_Place],
+    by_place: dict[_Place, list[_Found]],
+) -> None:
+    """Gives each of the places as many runs of an operation, those first that are likely its own.
+
+    Runs are in the order in which they began, each with the place that it is likely of.
+    """
+    own: dict[_Place, list[_Found]] = {p: [] for p in places}
+    others: list[_Found] = []
+    for at, one in of_operation:
+        if at is not None and at in own and len(own[at]) < turns:
+            own[at].append(one)
+        else:
+            others.append(one)
+    left = iter(others)
+    for at in places:
+        by_place[at] += [*own[at], *itertools.islice(left, turns - len(own[at]))]
+
+
+def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
+    """The same with numbers of cores and executions."""
+    seen = {one.where for one in found}
+    names = list(ordinals)
+    if not seen <= set(names):
+        # By their place: processes may count from 0, each.
+        names = [sorted(ordinals).index(o) for o in ordinals]
+    core_of = {name: core for core, name in enumerate(names)}
+    first: dict[Any, int] = {}
+    for one in found:
+        first[one.execution] = min(first.get(one.execution, one.begin), one.begin)
+    known = sorted((e for e in first if e is not None), key=first.__getitem__)
+    number: dict[Any, int] = collections.defaultdict(lambda: -1)
+    number.update({execution: i for i, execution in enumerate(known)})
+    return [
+        Ran(core_of[one.where], number[one.execution], one.operation, one.begin, one.end)
+        for one in found
+        if one.where in core_of
+    ]

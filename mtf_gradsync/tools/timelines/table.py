@@ -1,0 +1,325 @@
+"""Where the time of the recorded steps went, core by core and operation by operation."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from typing import Sequence
+
+from mtf_gradsync._common import some_of
+from mtf_gradsync.runtimes._tables import text_table
+from mtf_gradsync.tools.timelines.events import (
+    Event,
+    Interval,
+    Kind,
+    Recording,
+    Step,
+    TimelineError,
+    covered,
+    length,
+    minus,
+    shared,
+)
+
+_SHOWN = 10
+_MS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreTimes:
+    """How a core spends an average step, in milliseconds.
+
+    `compute`, `exposed`, `host` and `idle` add up to `step`.
+
+    Attributes:
+      core: the core's name; "all" for the mean over the cores.
+      step: how long a step is.
+      compute: at least one operation of the core runs that is no collective.
+      collectives: at least one collective of the core runs, hidden or not.
+      exposed: a collective of the core runs, and nothing else of it.
+      host: no core of the process runs anything, so that all wait for the host.
+      idle: this core runs nothing while another one of the process does.
+    """
+
+    core: str
+    step: float
+    compute: float
+    collectives: float
+    exposed: float
+    host: float
+    idle: float
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationTimes:
+    """An operation, in an average step.
+
+    Attributes:
+      name: the operation's.
+      kind: "compute" or "collective".
+      milliseconds: how long it takes a core, all its runs together.
+      runs: how often a core runs it.
+    """
+
+    name: str
+    kind: Kind
+    milliseconds: float
+    runs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTimes:
+    """A collective, in an average step.
+
+    Attributes:
+      name: the operation's.
+      bytes_per_core: what a core puts in at each run, or receives on a placement mesh; None where
+        unknown.
+      variables: whose values its result becomes part of; None where unknown.
+      milliseconds: how long it takes a core, all its runs together.
+      exposed: the part of that in which the core runs nothing else.
+      runs: how often a core runs it.
+    """
+
+    name: str
+    bytes_per_core: int | None
+    variables: tuple[str, ...] | None
+    milliseconds: float
+    exposed: float
+    runs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Where the time of the recorded steps went.
+
+    Attributes:
+      runtime: "placement_mesh", "cpu_replicas" or "xla".
+      steps: how many were recorded.
+      update_steps: how many of them updated the variables; None where that is not known.
+      cores: of all processes.
+      total: the mean over the cores.
+      update: the mean over the cores in steps that updated the variables; None where not all
+        steps are alike, or that is not known.
+      other: likewise, in steps that did not.
+      operations: the ten that take longest.
+      collectives: the ten with the most bytes.
+    """
+
+    runtime: str
+    steps: int
+    update_steps: int | None
+    cores: tuple[CoreTimes, ...]
+    total: CoreTimes
+    update: CoreTimes | None
+    other: CoreTimes | None
+    operations: tuple[OperationTimes, ...]
+    collectives: tuple[CollectiveTimes, ...]
+
+    def to_json(self) -> str:
+        """The table as JSON text, with the attributes' names."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Table:
+        """The inverse of `to_json`. More than the attributes may be there.
+
+        Raises:
+          TimelineError: when the text is something else.
+        """
+        try:
+            content = json.loads(text)
+            for name in ("total", "update", "other"):
+                content[name] = content[name] and CoreTimes(**content[name])
+            for name, kind in (("cores", CoreTimes), ("operations", OperationTimes)):
+                content[name] = tuple(kind(**one) for one in content[name])
+            content["collectives"] = tuple(
+                CollectiveTimes(
+                    **{**one, "variables": one["variables"] and tuple(one["variables"])}
+                )
+                for one in content["collectives"]
+            )
+            return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
+        except (KeyError, TypeError, ValueError) as error:
+            raise TimelineError(
+                "This is no table of a timeline, as Table.to_json makes it."
+            ) from error
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def tabulate_times(recordings: Sequence[Recording]) -> Table:
+    """Adds up where the time went, from one checked recording of each process."""
+    spent = [_Spent(recording) for recording in recordings]
+    cores = tuple(times for one in spent for times in one.times(one.recording.steps))
+    known = [step.is_update for step in recordings[0].steps]
+    mixed = None not in known and len(set(known)) == 2
+    return Table(
+        runtime=recordings[0].runtime,
+        steps=len(known),
+        update_steps=None if None in known else sum(map(bool, known)),
+        cores=cores,
+        total=_mean(cores),
+        update=_mean_of(spent, is_update=True) if mixed else None,
+        other=_mean_of(spent, is_update=False) if mixed else None,
+        operations=_longest(recordings),
+        collectives=_largest(spent),
+    )
+
+
+class _Spent:
+    """What each core of a process did when, each moment once."""
+
+    def __init__(self, recording: Recording):
+        self.recording = recording
+        found: dict[tuple[int, Kind], list[Interval]] = collections.defaultdict(list)
+        for event in recording.events:
+            found[event.core, event.kind].append((event.begin, event.end))
+        self.compute = {c: covered(found[c, "compute"]) for c in recording.cores}
+        self._collectives = {c: covered(found[c, "collective"]) for c in recording.cores}
+        self._busy = {
+            c: covered([*self.compute[c], *self._collectives[c]]) for c in recording.cores
+        }
+        self._any = covered(i for busy in self._busy.values() for i in busy)
+
+    def times(self, steps: Sequence[Step]) -> list[CoreTimes]:
+        """The mean over some steps, for each core."""
+        return [self._times_of(steps, core) for core in self.recording.cores]
+
+    def _times_of(self, steps: Sequence[Step], core: int) -> CoreTimes:
+        exposed = minus(self._collectives[core], self.compute[core])
+        # Steps do not overlap.
+        times = covered((s.begin, s.end) for s in steps)
+
+        def mean(intervals: Sequence[Interval]) -> float:
+            return shared(intervals, times) * _MS / len(steps)
+
+        step = length(times) * _MS / len(steps)
+        return CoreTimes(
+            core=self.recording.cores[core],
+            step=step,
+            compute=mean(self.compute[core]),
+            collectives=mean(self._collectives[core]),
+            exposed=mean(exposed),
+            host=step - mean(self._any),
+            idle=mean(minus(self._any, self._busy[core])),
+        )
+
+
+def _mean(cores: Sequence[CoreTimes]) -> CoreTimes:
+    fields = [f.name for f in dataclasses.fields(CoreTimes) if f.name != "core"]
+    means = {f: sum(getattr(one, f) for one in cores) / len(cores) for f in fields}
+    return CoreTimes(core="all", **means)
+
+
+def _mean_of(spent: Sequence[_Spent], is_update: bool) -> CoreTimes:
+    found = []
+    for one in spent:
+        steps = [step for step in one.recording.steps if step.is_update is is_update]
+        if steps:
+            found += one.times(steps)
+    return _mean(found)
+
+
+def _in_steps(recording: Recording) -> list[Event]:
+    begin, end = recording.steps[0].begin, recording.steps[-1].end
+    return [e for e in recording.events if begin < e.end and e.begin < end]
+
+
+def _longest(recordings: Sequence[Recording]) -> tuple[OperationTimes, ...]:
+    sums: dict[tuple[str, Kind], list[int]] = collections.defaultdict(lambda: [0, 0])
+    for event in (e for recording in recordings for e in _in_steps(recording)):
+        total = sums[event.name, event.kind]
+        total[0] += event.end - event.begin
+        total[1] += 1
+    count = _core_steps(recordings)
+    rows = [
+        OperationTimes(name, kind, spent * _MS / count, runs / count)
+        for (name, kind), (spent, runs) in sums.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.milliseconds)[:_SHOWN])
+
+
+def _largest(spent: Sequence[_Spent]) -> tuple[CollectiveTimes, ...]:
+    recordings = [one.recording for one in spent]
+    facts = {name: c for r in recordings for name, c in r.collectives.items()}
+    # Name -> place in `spent`, and core -> when it ran.
+    found: dict[str, dict[tuple[int, int], list[Interval]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
+    for place, recording in enumerate(recordings):
+        for event in _in_steps(recording):
+            if event.kind == "collective":
+                found[event.name][place, event.core].append((event.begin, event.end))
+    runs = {name: [i for one in found[name].values() for i in one] for name in found}
+    names = sorted(
+        found,
+        key=lambda name: (
+            -((facts[name].bytes_per_core or 0) if name in facts else 0),
+            -length(runs[name]),
+        ),
+    )
+    count = _core_steps(recordings)
+    rows = []
+    for name in names[:_SHOWN]:
+        exposed = sum(
+            length(minus(covered(mine), spent[place].compute[core]))
+            for (place, core), mine in found[name].items()
+        )
+        known = facts.get(name)
+        rows.append(
+            CollectiveTimes(
+                name=name,
+                bytes_per_core=known.bytes_per_core if known else None,
+                variables=known.variables if known else None,
+                milliseconds=length(runs[name]) * _MS / count,
+                exposed=exposed * _MS / count,
+                runs=len(runs[name]) / count,
+            )
+        )
+    return tuple(rows)
+
+
+def _core_steps(recordings: Sequence[Recording]) -> int:
+    return sum(len(r.cores) * len(r.steps) for r in recordings)
+
+
+def _lines(table: Table) -> list[str]:
+    """The table as text."""
+    updates = table.update_steps
+    kinds = "" if updates is None else f", {updates} of them with an update"
+    lines = [f"{table.steps} steps{kinds}; milliseconds of an average step", ""]
+    rows = [dataclasses.astuple(one) for one in (*table.cores, table.total)]
+    for name, one in (("all, update", table.update), ("all, other", table.other)):
+        if one is not None:
+            rows.append((name, *dataclasses.astuple(one)[1:]))
+    head = [f.name for f in dataclasses.fields(CoreTimes)]
+    lines += text_table(head, [(row[0], *map(_number, row[1:])) for row in rows], ["core"])
+    lines += ["", "compute + exposed + host + idle = step; collectives: hidden ones, too", ""]
+    lines.append("longest operations (milliseconds of a core in a step)")
+    lines += text_table(
+        ["operation", "kind", "ms", "runs"],
+        [(o.name, o.kind, _number(o.milliseconds), _number(o.runs)) for o in table.operations],
+        ["operation", "kind"],
+    )
+    lines += ["", "largest collectives (milliseconds of a core in a step)"]
+    lines += text_table(
+        ["collective", "bytes/core", "ms", "exposed", "runs", "variables"],
+        [
+            (
+                one.name,
+                "?" if one.bytes_per_core is None else f"{one.bytes_per_core:,}",
+                *map(_number, (one.milliseconds, one.exposed, one.runs)),
+                "?" if one.variables is None else some_of(one.variables, most=2),
+            )
+            for one in table.collectives
+        ],
+        ["collective", "variables"],
+    )
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"

@@ -1,0 +1,393 @@
+"""Records where the time of some steps goes, and writes it as a trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import gzip
+import itertools
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Iterator, NamedTuple, Sequence
+
+from mtf_gradsync.runtimes.starting import write_bytes
+from mtf_gradsync.tools.timelines.events import Event, Recorder, Recording, TimelineError
+from mtf_gradsync.tools.timelines.table import Table, tabulate_times
+
+MOST_BYTES = 20_000_000
+# Tracks of a process and of a core, from 1 on: Perfetto takes 0 for the track of the pid's number.
+_STEPS, _HOST = 1, 2
+_COMPUTE, _COLLECTIVES = 1, 1001
+_BETWEEN = ",\n"
+
+
+class Written(NamedTuple):
+    """What was written.
+
+    Attributes:
+      path: the file.
+      events: how many runs of operations it shows.
+      dropped: how many of the shortest it does not, so that it is not too large.
+      dropped_calls: likewise, how many calls of hosts.
+      dropped_steps: likewise, how many marks of steps, from the middle of the recording.
+    """
+
+    path: Path
+    events: int
+    dropped: int
+    dropped_calls: int = 0
+    dropped_steps: int = 0
+
+    def __str__(self) -> str:
+        counts = (
+            (self.dropped, "shortest operations"),
+            (self.dropped_calls, "shortest calls of the host"),
+            (self.dropped_steps, "marks of steps in the middle"),
+        )
+        missing = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+        without = f", without the {missing}" if missing else ""
+        return f"trace of {self.events:,} operations{without}: {self.path}"
+
+
+def write_trace(
+    recordings: Sequence[Recording], path: str | Path, most_bytes: int = MOST_BYTES
+) -> Written:
+    """Writes the recordings of processes as one trace in Chrome's trace event format.
+
+    Every core is a group of tracks: operations, those that run at the same time beside each other,
+    and collectives. A track of each process shows the steps, another what its host did. See
+    `Timeline.save` for the file.
+
+    Raises:
+      ValueError: when `most_bytes` are fewer than those of an empty trace.
+    """
+    path = Path(path)
+    timed, tracks = _timed(recordings)
+    # The most important rows come first.
+    parts = [[*_names(recordings), *tracks], _steps(recordings), _calls(recordings), timed]
+    rows = [json.dumps(row, separators=(",", ":")) for part in parts for row in part]
+    sizes = list(itertools.accumulate(len(row) + len(_BETWEEN) for row in rows))
+    kept = len(rows)
+    while True:
+        left, shown = kept, []
+        for part in parts:
+            shown.append(min(left, len(part)))
+            left -= shown[-1]
+        dropped = [len(part) - count for part, count in zip(parts, shown)]
+        content = _content(rows[:kept], dropped)
+        data = gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content
+        if len(data) <= most_bytes:
+            break
+        if not kept:
+            raise ValueError(
+                f"A trace cannot have {most_bytes} bytes; an empty one has {len(data)}."
+            )
+        fits = bisect.bisect_right(sizes, int(sizes[kept - 1] * most_bytes / len(data) * 0.97))
+        kept = min(kept - 1, fits)
+    write_bytes(path, data)
+    _, steps, calls, operations = dropped
+    return Written(path, shown[-1], operations, calls, steps)
+
+
+def _content(rows: Sequence[str], dropped: Sequence[int]) -> bytes:
+    _, steps, calls, events = dropped
+    counts = {"dropped_events": events, "dropped_calls": calls, "dropped_steps": steps}
+    # With "ms", chrome://tracing rounds to microseconds, and what follows within one looks nested.
+    head = json.dumps({"displayTimeUnit": "ns", "otherData": counts})
+    return f'{head[:-1]}, "traceEvents": [\n{_BETWEEN.join(rows)}\n]}}\n'.encode()
+
+
+def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
+    """Names of the tracks of processes, and of the groups of tracks of cores."""
+    for recording in recordings:
+        pid = _host_pid(recording)
+        several = f" of process {recording.process}" if len(recordings) > 1 else ""
+        yield from _named(pid, f"steps{several}", -1)
+        yield from [*_thread(pid, _STEPS, "steps"), *_thread(pid, _HOST, "host")]
+        for core, name in recording.cores.items():
+            yield from _named(_core_pid(recording, core), name, _core_pid(recording, core))
+
+
+def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
+    """Marks of steps, those in the middle of the recording last."""
+    found = []
+    first = _first(recordings)
+    for recording in recordings:
+        pid, count = _host_pid(recording), len(recording.steps)
+        for number, step in enumerate(recording.steps):
+            kind = {True: " (update)", False: " (no update)", None: ""}[step.is_update]
+            row = _slice(pid, _STEPS, f"step {number}{kind}", step.begin, step.end, first)
+            found.append((min(number, count - 1 - number), row))
+    return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+
+
+def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
+    """What hosts did, the shortest last."""
+    first = _first(recordings)
+    found = [(_host_pid(recording), call) for recording in recordings for call in recording.calls]
+    found.sort(key=lambda pair: pair[1].begin - pair[1].end)
+    return [_slice(pid, _HOST, c.name, c.begin, c.end, first) for pid, c in found]
+
+
+def _timed(
+    recordings: Sequence[Recording],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Runs of operations, the shortest last, and the names of their tracks."""
+    found: list[tuple[int, dict[str, Any]]] = []
+    tracks: list[dict[str, Any]] = []
+    first = _first(recordings)
+    for recording in recordings:
+        lanes: dict[tuple[int, str], list[int]] = {}
+        for event in sorted(recording.events, key=lambda e: (e.begin, -e.end)):
+            lane = _lane(lanes.setdefault((event.core, event.kind), []), event)
+            pid, tid = _core_pid(recording, event.core), _tid(event.kind, lane)
+            row = _slice(pid, tid, event.name, event.begin, event.end, first)
+            row["cat"] = event.kind
+            known = recording.collectives.get(event.name) if event.kind == "collective" else None
+            if known is not None:
+                row["args"] = {
+                    "bytes_per_core": known.bytes_per_core,
+                    "variables": list(known.variables or ()),
+                }
+            found.append((event.end - event.begin, row))
+        for (core, kind), ends in lanes.items():
+            name = "collectives" if kind == "collective" else "operations"
+            for lane in range(len(ends)):
+                beside = f" {lane + 1}" if lane else ""
+                tracks += _thread(_core_pid(recording, core), _tid(kind, lane), name + beside)
+    found.sort(key=lambda pair: -pair[0])
+    return [row for _, row in found], tracks
+
+
+def _lane(ends: list[int], event: Event) -> int:
+    """The first lane that is free when an event begins."""
+    for lane, end in enumerate(ends):
+        if end <= event.begin:
+            ends[lane] = event.end
+            return lane
+    ends.append(event.end)
+    return len(ends) - 1
+
+
+def _tid(kind: str, lane: int) -> int:
+    """The number of a track: collectives come after the operations."""
+    return lane + (_COLLECTIVES if kind == "collective" else _COMPUTE)
+
+
+def _first(recordings: Sequence[Recording]) -> int:
+    return min(recording.steps[0].begin for recording in recordings)
+
+
+def _host_pid(recording: Recording) -> int:
+    return 1 + recording.process
+
+
+def _core_pid(recording: Recording, core: int) -> int:
+    return 10_000 * (recording.process + 1) + core
+
+
+def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> dict[str, Any]:
+    times = {"ts": _microseconds(begin - first), "dur": _microseconds(end - begin)}
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, **times}
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """A number of microseconds of which a reader that cuts off makes the same nanoseconds."""
+    number = nanoseconds / 1000
+    return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
+
+
+def _named(pid: int, name: str, order: int) -> list[dict[str, Any]]:
+    return [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}},
+        {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": order}},
+    ]
+
+
+def _thread(pid: int, tid: int, name: str) -> list[dict[str, Any]]:
+    return [
+        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}},
+        # Without it chrome://tracing sorts by name.
+        {
+            "name": "thread_sort_index",
+            "ph": "M",
+            "pid": pid,
+            "tid": tid,
+            "args": {"sort_index": tid},
+        },
+    ]
+
+
+def timeline(session: Any, path: str | Path | None = None, *, lowering: Any = None) -> Timeline:
+    """Records where the time of some training steps goes, on any runtime.
+
+        session.run(train_op)  # compiles, and fills caches
+        with gs.timeline(session, "trace.json.gz") as timeline:
+            for _ in range(5):
+                session.run(train_op)
+        print(timeline.table())
+
+    Every call of ``session.run`` inside that runs the model is a step. A step lasts from the end of
+    the one before (of the first one: from the beginning of the block) to its own end, so that what
+    the program does between two steps, like reading a batch, is in it.
+
+    With several processes on XLA devices all of them have to enter and leave the block together;
+    each then has the recordings of all.
+
+    Args:
+      session: what runs the steps: a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, or, for
+        a placement mesh, a ``tf.Session`` or a monitored session.
+      path: a file to write the trace to at the end, as `Timeline.save` does.
+      lowering: the program's lowering, to name the variables that Mesh-TF has stacked one by one.
+
+    Returns:
+      A `Timeline`, to be used as a context manager.
+
+    Raises:
+      TypeError: when that is no session.
+    """
+    return Timeline(_recorder_of(session, lowering), path)
+
+
+class Timeline:
+    """What some steps did, and when. Use it as a context manager, around the steps.
+
+    Attributes:
+      written: the file that was written last; None before.
+    """
+
+    def __init__(self, recorder: Recorder | None, path: str | Path | None = None):
+        """Takes what records; see `timeline`."""
+        self._recorder, self._path = recorder, path
+        self._running: Recorder | None = None
+        self._recordings: tuple[Recording, ...] = ()
+        self.written: Written | None = None
+
+    @classmethod
+    def of(cls, recordings: Sequence[Recording]) -> Timeline:
+        """A timeline of recordings that were made before, one of each process.
+
+        Args:
+          recordings: of processes that made the same steps; their clocks have to agree.
+
+        Raises:
+          TimelineError: when they are not of the same steps, or two are of one process.
+        """
+        if len({(r.runtime, len(r.steps)) for r in recordings}) != 1:
+            counts = ", ".join(f"{r.process}: {len(r.steps)} of {r.runtime}" for r in recordings)
+            raise TimelineError(f"These are not parts of one timeline; steps by process: {counts}")
+        processes = [r.process for r in recordings]
+        if len(set(processes)) != len(processes):
+            raise TimelineError(f"Two parts of a timeline are of one process: {sorted(processes)}")
+        made = cls(None)
+        made._recordings = tuple(sorted(recordings, key=lambda r: r.process))
+        return made
+
+    def __enter__(self) -> Timeline:
+        """Begins the recording; a TimelineError where this timeline has begun one before."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise TimelineError(
+                "A timeline records one `with` block, and this one has begun its block before, or "
+                "was made of recordings. Call gs.timeline(session) again for each block."
+            )
+        recorder.start()
+        self._running = recorder
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends the recording; a TimelineError when it has no step, or nothing of a core."""
+        recorder, self._running = self._running, None
+        assert recorder is not None
+        if kind is not None:
+            recorder.cancel()
+            return
+        self._recordings = tuple(recorder.stop())
+        if self._path is not None:
+            self.save(self._path)
+
+    def mark_updates(self, updates: Sequence[int]) -> None:
+        """Says which steps updated the variables, where the program counts updates.
+
+        Args:
+          updates: made before the first step, then by the end of each. Nothing changes where they
+            are not one more than the steps.
+        """
+
+        def marked(recording: Recording) -> Recording:
+            pairs = zip(recording.steps, updates, updates[1:])
+            steps = tuple(dataclasses.replace(s, is_update=a != b) for s, a, b in pairs)
+            return dataclasses.replace(recording, steps=steps)
+
+        if len(updates) == len(self.recordings[0].steps) + 1:
+            self._recordings = tuple(map(marked, self._recordings))
+
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """What was recorded, one of each process.
+
+        Raises:
+          TimelineError: before the end of the block.
+        """
+        if not self._recordings:
+            raise TimelineError("There is nothing yet: ask after the end of the `with` block.")
+        return self._recordings
+
+    def table(self) -> Table:
+        """Adds up where the time went.
+
+        Returns:
+          The table; ``print`` shows it, and ``to_json`` gives it to other programs.
+
+        Raises:
+          TimelineError: before the end of the block.
+        """
+        return tabulate_times(self.recordings)
+
+    def save(self, path: str | Path, most_bytes: int = MOST_BYTES) -> Written:
+        """Writes a trace that https://ui.perfetto.dev and chrome://tracing open.
+
+        Args:
+          path: the file; compressed where it ends in ".gz".
+          most_bytes: how large it may be. The shortest operations are dropped for it; where that is
+            not enough, the shortest calls of the host, then marks of steps in the middle.
+
+        Returns:
+          The path, how many operations it shows, and how much was dropped; ``print`` says it.
+
+        Raises:
+          TimelineError: before the end of the block.
+          ValueError: when most_bytes are fewer than those of an empty trace.
+        """
+        self.written = write_trace(self.recordings, path, most_bytes)
+        return self.written
+
+
+def _recorder_of(session: Any, lowering: Any) -> Recorder:
+    # Not above: programs that record nothing need not wait for these.
+    from mtf_gradsync.runtimes.sessions import ProgramSession
+    from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
+    from mtf_gradsync.runtimes.xla.session import XlaSession
+    from mtf_gradsync.tools.timelines.steps import MeshRecorder, ReplicasRecorder, XlaRecorder
+
+    inner = session
+    if hasattr(session, "run_step_fn"):  # a monitored session
+        # The argument's name is prescribed.
+        inner = session.run_step_fn(lambda step_context: step_context.session)
+    if isinstance(inner, ProgramSession):
+        inner = inner.session
+    if isinstance(inner, XlaSession):
+        return XlaRecorder(inner, lowering)
+    if isinstance(inner, CpuReplicaSession):
+        return ReplicasRecorder(inner, lowering)
+    if not hasattr(session, "run") or not hasattr(session, "graph"):
+        raise TypeError(f"gs.timeline needs a session, got {session!r}.")
+    # The address of a tf.train.Server, where one runs the steps.
+    return MeshRecorder(session, session.graph, is_remote=bool(getattr(inner, "sess_str", "")))

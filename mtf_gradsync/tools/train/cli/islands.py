@@ -1,0 +1,141 @@
+"""The command ``mtf-gradsync islands``: the merger of a folder, its status, its replay."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync.runtimes._signals import StopSignal
+from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.journal import plot_status, read_status
+from mtf_gradsync.tools.islands.merger import (
+    Merger,
+    MergerError,
+    Waiting,
+    replay,
+)
+from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version
+from mtf_gradsync.tools.train.cli.arguments import add_json_argument, output_paths, write_output
+
+HELP = "merge what islands contribute to a folder, show or replay it"
+DESCRIPTION = """\
+Makes versions of the values from what islands contribute to a folder, until it is stopped: the
+merger of ElasticIslands. Killed anywhere and started again, it makes the same bits."""
+EPILOG = """\
+examples:
+  mtf-gradsync islands runs/folder --quorum=2
+  mtf-gradsync islands gs://bucket/folder --keep_all
+  mtf-gradsync islands runs/folder --status --plot=islands.png
+  mtf-gradsync islands runs/folder --replay"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    parser.add_argument("folder", metavar="FOLDER", help="path or URL that all islands know")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--status", action="store_true", help="print what has become of each island")
+    what.add_argument(
+        "--replay", action="store_true", help="make every version again and compare the bits"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="with --status: a row for each island")
+    add_json_argument(parser, "with --status: write it as JSON, too")
+    waiting = Waiting()
+    for name, kind, text in (
+        ("quorum", int, "how many contributions a version needs"),
+        ("min_grace", float, "seconds to wait for more, at least"),
+        ("max_grace", float, "and at most; it adapts to how far apart they usually come"),
+        ("max_staleness", int, "how many versions old a contribution may be that is merged"),
+    ):
+        default = getattr(waiting, name)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} ({default:g})")
+    settings = MergeSettings()
+    group = parser.add_argument_group("how versions are made; of the folder once it has one")
+    group.add_argument(
+        "--outer_learning_rate", type=float, help=f"({settings.outer_learning_rate:g})"
+    )
+    group.add_argument("--outer_momentum", type=float, help=f"({settings.outer_momentum:g})")
+    group.add_argument("--no_nesterov", action="store_true", help="plain momentum")
+    group.add_argument("--fragments", type=int, help="sets of variables that take turns (1)")
+    parser.add_argument(
+        "--keep_all", action="store_true", help="keep all versions and contributions, for --replay"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    try:
+        folder = Folder(args.folder)
+        for flag, does in (("plot", "draws"), ("json", "writes")):
+            name = getattr(args, flag)
+            if name and not args.status:
+                raise ConfigError(f"--{flag}={name} {does} the status; add --status")
+        if args.status:
+            outputs = {"--json": args.json, "--plot": args.plot}
+            return _status(folder, *output_paths(outputs))
+        if args.replay:
+            return _replay(folder)
+        return _merge(folder, args)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    except MergerError as error:
+        raise TrainingError(str(error)) from error
+
+
+def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
+    status = read_status(folder)
+    if status.version is None and not status.rows:
+        raise TrainingError(f"{folder.url} is no folder of islands: nobody has joined there yet")
+    print(status.table())
+    found = {"version": status.version, "islands": [row._asdict() for row in status.rows]}
+    write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
+    if plot:
+        from mtf_gradsync.tools.train.figures import new_figure, write_figure
+
+        figure = new_figure(9.0, 1.5 + 0.4 * len(status.rows))
+        plot_status(status, figure.add_subplot())
+        write_figure(plot, figure)
+        print(f"plot: {plot}")
+    return 0
+
+
+def _replay(folder: Folder) -> int:
+    from tqdm import tqdm
+
+    last = newest_version(folder)
+    with tqdm(total=1 if last is None else last + 1, unit="version", disable=None) as bar:
+        wrong = replay(folder, lambda version, is_equal: bar.update() and None)
+    if wrong:
+        print(f"other bits in {len(wrong)} of {(last or 0) + 1} versions: {wrong[:10]}")
+        return 1
+    print(f"{(last or 0) + 1} versions: equal, bit for bit")
+    return 0
+
+
+def _merge(folder: Folder, args: argparse.Namespace) -> int:
+    given = {
+        "outer_learning_rate": args.outer_learning_rate,
+        "outer_momentum": args.outer_momentum,
+        "nesterov": False if args.no_nesterov else None,
+        "fragments": args.fragments,
+    }
+    before = MergeSettings.of(folder) or MergeSettings()
+    settings = before._replace(**{k: v for k, v in given.items() if v is not None})
+    waiting = Waiting(args.quorum, args.min_grace, args.max_grace, args.max_staleness)
+    merger = Merger(folder, settings, waiting, args.keep_all)
+    print(f"merging in {folder.url}, {waiting.quorum} contributions or more", flush=True)
+    with StopSignal() as stop:
+        merger.run(lambda: stop.received is not None, _say)
+    return 128 + stop.received if stop.received else 0
+
+
+def _say(decision: dict[str, Any]) -> None:
+    whose = ", ".join(f"{c['island']} ({c['weight']:g})" for c in decision["contributions"])
+    late = [c["island"] for c in decision["dropped"]]
+    after = f"; too late: {', '.join(late)}" if late else ""
+    print(f"version {decision['version']}: {whose}{after}", flush=True)

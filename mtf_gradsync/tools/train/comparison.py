@@ -1,0 +1,315 @@
+"""Builds a config's training step with and without wrappers, and lists what each exchanges."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers import Wrapper
+from mtf_gradsync.runtimes import simd
+from mtf_gradsync.runtimes._tables import text_table
+from mtf_gradsync.runtimes.simd import CommunicationReport, CommunicationRow, Total
+from mtf_gradsync.runtimes.simd.traffic import table_of
+from mtf_gradsync.tools.train.figures import new_figure, write_figure
+from mtf_gradsync.tools.train.model import TrainingJob, placeholders
+from mtf_gradsync.tools.train.train_graph import (
+    GRADIENTS,
+    PARTS,
+    build_simd,
+    build_train_graph,
+    part_of_each,
+)
+
+
+class ComparedStep(NamedTuple):
+    """The communication of one training step.
+
+    Attributes:
+      optimizers: class names, outermost first.
+      collectives: those of the SIMD program.
+      part: the one of `PARTS` to which each row of `collectives` belongs, by the row's name.
+      transfers: copies between the devices of a placement mesh; None if they were not listed.
+    """
+
+    optimizers: tuple[str, ...]
+    collectives: simd.CommunicationReport
+    part: dict[str, str]
+    transfers: simd.CommunicationReport | None
+
+    def of_part(self, part: str) -> simd.CommunicationReport:
+        """Returns the collectives of one part."""
+        rows = tuple(row for row in self.collectives.rows if self.part[row.name] == part)
+        return simd.CommunicationReport(rows, self.collectives.mesh)
+
+
+class WrapperComparison(NamedTuple):
+    """A training step with the innermost optimizer alone and with the config's, on the same mesh.
+
+    Both are one object if the config's optimizer is no wrapper.
+    """
+
+    mesh: str
+    bare: ComparedStep
+    wrapped: ComparedStep
+
+    def to_json(self) -> str:
+        """Returns all rows and totals as JSON text; see `simd.CommunicationReport.to_json`."""
+        content: dict[str, Any] = {"mesh": self.mesh}
+        for name, step in (("bare", self.bare), ("wrapped", self.wrapped)):
+            collectives = json.loads(step.collectives.to_json())
+            for row in collectives["rows"]:
+                row["part"] = step.part[row["name"]]
+            collectives["totals"]["by_part"] = {
+                part: dataclasses.asdict(step.of_part(part).update_step) for part in PARTS
+            }
+            transfers = None if step.transfers is None else json.loads(step.transfers.to_json())
+            content[name] = {
+                "optimizers": list(step.optimizers),
+                "collectives": collectives,
+                "transfers": transfers,
+            }
+        return json.dumps(content, indent=2)
+
+
+def compare_with_bare(
+    job: TrainingJob, with_transfers: bool = True, done: Callable[[], Any] = lambda: None
+) -> WrapperComparison:
+    """Builds a training step with and without wrappers, and lists what it exchanges.
+
+    Nothing is trained and no data is read. with_transfers builds it on a placement mesh too, whose
+    graph grows with the number of devices. `done` is called after each of the two steps was built.
+    """
+    # First, so that an error in the config names the config's own optimizer.
+    wrapped, is_wrapped = _list(job, with_transfers)
+    done()
+    bare = wrapped
+    if is_wrapped:
+        bare, _ = _list(job._replace(optimizer=innermost_of(job.optimizer)), with_transfers)
+    done()
+    return WrapperComparison(wrapped.collectives.mesh, bare, wrapped)
+
+
+def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a factory of the innermost optimizer of the stacks that a factory makes."""
+
+    def make(learning_rate: Any) -> Any:
+        made = optimizer(learning_rate=learning_rate)
+        return made.innermost() if isinstance(made, Wrapper) else made
+
+    return make
+
+
+def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
+    """Returns one step, and whether its optimizer is a wrapper."""
+    with tf.Graph().as_default():
+        graph, program = build_simd(job)
+        collectives = simd.list_collectives(program, lowering=graph.lowering)
+    step = ComparedStep(
+        optimizers=tuple(type(opt).__name__ for opt in graph.optimizers),
+        collectives=collectives,
+        part=part_of_each(graph, collectives),
+        transfers=_list_transfers(job) if with_transfers else None,
+    )
+    return step, isinstance(graph.optimizers[0], Wrapper)
+
+
+def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
+    mesh = job.model.mesh
+    # Not the config's devices, which may all be the same: copies do not depend on them.
+    devices = [f"/device:CPU:{core}" for core in range(mesh.shape.size)]
+    mesh_impl = mesh.placement_mesh(devices)
+    with tf.Graph().as_default():
+        features = placeholders(job)
+        graph = build_train_graph(job, features, lambda: contextlib.nullcontext(mesh_impl))
+        return simd.list_transfers([graph.loss, graph.step], mesh_impl)
+
+
+_TITLES = ("bare", "wrapped")
+_PART_LABELS = dict(zip(PARTS, ("forward and backward pass", "gradients", "optimizer")))
+_BRANCHES, _UPDATE_STEP = "in branches", "update step"
+_NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True)
+
+
+def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
+    """Returns totals and the gradients' collectives, in tables that fit into the terminal.
+
+    With `rows` all other collectives and transfers are listed, too.
+    """
+    steps = (comparison.bare, comparison.wrapped)
+    blocks = [_head(comparison)]
+    blocks += ["Collectives of the SIMD (TPU) program in one step"]
+    blocks += [_totals([_lines(step.collectives, _parts(step)) for step in steps])]
+    if comparison.bare.transfers and comparison.wrapped.transfers:
+        blocks += ["Transfers between the devices of a placement mesh in one step"]
+        blocks += [_totals([_lines(s.transfers) for s in steps if s.transfers])]
+    blocks += [
+        "ops: collectives or transfers. groups: those that are made together, which the\n"
+        "compilers of TPUs and GPUs combine. bytes: what one core puts into a collective,\n"
+        "or a device receives, on average. share: of the bytes of an update step, which\n"
+        "takes every branch."
+    ]
+    for title, step in zip(_TITLES, steps):
+        if rows:
+            blocks += [f"All collectives, {title}", _table(step.collectives.rows, step.part)]
+        elif title == "wrapped":
+            sums = step.of_part(GRADIENTS)
+            blocks += [f"Collectives that sum gradients, {title}: {sums.update_step.counts}"]
+            blocks += [_table(sums.rows)]
+    if rows:
+        for title, step in zip(_TITLES, steps):
+            if step.transfers:
+                blocks += [f"All transfers, {title}", _table(step.transfers.rows)]
+    return "\n\n".join(blocks)
+
+
+def _table(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> str:
+    return "\n".join(table_of(rows, parts))
+
+
+def _head(comparison: WrapperComparison) -> str:
+    lines = [f"mesh {comparison.mesh}"]
+    for title, step in zip(_TITLES, (comparison.bare, comparison.wrapped)):
+        lines.append(f"{title:8} {' > '.join(step.optimizers)}")
+    if comparison.bare is comparison.wrapped:
+        lines.append("The optimizer of this config has no wrapper, so both are the same.")
+    return "\n".join(lines)
+
+
+def _parts(step: ComparedStep) -> dict[str, Total]:
+    return {f"- {_PART_LABELS[part]}": step.of_part(part).update_step for part in PARTS}
+
+
+def _lines(report: CommunicationReport, parts: dict[str, Total] | None = None) -> dict[str, Total]:
+    """Returns the totals of a report by label: of steps, of parts of a step, of mesh axes."""
+    return {
+        "every step": report.every_step,
+        _BRANCHES: report.conditional,
+        _UPDATE_STEP: report.update_step,
+        **(parts or {}),
+        **{f"- over {group}": total for group, total in report.by_group().items()},
+    }
+
+
+def _totals(sides: Sequence[dict[str, Total]]) -> str:
+    """Returns a table of labelled totals of both sides; a side without a label has zeros there."""
+    labels = list(dict.fromkeys(label for side in sides for label in side))
+    if not any(side[_BRANCHES].operations for side in sides):
+        labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
+    lines = []
+    for label in labels:
+        for number, (title, side) in enumerate(zip(_TITLES, sides)):
+            cells = _cells(side.get(label, _NOTHING), side[_UPDATE_STEP])
+            lines.append([label if number == 0 else "", title, *cells])
+    headers = ["", "", "ops", "groups", "runs", "bytes", "share"]
+    if all(line[2] == line[4] for line in lines):
+        headers, lines = [h for h in headers if h != "runs"], [x[:4] + x[5:] for x in lines]
+    return "\n".join(text_table(headers, lines, text=[""]))
+
+
+def _cells(total: Total, bare: Total) -> list[str]:
+    about = "" if total.is_exact else ">="
+    share = f"{total.bytes_per_core / bare.bytes_per_core:.0%}" if bare.bytes_per_core else "-"
+    return [
+        f"{total.operations:,}",
+        f"{total.groups:,}",
+        f"{about}{total.runs:,}",
+        f"{about}{total.bytes_per_core:,}",
+        share,
+    ]
+
+
+_COLORS = {
+    "forward and backward pass": "tab:gray",
+    "gradients": "tab:blue",
+    "optimizer": "tab:orange",
+    "transfers": "tab:green",
+}
+_COLOR_LABELS = dict(zip(PARTS, _COLORS))
+
+
+class _Side(NamedTuple):
+    """What one step exchanges: the whole report, and its rows by the label of their color."""
+
+    report: CommunicationReport
+    rows: dict[str, Sequence[CommunicationRow]]
+
+
+def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
+    """Draws bytes per core and groups of both steps, by mesh axes and by part, into a PNG file."""
+    steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
+    parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))
+    collectives = {
+        title: _Side(step.collectives, {_COLOR_LABELS[p]: step.of_part(p).rows for p in parts})
+        for title, step in steps.items()
+    }
+    sections = {"collectives, SIMD mesh": _bars(collectives)}
+    transfers = {
+        title: _Side(step.transfers, {"transfers": step.transfers.rows})
+        for title, step in steps.items()
+        if step.transfers
+    }
+    if len(transfers) == len(steps):
+        sections["transfers, placement mesh"] = _bars(transfers)
+    sizes = [max(1, len(bars)) for bars in sections.values()]
+    figure = new_figure(width=10, height=1.6 * len(sections) + 0.4 * sum(sizes))
+    # After new_figure, whose error says what to install.
+    from matplotlib.patches import Patch
+
+    panels = figure.subplots(
+        len(sections), 2, squeeze=False, sharey="row", gridspec_kw={"height_ratios": sizes}
+    )
+    for (title, bars), (left, right) in zip(sections.items(), panels):
+        _draw(left, bars, lambda total: total.bytes_per_core / 1e3)
+        _draw(right, bars, lambda total: total.groups)
+        left.invert_yaxis()
+        left.set_title(title, loc="left", fontsize=10)
+        left.set_xlabel("kB per core in an update step")
+        right.set_xlabel("groups of operations in an update step")
+    labels = [label for label in _COLORS if label != "transfers" or len(sections) > 1]
+    handles = [Patch(color=_COLORS[label], label=label) for label in labels]
+    handles.append(Patch(facecolor="white", edgecolor="black", hatch="///", label="in a branch"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9)
+    figure.suptitle(
+        f"mesh {comparison.mesh}; bare: {comparison.bare.optimizers[-1]}; wrapped: "
+        f"{' > '.join(comparison.wrapped.optimizers)}",
+        fontsize=10,
+    )
+    write_figure(path, figure)
+
+
+# A stacked bar: labels of colors, whether in a branch, and how much.
+_Bar = List[Tuple[str, bool, Total]]
+
+
+def _bars(sides: dict[str, _Side]) -> dict[str, _Bar]:
+    """Returns a stacked bar for each group and step, both steps of a group side by side."""
+    groups = dict.fromkeys(group for side in sides.values() for group in side.report.by_group())
+
+    def total(rows: Sequence[CommunicationRow], group: str, conditional: bool) -> Total:
+        chosen = (r for r in rows if r.group == group and r.is_conditional is conditional)
+        return CommunicationReport(tuple(chosen)).update_step
+
+    return {
+        f"{group}, {title}": [
+            (label, conditional, total(rows, group, conditional))
+            for label, rows in side.rows.items()
+            for conditional in (False, True)
+        ]
+        for group in groups
+        for title, side in sides.items()
+    }
+
+
+def _draw(panel: Any, bars: dict[str, _Bar], value: Callable[[Total], float]) -> None:
+    for name, pieces in bars.items():
+        start = 0.0
+        for label, conditional, total in pieces:
+            width, edge = value(total), "white" if conditional else "none"
+            hatch = "///" if conditional else None
+            panel.barh(name, width, left=start, color=_COLORS[label], hatch=hatch, edgecolor=edge)
+            start += width
+    panel.grid(axis="x", alpha=0.3)

@@ -1,0 +1,308 @@
+"""Draws the batches of a training run outside of the training step, and checks them.
+
+A session of its own draws a batch, which is then fed to the step. So an error while drawing is
+reported as one of the data, on every runtime, and nothing of the step has run yet.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import inspect
+import sys
+from typing import Any, Callable, Mapping
+
+import numpy as np
+from tqdm import tqdm
+
+from mtf_gradsync._common import ConfigError, TrainingError, first_line
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.tools.train.data.datasets import MODEL_FEATURES, mapped
+
+
+class DataError(TrainingError):
+    """A training step has no batch, or one that the model cannot train on."""
+
+
+_FUNCTION = "train.run.train_dataset_fn"
+# Length of the shape vector of an example of unknown shape: its rank, then its dimensions.
+_DIMS_SHOWN = 3
+
+
+_SECONDS_BETWEEN_LOOKS = 2.0
+_SKIPPING = (
+    f"the data set draws the {{:,}} examples of the steps before, and drops them. Where "
+    f"{_FUNCTION} has an argument `start`, it goes there at once"
+)
+
+
+class TrainingBatches:
+    """Draws a run's batches, one for each step. Use it as a context manager.
+
+    A data set is repeated when it ends, or one of its functions raises StopIteration.
+
+    Attributes:
+      targets: how many targets of the newest batch count in the loss: those that are no padding.
+    """
+
+    targets = 0
+
+    def __init__(
+        self,
+        make_dataset: Callable[..., tf.data.Dataset],
+        batch_size: int,
+        feature_length: Callable[[str], int],
+        vocab_sizes: Mapping[str, int],
+        wanted: Callable[[str], bool] = lambda name: True,
+        seed: int = 0,
+    ):
+        """Makes the data set, of single examples: vectors of integers by feature name.
+
+        A make_dataset that takes an argument `start` gets an int64 scalar, and returns the examples
+        from that number on, counted from 0, without end. Of any other data set the examples before
+        are drawn and dropped when a run goes on, with a progress bar.
+
+        Features that are not `wanted` are dropped. feature_length returns the length of a feature,
+        and vocab_sizes has the number of ids of each that holds ids. `seed` is that of TensorFlow
+        operations without a seed of their own, so that a data set is shuffled alike each time.
+        """
+        self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
+        self._first = self._step = self._examples = 0
+        self._begun = False
+        self._first_examples: list[str] = []
+        self._feeds: dict[str, tf.Tensor] = {}
+        with tf.Graph().as_default() as graph:
+            tf.set_random_seed(seed)
+            self._drawn: tf.Variable | None = None
+            takes_start = "start" in inspect.signature(make_dataset).parameters
+            if takes_start:
+                self._skipped = tf.placeholder(tf.int64, [])
+                dataset = make_dataset(start=self._skipped)
+            else:
+                # First, since the seeds of its operations depend on how many there are before.
+                dataset = make_dataset()
+                self._skipped = tf.placeholder(tf.int64, [])
+            specs = _specs(dataset, wanted)
+            self._shapes = {
+                name: [batch_size, *(spec.shape.as_list() if _is_known(spec) else [-1])]
+                for name, spec in specs.items()
+            }
+            for name, shape in self._shapes.items():
+                if shape[1:] == [-1]:
+                    shape[1] = feature_length(name)
+            size = tf.data.experimental.cardinality(dataset)
+            # Examples are skipped, not batches, which may have had another size.
+            rest = dataset if takes_start else self._after_skipped(dataset.repeat())
+            rest = mapped(rest, lambda example: self._example(example, specs))
+            batches = rest.batch(batch_size, drop_remainder=True).prefetch(2)
+            iterator = tf.data.make_initializable_iterator(batches)
+            self._next = iterator.get_next()
+            self._initialize = [tf.tables_initializer(), iterator.initializer]
+            if self._drawn is not None:
+                self._initialize.append(self._drawn.initializer)
+        self._session = tf.Session(graph=graph, config=tf.ConfigProto(device_count={"GPU": 0}))
+        if self._session.run(size, {self._skipped: 0}) == 0:
+            self._session.close()
+            raise ConfigError(f"{_FUNCTION} gives an empty data set")
+
+    def __enter__(self) -> TrainingBatches:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        self._session.close()
+
+    def placeholders(self) -> dict[str, tf.Tensor]:
+        """Adds placeholders to the default graph, int32 ``[batch_size, length]`` by feature."""
+        self._feeds = {
+            name: tf.placeholder(tf.int32, shape, name=name) for name, shape in self._shapes.items()
+        }
+        return self._feeds
+
+    def begin(self, step: int, examples: int) -> None:
+        """Sets how many steps earlier sessions of the run have made, and of how many examples."""
+        self._first = self._step = step
+        self._examples = examples
+        self._begun = False
+
+    def next(self) -> dict[tf.Tensor, np.ndarray]:
+        """Draws the batch of the next step, a feed dict of the placeholders that were made last.
+
+        It raises DataError if there is no batch, or the model cannot train on it.
+        """
+        step = self._step + 1
+        try:
+            features, shapes = self._draw()
+        except tf.errors.OutOfRangeError as error:
+            raise DataError(self._at_the_end(step)) from error
+        except tf.errors.OpError as error:
+            raise DataError(
+                f"{_FUNCTION}: its data set raised an error in the batch of step {step}: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+        for name, given in shapes.items():
+            self._check_shapes(step, name, given)
+        for name, ids in features.items():
+            self._check_ids(step, name, ids)
+        self._step = step
+        self.targets = int(np.count_nonzero(features["targets"] > 0))
+        return {feed: features[name].astype(np.int32) for name, feed in self._feeds.items()}
+
+    def _after_skipped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the examples after those that are skipped; counts all that are drawn."""
+        self._drawn = drawn = tf.get_variable(
+            "mtf_gradsync/drawn",
+            [],
+            tf.int64,
+            tf.zeros_initializer(),
+            trainable=False,
+            use_resource=True,
+        )
+
+        def counted(example: Any) -> Any:
+            with tf.control_dependencies([drawn.assign_add(1, read_value=False)]):
+                return tf.nest.map_structure(tf.identity, example)
+
+        return mapped(dataset, counted).skip(self._skipped)
+
+    def _first_of_session(self) -> Any:
+        """Draws the first batch; if that takes long, shows how many examples are skipped so far."""
+        if self._drawn is None or not self._examples:
+            return self._session.run(self._next)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            batch = pool.submit(self._session.run, self._next)
+            bar: Any = None
+            while concurrent.futures.wait([batch], _SECONDS_BETWEEN_LOOKS).not_done:
+                if bar is None:
+                    bar = tqdm(total=self._examples, unit=" examples", desc="skipping", leave=False)
+                    bar.write(_SKIPPING.format(self._examples), file=sys.stderr)
+                drawn = int(self._session.run(self._drawn))
+                bar.update(min(drawn, self._examples) - bar.n)
+            if bar is not None:
+                bar.close()
+            return batch.result()
+
+    def first_examples(self) -> list[str]:
+        """Returns short hashes of the first examples of the data set, of a few or of one batch.
+
+        Before the first batch of a session of the run they are drawn for it; afterwards they are
+        those of that batch, if it was the run's first. There are none if they cannot be drawn.
+        """
+        if not self._first_examples and not self._begun:
+            examples, self._examples = self._examples, 0
+            with contextlib.suppress(tf.errors.OpError):
+                self._draw()
+            self._examples, self._begun = examples, False
+        return self._first_examples
+
+    def _draw(self) -> Any:
+        """Returns the features of the next batch, and the shapes that they had."""
+        if self._begun:
+            return self._session.run(self._next)
+        self._session.run(self._initialize, {self._skipped: self._examples})
+        self._begun = True
+        features, shapes = self._first_of_session()
+        if not self._examples:
+            self._first_examples = _hashes(features)
+        return features, shapes
+
+    def _example(
+        self, example: dict[str, tf.Tensor], specs: dict[str, Any]
+    ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Returns features in the shapes that the model wants, and the shapes that they had."""
+        features, shapes = {}, {}
+        for name, spec in specs.items():
+            x = example[name]
+            if not _is_known(spec):
+                given = tf.concat([[tf.rank(x)], tf.shape(x), [-1] * _DIMS_SHOWN], axis=0)
+                shapes[name] = given[: 1 + _DIMS_SHOWN]
+                length = self._feature_length(name)
+                x = tf.reshape(x, [-1])[:length]
+                x = tf.reshape(tf.pad(x, [[0, length - tf.size(x)]]), [length])
+            features[name] = x
+        return features, shapes
+
+    def _at_the_end(self, step: int) -> str:
+        if step == self._first + 1:
+            return f"{_FUNCTION}: its data set has no example for step {step}; it is empty."
+        return (
+            f"{_FUNCTION}: its data set ended before step {step}. What ends is repeated, but "
+            "here another pass gives nothing: perhaps a generator that can be read only once."
+        )
+
+    def _check_shapes(self, step: int, name: str, given: np.ndarray) -> None:
+        length = self._feature_length(name)
+        wrong = np.flatnonzero((given[:, 0] != 1) | (given[:, 1] != length))
+        if wrong.size:
+            rank, *dims = given[wrong[0]].tolist()
+            shape = [*map(str, dims[:rank]), *(["..."] if rank > len(dims) else [])]
+            raise DataError(
+                f"{_FUNCTION}: example {wrong[0]} in the batch of step {step} has {name!r} of the "
+                f"shape [{', '.join(shape)}]; train.run.sequence_length wants [{length}]. Pad or "
+                "cut it there."
+            )
+
+    def _check_ids(self, step: int, name: str, ids: np.ndarray) -> None:
+        size = self._vocab_sizes.get(name)
+        wrong = size and wrong_id(name, ids, size)
+        if wrong:
+            raise DataError(f"{_FUNCTION}: in the batch of step {step}, {wrong}")
+
+
+# More of them say no more.
+_HASHED = 8
+
+
+def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
+    """Returns a short hash of each of the first examples of a batch."""
+    hashes = []
+    for example in zip(*(features[name][:_HASHED] for name in sorted(features))):
+        content = hashlib.sha256()
+        for x in example:
+            content.update(np.ascontiguousarray(x, np.int32).tobytes())
+        hashes.append(content.hexdigest()[:16])
+    return hashes
+
+
+def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
+    """Returns what is wrong with the ids ``[batch, length]`` of a feature; "" if nothing is."""
+    # Mesh-TensorFlow gives a negative target no loss, and still reads its id.
+    low = 1 - size if name == "targets" else 0
+    if ids.min() >= low and ids.max() < size:
+        return ""
+    example, position = np.argwhere((ids < low) | (ids >= size))[0]
+    also = " (or negative, for a target without loss)" if low else ""
+    return (
+        f"example {example} has the id {ids[example, position]} in {name!r}, at {position}; "
+        f"train.run.vocabulary has the ids 0 to {size - 1}{also}. The model would read no token "
+        "at all there."
+    )
+
+
+def _specs(dataset: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Returns the specs of the features of single examples, by name."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ConfigError(f"{_FUNCTION} must return a tf.data.Dataset; got {dataset!r}")
+    spec = dataset.element_spec
+    if not isinstance(spec, dict):
+        raise ConfigError(
+            f"{_FUNCTION} must give examples as dicts, such as {{'targets': int32[length]}}; got "
+            f"{spec!r}"
+        )
+    specs = {name: spec[name] for name in MODEL_FEATURES if name in spec and wanted(name)}
+    for name, one in specs.items():
+        if not isinstance(one, tf.TensorSpec):
+            raise ConfigError(
+                f"{_FUNCTION} gives {name!r} as {one!r}; it must be a dense tensor, padded to "
+                "train.run.sequence_length"
+            )
+        if not one.dtype.is_integer:
+            raise ConfigError(
+                f"{_FUNCTION} gives {name!r} as {one.dtype.name}; it must be integers: int32 or "
+                "int64 ids"
+            )
+    return specs
+
+
+def _is_known(spec: Any) -> bool:
+    return spec.shape.is_fully_defined()

@@ -1,0 +1,243 @@
+"""Data sets: functions from (sequence_length, vocabulary, dataset_split) to examples.
+
+The signature is that of ``mesh_tensorflow.transformer.utils.run``: a data set of single examples,
+dicts of integer vectors, already padded or packed to ``sequence_length``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from typing import Any, Callable, Iterator, Sequence
+
+import gin
+import numpy as np
+
+from mtf_gradsync._common import ConfigError, first_line
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.tools.train.data.texts import (
+    pieces_of,
+    read_files,
+    read_python_topics,
+    split_documents,
+    too_short,
+)
+from mtf_gradsync.tools.train.data.vocabulary import EOS_ID, PAD_ID
+
+# What mesh_tensorflow.transformer models read; data sets often have more (plain text, ids).
+MODEL_FEATURES = (
+    "inputs",
+    "inputs_position",
+    "inputs_segmentation",
+    "targets",
+    "targets_position",
+    "targets_segmentation",
+    "targets_subsegmentation",
+)
+
+
+@gin.configurable(module="mtf_gradsync.train")
+def python_topics(
+    sequence_length: dict[str, int],
+    vocabulary: Any,
+    dataset_split: str,
+    seed: int = 0,
+    held_out_every: int = 10,
+    start: Any = 0,
+) -> tf.data.Dataset:
+    """Returns language-model examples from Python's own documentation.
+
+    Args:
+      sequence_length: length of each feature; "targets" is used.
+      vocabulary: turns text into ids.
+      dataset_split: "train": windows at random places, without end. "validation": the held-out
+        topics cut into windows, once.
+      seed: seed of the random places. The n-th window is a function of seed and n alone.
+      held_out_every: about one topic in this many is held out.
+      start: the number of the first window of "train"; an int64 tf scalar, or a number.
+
+    Returns:
+      A data set of ``{"targets": int32[sequence_length["targets"]]}``.
+    """
+    documents = split_documents(read_python_topics(), dataset_split, held_out_every=held_out_every)
+    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed, start)
+
+
+@gin.configurable(module="mtf_gradsync.train")
+def text_files(
+    sequence_length: dict[str, int],
+    vocabulary: Any,
+    dataset_split: str,
+    files: Sequence[str] = gin.REQUIRED,
+    seed: int = 0,
+    held_out_every: int = 10,
+    start: Any = 0,
+) -> tf.data.Dataset:
+    """Returns language-model examples from text files; otherwise as `python_topics`.
+
+    Args:
+      sequence_length: length of each feature; "targets" is used.
+      vocabulary: turns text into ids.
+      dataset_split: "train" or "validation".
+      files: names of UTF-8 text files, each one document.
+      seed: seed of the random windows.
+      held_out_every: about one file in this many is held out; of few files, or of unequal lengths,
+        the last part of each.
+      start: the number of the first window of "train"; an int64 tf scalar, or a number.
+
+    Returns:
+      A data set of ``{"targets": int32[sequence_length["targets"]]}``.
+    """
+    documents = split_documents(read_files(files), dataset_split, held_out_every=held_out_every)
+    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed, start)
+
+
+def text_windows(
+    documents: Sequence[bytes],
+    sequence_length: dict[str, int],
+    vocabulary: Any,
+    dataset_split: str,
+    seed: int,
+    start: Any = 0,
+) -> tf.data.Dataset:
+    """Cuts documents, with an end-of-document id after each, into ``{"targets": int32[length]}``.
+
+    The length is that of "targets" in sequence_length. The split "train" has random windows without
+    end, from number `start` on; any other has all windows once, side by side. Documents are UTF-8;
+    the vocabulary encodes long ones piece by piece, cut behind lines.
+    """
+    length = sequence_length["targets"]
+    ids = _ids(documents, vocabulary)
+    if len(ids) <= length:
+        raise ConfigError(too_short(dataset_split, len(ids), length))
+    read = _reader(ids, length)
+    if dataset_split == "train":
+        return _random_windows(read, len(ids) - length + 1, seed, start)
+    windows = tf.data.Dataset.range(-(-len(ids) // length))
+    return mapped(windows, lambda n: {"targets": read(n * length)})
+
+
+# Bytes of ids from which on they are kept in a file, of which a window is read when it is drawn.
+# TensorFlow copies a constant some ten times until it is in a function of a data set.
+_IN_A_FILE = 4 << 20
+
+
+def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
+    """Returns the ids of all documents, in the smallest type that holds the vocabulary's.
+
+    Many of them are a memory-mapped file, which vanishes with the array.
+    """
+    dtype = np.min_scalar_type(vocabulary.vocab_size - 1)
+
+    def encoded(document: bytes) -> Iterator[np.ndarray]:
+        for piece in pieces_of(document):
+            ids = np.array(vocabulary.encode(piece.decode("utf-8")), np.int64)
+            if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary.vocab_size:
+                raise ConfigError(
+                    f"train.run.vocabulary encodes a text as ids from {ids.min()} to {ids.max()}, "
+                    f"and its vocab_size is {vocabulary.vocab_size}"
+                )
+            yield ids.astype(dtype)
+        yield np.array([EOS_ID], dtype)
+
+    parts: list[np.ndarray] = []
+    size = 0
+    chunks = itertools.chain.from_iterable(map(encoded, documents))
+    for chunk in chunks:
+        parts.append(chunk)
+        size += chunk.nbytes
+        if size >= _IN_A_FILE:
+            break
+    else:
+        return np.concatenate(parts)
+    try:
+        with tempfile.TemporaryFile() as file:
+            for chunk in itertools.chain(parts, chunks):
+                file.write(chunk.tobytes())
+            file.flush()
+            return np.memmap(file, dtype, mode="r")
+    except OSError as error:
+        raise ConfigError(
+            f"The ids of a long text need a temporary file, which cannot be written in "
+            f"{tempfile.gettempdir()}: {error.strerror or error}. Set TMPDIR to a folder with room"
+        ) from error
+
+
+def _reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function from where a window begins to its ids, padded at the end of all."""
+
+    def of_file(begin: int) -> np.ndarray:
+        window = np.full([length], PAD_ID, np.int32)
+        found = ids[begin : begin + length]
+        window[: len(found)] = found
+        return window
+
+    if isinstance(ids, np.memmap):
+        return lambda begin: tf.ensure_shape(
+            tf.numpy_function(of_file, [begin], tf.int32), [length]
+        )
+    tokens = tf.constant(np.pad(ids, [0, -len(ids) % length], constant_values=PAD_ID))
+    return lambda begin: tf.reshape(
+        tf.cast(tf.slice(tokens, [begin], [length]), tf.int32), [length]
+    )
+
+
+def _random_windows(
+    read: Callable[[tf.Tensor], tf.Tensor], num_begins: int, seed: int, start: Any
+) -> tf.data.Dataset:
+    index = tf.int32 if num_begins <= tf.int32.max else tf.int64
+
+    def window(n: tf.Tensor) -> dict[str, tf.Tensor]:
+        # Stateless, so that a restarted run can take up the data at any step.
+        begin = tf.random.stateless_uniform(
+            [], seed=tf.stack([tf.constant(seed, tf.int64), n]), maxval=num_begins, dtype=index
+        )
+        return {"targets": read(begin)}
+
+    return mapped(tf.data.Dataset.range(start, np.iinfo(np.int64).max), window)
+
+
+def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
+    """Returns `dataset.map` of a function without AutoGraph, which takes half a second."""
+    return dataset.map(tf.autograph.experimental.do_not_convert(function))
+
+
+def read_batches(
+    make_dataset: Callable[[], tf.data.Dataset],
+    batch_size: int,
+    max_batches: int | None,
+    name: str = "the data set",
+) -> list[dict[str, np.ndarray]]:
+    """Reads a data set of single examples as batches of arrays ``[batch_size, length]``.
+
+    The last batch is filled up with padding. max_batches of None reads to the end; `name` is the
+    binding that errors name.
+    """
+    batches: list[dict[str, np.ndarray]] = []
+    with tf.Graph().as_default():
+        dataset = mapped(make_dataset(), _model_features).batch(batch_size)
+        iterator = tf.data.make_initializable_iterator(dataset)
+        features = iterator.get_next()
+        with tf.Session() as session:
+            session.run([tf.tables_initializer(), iterator.initializer])
+            while max_batches is None or len(batches) < max_batches:
+                try:
+                    batch = session.run(features)
+                except tf.errors.OutOfRangeError:
+                    break
+                except tf.errors.OpError as error:
+                    raise ConfigError(
+                        f"{name}: batch {len(batches) + 1} of its data set cannot be read: "
+                        f"{type(error).__name__}: {first_line(error)}"
+                    ) from error
+                batches.append({k: _fill_up(v, batch_size) for k, v in batch.items()})
+    return batches
+
+
+def _model_features(example: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {key: value for key, value in example.items() if key in MODEL_FEATURES}
+
+
+def _fill_up(array: np.ndarray, batch_size: int) -> np.ndarray:
+    missing = batch_size - array.shape[0]
+    return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=PAD_ID)

@@ -1,0 +1,325 @@
+"""Evaluates a run on held-out data: while it trains, and at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Mapping, Sequence
+
+from mtf_gradsync._common import ConfigError, first_line
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.starting import write_json, write_text
+from mtf_gradsync.tools.train.data import datasets as data
+from mtf_gradsync.tools.train.data.batches import wrong_id
+from mtf_gradsync.tools.train.evaluation import (
+    Batches,
+    Evaluator,
+    Sampling,
+    Score,
+    sample,
+    unigram_score,
+    visible,
+)
+from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress, read_metrics
+from mtf_gradsync.tools.train.model import ModelSettings
+from mtf_gradsync.tools.train.plots import plot_losses
+
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+PLOT_FILE = "loss.png"
+SAMPLES_FILE = "samples.txt"
+# Fields of the result file of a run that has made steps.
+SPEED = ("seconds", "tokens_per_second")
+
+# Batches that the unigram baseline counts in; enough to see every byte or common subword.
+_BASELINE_BATCHES = 100
+
+
+BEST_DIR = "best"
+
+
+class Improvement:
+    """Follows the held-out losses of a run, by the lines of its metrics file."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
+        """Begins with what was measured before; see `RunConfig.max_steps_without_decrease`."""
+        self._most_steps = most_steps
+        self.best: float | None = None
+        self.best_step = self._newest = 0
+        for row in rows:
+            if "held_out_nats" in row:
+                self.add(row["step"], row["held_out_nats"])
+
+    def add(self, step: int, nats: float) -> bool:
+        """Adds the loss of a step; returns whether it is lower than all before."""
+        self._newest = max(step, self._newest)
+        if not math.isfinite(nats) or (self.best is not None and nats >= self.best):
+            return False
+        self.best, self.best_step = nats, step
+        return True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loss has not fallen for as many steps as end the run."""
+        if self._most_steps is None or self.best is None:
+            return False
+        return self._newest - self.best_step >= self._most_steps
+
+    def __str__(self) -> str:
+        return f"the held-out loss has not fallen since step {self.best_step} ({self.best:.3f})"
+
+
+def keep_best(path: str, directory: Path) -> None:
+    """Keeps a checkpoint as the best one of a run, in `BEST_DIR` of its directory.
+
+    Files are links where the file system has them. The state file, written last, names the new
+    checkpoint before the one before is removed.
+    """
+    best = directory / BEST_DIR
+    best.mkdir(exist_ok=True)
+    source, before = Path(path), set(best.iterdir())
+    for file in source.parent.glob(f"{source.name}.*"):
+        kept = best / file.name
+        kept.unlink(missing_ok=True)
+        try:
+            os.link(file, kept)
+        except OSError:
+            shutil.copy2(file, kept)
+        before.discard(kept)
+    state = best / "checkpoint"
+    write_text(state, f'model_checkpoint_path: "{source.name}"\n')
+    for file in before - {state}:
+        file.unlink()
+
+
+class HeldOut:
+    """Evaluates a run on held-out data; without any, only draws the loss curve.
+
+    `unigram` is the baseline's score. Once the run is finished, `result` is the content of the
+    result file and `samples` what the model wrote.
+    """
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        directory: Path,
+        config: tf.ConfigProto,
+        say: Callable[[str], None],
+        with_averages: bool = False,
+    ):
+        """Begins without held-out data; see `prepare`.
+
+        Files are written to `directory`. `say` takes each line of the report. With with_averages,
+        checkpoints' moving averages are scored in place of the variables.
+        """
+        self._sampling: Sampling | None = None
+        self._with_averages = with_averages
+        self._model = model
+        self._directory = directory
+        self._config = config
+        self._say = say
+        self._held_out: Batches = []
+        self._evaluator: Evaluator | None = None
+        self._scored: tuple[str, Score] | None = None
+        self.unigram: Score | None = None
+        self.result: dict[str, Any] = {}
+        self.samples = ""
+
+    def prepare(
+        self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
+    ) -> None:
+        """Reads at most `steps` held-out batches, and scores the unigram baseline on them.
+
+        The functions are those of `RunConfig`. Data that is empty or cannot be read or scored, and
+        settings of gin by which no samples can be written, are a ConfigError.
+        """
+        if self._model.model_type == "lm":
+            self._sampling = Sampling()
+            self._sampling.check(self._model.sequence_length["targets"])
+        arguments = {
+            "sequence_length": self._model.sequence_length,
+            "vocabulary": self._model.vocabulary,
+        }
+
+        def held_out_dataset() -> Any:
+            dataset = eval_dataset_fn(dataset_split="validation", **arguments)
+            return dataset[0].dataset_fn() if isinstance(dataset, (list, tuple)) else dataset
+
+        # One more, to know whether there are more.
+        held_out = data.read_batches(
+            held_out_dataset, self._model.batch_size, steps + 1, "train.run.eval_dataset_fn"
+        )
+        if not held_out:
+            raise ConfigError(
+                f"train.run.eval_dataset_fn = {eval_dataset_fn!r} gives an empty data set"
+            )
+        if len(held_out) > steps:
+            held_out.pop()
+            self._say(
+                f"held-out data are scored to the end of batch {steps} "
+                "(train.run.perplexity_eval_steps); there are more"
+            )
+        self._check(held_out)
+        train = data.read_batches(
+            lambda: train_dataset_fn(dataset_split="train", **arguments),
+            self._model.batch_size,
+            _BASELINE_BATCHES,
+            "train.run.train_dataset_fn",
+        )
+        self.unigram = unigram_score(train, held_out, self._model.vocabulary)
+        self._held_out = held_out
+
+    def _check(self, batches: Batches) -> None:
+        """Raises ConfigError if the model cannot score the batches."""
+        model, of = self._model, "train.run.eval_dataset_fn"
+        model.check_features(batches[0], of)
+        sizes = model.vocab_sizes
+        for number, batch in enumerate(batches, 1):
+            for name, ids in batch.items():
+                if not model.reads(name):
+                    continue
+                if ids.shape[1:] != (model.feature_length(name),):
+                    raise ConfigError(
+                        f"{of} gives examples of {name!r} the shape {list(ids.shape[1:])}; "
+                        f"train.run.sequence_length wants {[model.feature_length(name)]}"
+                    )
+                wrong = name in sizes and wrong_id(name, ids, sizes[name])
+                if wrong:
+                    raise ConfigError(f"{of}: in batch {number}, {wrong}")
+
+    def build(self) -> None:
+        """Builds the graph, unless it has been built or there is no held-out data."""
+        if not self._held_out or self._evaluator is not None:
+            return
+        try:
+            self._evaluator = Evaluator(
+                self._model, self._held_out, self._config, self._with_averages
+            )
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "The model cannot be built for the batches of train.run.eval_dataset_fn: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def __enter__(self) -> HeldOut:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def point(
+        self, path: str, step: int, recorder: MetricsRecorder, progress: Progress
+    ) -> Score | None:
+        """Scores a checkpoint of a run that goes on, if there are held-out data.
+
+        Writes "held_out_nats" and shows the perplexity.
+        """
+        if not self._held_out:
+            return None
+        score = self._score(path)
+        recorder.write(step, {"held_out_nats": score.nats_per_token})
+        progress.message(
+            f"step {step}: held-out loss {score.nats_per_token:.3f}, "
+            f"perplexity {score.perplexity:.3f}"
+        )
+        return score
+
+    def plot(self) -> None:
+        """Draws the loss curve from the metrics file."""
+        plot_losses(
+            read_metrics(self._directory / METRICS_FILE),
+            self._directory / PLOT_FILE,
+            unigram_nats=self.unigram.nats_per_token if self.unigram else None,
+            title=str(self._directory),
+        )
+
+    def finish(self, path: str | None, writes: bool = True, **result: Any) -> Score | None:
+        """Evaluates the finished model; writes samples, and the result file with `result` in it.
+
+        `path` is the last checkpoint. Returns its held-out score; without held-out data no path is
+        needed, and there is none. Without `writes` it only says what it finds.
+        """
+        self.result = dict(result)
+        if len(result) > 1:
+            # Steps were made: whatever comes, their number and speed are there.
+            write_json(self._directory / RESULT_FILE, self.result)
+        else:
+            before = self._result_before(result["step"])
+            self.result = {**{name: before[name] for name in SPEED if name in before}, **result}
+        score = None
+        if self._held_out:
+            # Held-out data come with a baseline and, since the run is evaluated, a checkpoint.
+            assert path is not None
+            assert self.unigram is not None
+            score = self._score(path)
+            self.result["held_out"] = _score_fields(score)
+            self.result["unigram"] = _score_fields(self.unigram)
+            self._say(f"held-out loss     {_score_text(score)}")
+            self._say(f"unigram baseline  {_score_text(self.unigram)}")
+            if score.perplexity >= self.unigram.perplexity:
+                self._say("the model has not learned more than how frequent each token is")
+        if writes:
+            write_json(self._directory / RESULT_FILE, self.result)
+        if score is not None and self._sampling is not None:
+            self._write_samples(self._sampling, writes)
+        if writes:
+            self.plot()
+            self._say(f"loss curve: {self._directory / PLOT_FILE}")
+        return score
+
+    def is_complete(self, step: int) -> bool:
+        """Returns whether the result file has all that `finish` writes of the model of a step."""
+        before = self._result_before(step)
+        return bool(before) and (not self._held_out or "held_out" in before)
+
+    def _result_before(self, step: int) -> dict[str, Any]:
+        """Returns the content of the result file, where it is of this step; else nothing."""
+        try:
+            before = json.loads((self._directory / RESULT_FILE).read_text(encoding="utf-8"))
+            return before if before["step"] == step else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _score(self, path: str) -> Score:
+        """Scores a checkpoint, and leaves its variables in the evaluator."""
+        self.build()
+        if self._scored is None or self._scored[0] != path:
+            assert self._evaluator is not None  # the callers have asked
+            self._evaluator.restore(path, str(self._directory))
+            self._scored = (path, self._evaluator.score())
+        return self._scored[1]
+
+    def _write_samples(self, settings: Sampling, writes: bool) -> None:
+        assert self._evaluator is not None  # it has scored
+        samples = sample(self._evaluator, settings)
+        texts = []
+        for number, one in enumerate(samples, 1):
+            texts.append(
+                f"--- sample {number}: prompt\n{visible(one.prompt)}\n"
+                f"--- continuation\n{visible(one.continuation)}\n"
+            )
+        if texts:
+            self.samples = "\n".join(texts)
+            self._say(self.samples)
+            if writes:
+                write_text(self._directory / SAMPLES_FILE, self.samples)
+
+
+def _score_text(score: Score) -> str:
+    return (
+        f"{score.nats_per_token:.3f} nats per token: perplexity {score.perplexity:.3f}, "
+        f"{score.bits_per_byte:.3f} bits per byte"
+    )
+
+
+def _score_fields(score: Score) -> dict[str, float]:
+    return {
+        "perplexity": score.perplexity,
+        "nats_per_token": score.nats_per_token,
+        "bits_per_byte": score.bits_per_byte,
+        "tokens": score.tokens,
+    }

@@ -1,0 +1,344 @@
+"""The training loop: makes steps and checkpoints, and stops between two steps."""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from concurrent.futures import Future
+from typing import Any, Callable, NamedTuple, Sequence
+
+from mtf_gradsync._common import ConfigError, TrainingError, first_line
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers import NoUpdateError
+from mtf_gradsync.runtimes._signals import StopSignal
+from mtf_gradsync.runtimes.means import Measured, StepMeans
+from mtf_gradsync.tools.timelines import Timeline, TimelineError
+from mtf_gradsync.tools.train.data.batches import DataError
+from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress
+from mtf_gradsync.tools.train.runner import Runner, most_bad_losses
+
+# Errors that a step may raise: TensorFlow's, jax's, and a hook's.
+_OF_A_STEP = (
+    tf.errors.OpError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+# The first steps fill caches.
+_STEPS_BEFORE_TIMELINE = 5
+
+
+class LoopSettings(NamedTuple):
+    """How long to train, and how often to save and log; see `RunConfig`.
+
+    With `saves_beside_steps` checkpoints are written beside the steps that follow, not before them.
+    `parameters` are those that are trained, by which the model FLOPs utilization (MFU) counts 6
+    operations for each token (Chowdhery et al. 2022, PaLM, appendix B, without attention).
+    """
+
+    train_steps: int
+    save_checkpoints_steps: int
+    log_steps: int
+    tokens_per_step: int
+    loss_denominator: float
+    parameters: int
+    saves_beside_steps: bool = True
+    timeline_steps: int = 0
+
+
+class LoopResult(NamedTuple):
+    """How far a training loop got: to `step` of the run, after `steps_made` steps of its own.
+
+    `stopped_by` is the signal that ended it early; `seconds` is the time spent in steps.
+    """
+
+    step: int
+    stopped_by: int | None
+    seconds: float
+    steps_made: int
+
+
+def train_loop(
+    runner: Runner,
+    optimizers: Sequence[Any],
+    settings: LoopSettings,
+    recorder: MetricsRecorder,
+    on_checkpoint: Callable[[str, int, Progress], bool],
+    on_first_step: Callable[[], None] = lambda: None,
+    on_timeline: Callable[[Timeline, int, int], None] = lambda timeline, first, last: None,
+) -> LoopResult:
+    """Trains from the newest checkpoint to train_steps, or until a signal.
+
+    Args:
+      runner: makes steps and checkpoints; it is entered here.
+      optimizers: the optimizer and those inside it.
+      settings: how long to train, and how often to save and log.
+      recorder: takes measurements every log_steps.
+      on_checkpoint: called with path, step and the progress after each save; returns whether the
+        run ends there.
+      on_first_step: called once the first step has been shown, for work that can wait until then.
+      on_timeline: called once with the timeline and the numbers of the first and the last step in
+        it, if settings ask for some.
+
+    Raises:
+      TrainingError: if updates or the loss or the learning rate show that training cannot go on
+        (see `Patience`), or a step or a hook raises an error of its own. Nothing is saved then.
+      DataError: if there is no batch for a step; the steps before are saved.
+    """
+    with StopSignal() as stop, runner:
+        loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint, on_first_step)
+
+        def train_to(last: int) -> int | None:
+            """Makes steps; returns the signal that stopped all processes, if there was one."""
+            while loop.step < last and not loop.is_at_end and not runner.should_stop():
+                stopped_by = runner.agreed_stop(stop.received)
+                if stopped_by is not None:
+                    return stopped_by
+                loop.one_step()
+            return None
+
+        try:
+            begin = runner.first_step + _STEPS_BEFORE_TIMELINE
+            end = begin + settings.timeline_steps
+            stopped_by = None
+            if begin < end and settings.train_steps < end:
+                loop.progress.message(
+                    f"no timeline: it would be of steps {begin + 1} to {end}, and the run ends at "
+                    f"step {settings.train_steps}"
+                )
+            elif begin < end:
+                stopped_by = train_to(begin)
+                if stopped_by is None:
+                    stopped_by = loop.recorded(lambda: train_to(end), on_timeline)
+            if stopped_by is None:
+                stopped_by = train_to(settings.train_steps)
+            loop.save()
+            loop.settle()
+            loop.tell_left_steps()
+        except (TrainingError, ConfigError):
+            raise
+        except _OF_A_STEP as error:
+            raise loop.failure(error) from error
+        finally:
+            loop.progress.close()
+    return LoopResult(
+        loop.step, stopped_by or stop.received, loop.seconds, loop.step - runner.first_step
+    )
+
+
+class _Loop:
+    """The state of one training loop: `step` counts steps dispatched, `seconds` time in steps.
+
+    `is_at_end` is whether the newest checkpoint ends the run.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        optimizers: Sequence[Any],
+        settings: LoopSettings,
+        recorder: MetricsRecorder,
+        on_checkpoint: Callable[[str, int, Progress], bool],
+        on_first_step: Callable[[], None],
+    ):
+        self._runner, self._settings, self._recorder = runner, settings, recorder
+        self._on_checkpoint = on_checkpoint
+        self._on_first_step: Callable[[], None] | None = on_first_step
+        self._patience = Patience(optimizers)
+        self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
+        self.step = self._saved_at = self._begun_at = runner.first_step
+        self._saving: Future[str] | None = None
+        # Updates made by the end of each step, where the optimizers count them.
+        self._updates: list[int] = []
+        self.seconds = 0.0
+        self.is_at_end = False
+        self._means = StepMeans(settings.loss_denominator)
+        if recorder.left_means is not None:
+            self._means.restore(recorder.left_means)
+        self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
+
+    def one_step(self) -> None:
+        """Dispatches a step, and reads the results of steps that were dispatched before."""
+        began = time.monotonic()
+        try:
+            self._pending.append(self._runner.dispatch())
+        except DataError as error:
+            # The steps before are good. (Other processes may be in the middle of this one.)
+            if self._runner.is_alone:
+                self.save()
+                self.settle()
+            raise DataError(f"{error} {self._newest()}") from error
+        self.step += 1
+        # The user wants to see the first step at once.
+        ahead = self._runner.steps_ahead if self._on_first_step is None else 0
+        while len(self._pending) > ahead:
+            self._look_at_oldest()
+        self.seconds += time.monotonic() - began
+        if self._saving and self._saving.done():
+            self.settle()
+        self._runner.exchange(is_last=self.step == self._settings.train_steps)
+        if self.step % self._settings.save_checkpoints_steps == 0:
+            self.save()
+
+    def recorded(
+        self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline, int, int], None]
+    ) -> int | None:
+        """Returns what `steps` returns, and gives on_timeline a timeline of the steps it makes.
+
+        Where the recording fails, the progress says so, and the run goes on.
+        """
+        self._look_at_all()
+        timeline = self._runner.timeline()
+        result = None
+        first, before = self.step + 1, len(self._updates)
+        try:
+            with timeline:
+                result = steps()
+                self._look_at_all()
+            timeline.mark_updates(self._updates[before - 1 :] if before else ())
+            on_timeline(timeline, first, self.step)
+        except TimelineError as error:
+            self.progress.message(f"no timeline: {error}")
+        return result
+
+    def _look_at_all(self) -> None:
+        while self._pending:
+            self._look_at_oldest()
+
+    def _newest(self) -> str:
+        """Returns a sentence on the checkpoint that there is, or that is there in a moment."""
+        if self._saving and not self._saving.exception():
+            self._saved_at = self._begun_at
+        if self._saved_at:
+            return f"The newest checkpoint is of step {self._saved_at}."
+        return "There is no checkpoint yet."
+
+    def failure(self, error: BaseException) -> TrainingError:
+        """Returns the error to show the user for an error that a step has raised."""
+        if isinstance(error, NoUpdateError):
+            return self._no_update(error)
+        if isinstance(error, tf.errors.InvalidArgumentError):
+            self._check_waits()
+        return TrainingError(
+            f"A step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
+            f"{self._newest()}"
+        )
+
+    def save(self) -> None:
+        """Begins to save a checkpoint of the last step, unless that step has one already.
+
+        It is written beside the next steps, or before them if something has to be done with it.
+        """
+        began = time.monotonic()
+        self._look_at_all()
+        self.seconds += time.monotonic() - began
+        if self.step == self._begun_at:
+            return
+        self.settle()
+        self._check_waits()
+        self._recorder.leave_means(self.step, self._means)
+        self._saving, self._begun_at = self._runner.begin_save(self.step), self.step
+        if not self._settings.saves_beside_steps:
+            self.settle()
+        self.progress.pause()
+
+    def settle(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one, and passes it on."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        path = saving.result()
+        self._saved_at = self._begun_at
+        self.is_at_end = self._on_checkpoint(path, self._saved_at, self.progress)
+
+    def tell_left_steps(self) -> None:
+        """Says how many microbatch steps are in sums and in no update, where there are some."""
+        left = self._means.steps_in_no_update
+        if left and self.step >= self._settings.train_steps:
+            steps = "last step is" if left == 1 else f"last {left} steps are"
+            self.progress.message(
+                f"the {steps} in the accumulated gradients and in no update: "
+                "GradientAccumulationOptimizer.flush = @is_last_step applies them, and a longer "
+                "run goes on from them"
+            )
+
+    def _look_at_oldest(self) -> None:
+        values = self._pending.popleft()()
+        settings = self._settings
+        step, loss = int(values["step"]), float(values["loss"])
+        rate = values["reported"].get("learning_rate")
+        if rate is not None and not 0 <= rate < math.inf:
+            raise TrainingError(
+                f"The learning rate of step {step} is {float(rate):g}, by "
+                "train.run.learning_rate_schedule; it must be a finite number, not negative. "
+                f"{self._newest()}"
+            )
+        update_step = int(values["update_step"]) if "update_step" in values else None
+        if not self._patience.goes_on(loss, update_step):
+            raise TrainingError(
+                f"The loss of step {step} is {loss}{self._patience.since()}. {self._newest()} "
+                "Lower train.run.learning_rate_schedule, or look at the data."
+            )
+        if self._settings.timeline_steps and update_step is not None:
+            self._updates.append(update_step)
+        measured = Measured(loss, values["tokens"], None if rate is None else float(rate))
+        self._means.add(measured, int(values["in_sums"]) if "in_sums" in values else None)
+        means = self._means.values()
+        self.progress.update(step, means.get("nats_per_token", loss), values["fields"])
+        if step % settings.log_steps == 0 or step == settings.train_steps:
+            # XLA drops the assertion with which a step on a placement mesh ends.
+            self._check_waits()
+            tokens = round(self.progress.tokens_per_second(), 1)
+            self._recorder.write(step, {"tokens_per_second": tokens, **values["reported"], **means})
+            self._means.end_line()
+        if self._on_first_step is not None:
+            call, self._on_first_step = self._on_first_step, None
+            began = time.monotonic()
+            call()
+            self.progress.pause()
+            self.seconds -= time.monotonic() - began  # `seconds` is of steps
+
+    def _check_waits(self) -> None:
+        """Raises TrainingError if there were too many steps without an update."""
+        error = self._runner.waits_too_long()
+        if error:
+            raise self._no_update(error) from error
+
+    def _no_update(self, error: Exception) -> TrainingError:
+        return TrainingError(
+            f"{error} {self._newest()} Look at the data of these shards; SyncReplicasOptimizer "
+            "makes updates with fewer by a lower replicas_to_aggregate."
+        )
+
+
+class Patience:
+    """Decides whether training goes on after a loss that is not finite.
+
+    As a rule it does not. If an optimizer of the stack skips gradients that are not finite, it does
+    as long as there still are updates (see `most_bad_losses`).
+    """
+
+    def __init__(self, optimizers: Sequence[Any]):
+        self._most = most_bad_losses(optimizers)
+        self._bad = 0
+        self._update_step: int | None = None
+
+    def goes_on(self, loss: float, update_step: int | None) -> bool:
+        """Returns whether to go on after a step with a loss.
+
+        update_step counts the updates made by then; None where the optimizers do not count.
+        """
+        if math.isfinite(loss) or update_step != self._update_step:
+            self._bad = 0
+        self._update_step = update_step
+        if not math.isfinite(loss):
+            self._bad += 1
+        return self._bad <= self._most
+
+    def since(self) -> str:
+        """Returns the words of an error's sentence about the steps before, or ""."""
+        return f", as in the {self._most} steps before, without an update" if self._most else ""

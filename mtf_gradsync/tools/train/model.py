@@ -1,0 +1,305 @@
+"""A run's model on a mesh, with the layers that gin says, and the job of training it."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any, Callable, Collection, NamedTuple, get_args
+
+from mtf_gradsync._common import ConfigError
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.tools.train.config import (
+    LearningRate,
+    MeshSettings,
+    ModelType,
+    RunConfig,
+    VariableFilter,
+    check_callable,
+    check_flags_and_seed,
+    check_positive,
+    check_vocabulary,
+    resolve_batch_size,
+    resolve_learning_rate,
+    resolve_mesh,
+    resolve_sequence_length,
+    transformer_models,
+    transformer_utils,
+)
+from mtf_gradsync.tools.train.data.batches import TrainingBatches
+
+MODEL_TYPES = get_args(ModelType)
+
+
+class ModelSettings(NamedTuple):
+    """The settings that a run's graphs, for training and for scoring, are built from.
+
+    They are those of `RunConfig`, resolved: `batch_size` counts the sequences of a global batch,
+    and an `outer_batch_size` of 0 is none.
+    """
+
+    model_type: ModelType
+    vocabulary: Any
+    mesh: MeshSettings
+    batch_size: int
+    outer_batch_size: int
+    sequence_length: dict[str, int]
+    autostack: bool
+    seed: int
+
+    def feature_length(self, name: str) -> int:
+        """Returns the length of a feature's vectors."""
+        # "targets_position" is as long as "targets".
+        feature = name.split("_")[0]
+        if feature not in self.sequence_length:
+            raise ConfigError(
+                f"The data set has {name!r}, but train.run.sequence_length = "
+                f"{self.sequence_length} gives no length for {feature!r}"
+            )
+        return self.sequence_length[feature]
+
+    def reads(self, name: str) -> bool:
+        """Returns whether the model reads a feature of the data."""
+        return self.model_type != "lm" or not name.startswith("inputs")
+
+    @property
+    def vocab_sizes(self) -> dict[str, int]:
+        """The number of ids of each feature that holds ids."""
+        utils = transformer_utils()
+        return {
+            "inputs": utils.inputs_vocabulary(self.vocabulary).vocab_size,
+            "targets": utils.targets_vocabulary(self.vocabulary).vocab_size,
+        }
+
+    def check_features(self, features: Collection[str], of: str) -> None:
+        """Raises ConfigError if the model reads a feature that the data set `of` does not have."""
+        needed = ["targets"] if self.model_type == "lm" else ["inputs", "targets"]
+        missing = [name for name in needed if name not in features]
+        if missing:
+            raise ConfigError(
+                f"{of} has the features {sorted(features)}; train.run.model_type = "
+                f'"{self.model_type}" also needs {missing}'
+            )
+
+
+class MeshModel:
+    """A model in an mtf graph of its own; calling it adds operations there."""
+
+    def __init__(self, settings: ModelSettings, mesh_impl: Any = None):
+        """Begins an mtf graph; mesh_impl of None lowers on the placement mesh of the settings."""
+        if settings.model_type not in MODEL_TYPES:
+            raise ConfigError(
+                f"train.run.model_type must be one of {', '.join(MODEL_TYPES)}; "
+                f"got {settings.model_type!r}"
+            )
+        tf.set_random_seed(settings.seed)
+        utils = transformer_utils()
+        self._model = utils.build_model(
+            model_type=settings.model_type,
+            input_vocab_size=utils.inputs_vocabulary(settings.vocabulary).vocab_size,
+            output_vocab_size=utils.targets_vocabulary(settings.vocabulary).vocab_size,
+            layout_rules=settings.mesh.layout,
+            mesh_shape=settings.mesh.shape,
+        )
+        self._check_positions(settings)
+        self._mesh_impl = settings.mesh.placement_mesh() if mesh_impl is None else mesh_impl
+        self.settings = settings
+        self.graph = mtf.Graph()
+        self.mesh = mtf.Mesh(self.graph, "mesh")
+        sizes = {"outer_batch": settings.outer_batch_size, "batch": settings.batch_size}
+        if settings.outer_batch_size:
+            sizes["batch"] //= settings.outer_batch_size
+        self._batch_dims = [mtf.Dimension(name, size) for name, size in sizes.items() if size]
+
+    def _check_positions(self, settings: ModelSettings) -> None:
+        """Raises ConfigError if the model has fewer positions than its sequences."""
+        parts = {"inputs": "encoder", "targets": "decoder"}
+        for feature, name in parts.items():
+            part = getattr(self._model, name, self._model if feature == "targets" else None)
+            table = getattr(part, "max_length_dim", None)
+            length = settings.sequence_length.get(feature, 0)
+            if table and getattr(part, "positional_embedding", False) and table.size < length:
+                raise ConfigError(
+                    f"Unitransformer.max_length = {table.size} is less than {length}, the length "
+                    f'of "{feature}" in train.run.sequence_length: the model has a position for '
+                    "each token. Make one of them fit the other."
+                )
+
+    @property
+    def input_dims(self) -> list[str]:
+        """The names of the dimensions of features."""
+        return [*(dim.name for dim in self._batch_dims), "length"]
+
+    @property
+    def loss_denominator(self) -> float:
+        """What the model divides the loss of a batch, in nats, by: as a rule its positions."""
+        shape = [
+            *self._batch_dims,
+            mtf.Dimension("length", self.settings.feature_length("targets")),
+        ]
+        # Mesh-TensorFlow asks a tensor for its shape, and nothing else.
+        return self._model.loss_denominator(SimpleNamespace(shape=mtf.Shape(shape)), 1)
+
+    def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
+        """Imports int tensors ``[batch_size, length]``, by feature name, into the mtf graph.
+
+        Returns int32 mtf tensors ``[batch, length]`` or ``[outer_batch, batch, length]`` of those
+        that the model reads.
+        """
+        settings = self.settings
+        settings.check_features(features, "The data set")
+        imported = {}
+        for name, x in sorted(features.items()):
+            if not settings.reads(name):
+                continue
+            length = settings.feature_length(name)
+            if not x.shape.is_compatible_with([settings.batch_size, length]):
+                raise ConfigError(
+                    f"The data set gives {name!r} the shape {x.shape} in batches; "
+                    f"train.run.sequence_length wants {[settings.batch_size, length]}"
+                )
+            shape = mtf.Shape([*self._batch_dims, mtf.Dimension("length", length)])
+            x = tf.reshape(tf.cast(x, tf.int32), shape.to_integer_list)
+            imported[name] = mtf.import_fully_replicated(self.mesh, x, shape, name=name)
+        return imported
+
+    def __call__(self, features: dict[str, Any], mode: str, num_microbatches: int = 1) -> Any:
+        """Adds the model in the mode "train" or "eval", and returns its logits and loss.
+
+        Logits are ``[batch..., length, vocab]``; the loss is a scalar.
+        """
+        targets = features["targets"]
+        if self.settings.model_type == "lm":
+            inputs = transformer_models().autoregressive_inputs(
+                targets, sequence_id=features.get("targets_segmentation")
+            )
+        else:
+            inputs = features["inputs"]
+        if self.settings.model_type == "bitransformer":
+            packing = {
+                "encoder_sequence_id": features.get("inputs_segmentation"),
+                "decoder_sequence_id": features.get("targets_segmentation"),
+                "decoder_subsequence_id": features.get("targets_subsegmentation"),
+                "encoder_position": features.get("inputs_position"),
+                "decoder_position": features.get("targets_position"),
+            }
+        else:
+            packing = {
+                "sequence_id": features.get("targets_segmentation"),
+                "position": features.get("targets_position"),
+            }
+        return self._model.call_simple(
+            inputs=inputs,
+            targets=targets,
+            compute_loss=True,
+            mode=mode,
+            variable_dtype=transformer_utils().get_variable_dtype(),
+            num_microbatches=num_microbatches,
+            **packing,
+        )
+
+    def lower(self) -> mtf.Lowering:
+        """Lowers the mtf graph into the default graph."""
+        meshes = {self.mesh: self._mesh_impl}
+        return mtf.Lowering(self.graph, meshes, autostack=self.settings.autostack)
+
+
+class TrainingJob(NamedTuple):
+    """The settings of a run that define its training step.
+
+    Attributes:
+      model: the model, its mesh and its batch.
+      train_dataset_fn: see `RunConfig`.
+      optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
+        returns mtf operations. It, and each optimizer inside a wrapper, may have
+        ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
+        loss, ``update_step_now``, such a scalar that counts updates, and ``in_sums_now``, one that
+        is 0 where no gradients wait for an update.
+      learning_rate: None, a number, or a `functools.partial` with ``total_train_steps`` of a
+        function of ``step``.
+      schedule_step: see `RunConfig`.
+      variable_filter: see `RunConfig`.
+      train_steps: see `RunConfig`.
+      reports: whether the step returns what its optimizers report.
+      noise_scale: whether it estimates the gradient noise scale, in sequences.
+      examples_before: how many examples steps were made of before, if no checkpoint says it.
+    """
+
+    model: ModelSettings
+    train_dataset_fn: Callable[..., Any]
+    optimizer: Callable[..., Any]
+    learning_rate: LearningRate
+    variable_filter: VariableFilter
+    train_steps: int
+    reports: bool = False
+    noise_scale: bool = False
+    examples_before: int = 0
+    schedule_step: Callable[[Any], Any] | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets in a global batch, padding included."""
+        return self.model.batch_size * self.model.sequence_length["targets"]
+
+    def batches(self) -> TrainingBatches:
+        """Returns the training batches, in a graph of their own."""
+        dataset = functools.partial(
+            self.train_dataset_fn,
+            sequence_length=self.model.sequence_length,
+            vocabulary=self.model.vocabulary,
+            dataset_split="train",
+        )
+        return TrainingBatches(
+            dataset,
+            self.model.batch_size,
+            self.model.feature_length,
+            self.model.vocab_sizes,
+            self.model.reads,
+            self.model.seed,
+        )
+
+
+def resolve_job(config: RunConfig) -> TrainingJob:
+    """Checks the settings of a config that define the training step, and returns them as a job."""
+    check_flags_and_seed(config)
+    check_positive("train_steps", config.train_steps)
+    check_positive("outer_batch_size", config.outer_batch_size, optional=True)
+    check_positive("total_run_steps", config.total_run_steps, optional=True)
+    check_callable("optimizer", config.optimizer, "@CrossShardOptimizer")
+    check_callable("schedule_step", config.schedule_step, "@get_update_step", optional=True)
+    check_callable("train_dataset_fn", config.train_dataset_fn, "@python_topics")
+    check_vocabulary(config.vocabulary)
+    lengths = resolve_sequence_length(config.sequence_length)
+    mesh = resolve_mesh(
+        config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl
+    )
+    outer = config.outer_batch_size or 0
+    model = ModelSettings(
+        model_type=config.model_type,
+        vocabulary=config.vocabulary,
+        mesh=mesh,
+        batch_size=resolve_batch_size(config.batch_size, lengths, mesh, outer),
+        outer_batch_size=outer,
+        sequence_length=lengths,
+        autostack=config.autostack,
+        seed=config.seed,
+    )
+    return TrainingJob(
+        model=model,
+        train_dataset_fn=config.train_dataset_fn,
+        optimizer=config.optimizer,
+        learning_rate=resolve_learning_rate(
+            config.learning_rate_schedule, config.total_run_steps or config.train_steps
+        ),
+        variable_filter=config.variable_filter,
+        train_steps=config.train_steps,
+        schedule_step=config.schedule_step,
+    )
+
+
+def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:
+    """Returns placeholders ``[batch_size, length]`` for the training data, by feature name.
+
+    The data set is made for its shapes alone, in a graph of its own; nothing is read.
+    """
+    with job.batches() as batches:
+        return batches.placeholders()

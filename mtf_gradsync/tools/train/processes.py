@@ -1,0 +1,198 @@
+"""Runs a training job on several processes: on their XLA devices, or on the tasks of a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import tempfile
+from typing import Any, Callable, Mapping, Sequence
+
+from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.mesh.axes import mesh_text
+from mtf_gradsync.runtimes import xla
+from mtf_gradsync.runtimes._signals import StopSignal
+from mtf_gradsync.runtimes.cluster import Task, join_cluster
+from mtf_gradsync.runtimes.processes.members import MissingProcessesError, ProcessesError
+from mtf_gradsync.runtimes.starting import Start
+from mtf_gradsync.tools.train.config import RunConfig, check_positive, resolve_mesh
+from mtf_gradsync.tools.train.run import NOTHING, Accepted, RunPart, check_schedule, run
+from mtf_gradsync.tools.train.runner import choose_runtime
+
+# By these each process decides alone how many steps it makes, and when all exchange something.
+_SCHEDULE = ("train_steps", "save_checkpoints_steps", "log_steps", "timeline_steps")
+
+
+def run_on_processes(
+    config: RunConfig,
+    model_dir: str,
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    *,
+    timeout: float = 300.0,
+    silence: float = 20.0,
+    say: Callable[[str], None] = print,
+    accepted: Accepted = NOTHING,
+    work: Callable[..., Any] = run,
+    settings: Mapping[str, int] | None = None,
+    first_does: str = "",
+) -> Any:
+    """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
+
+    All build the graph and make the steps; process 0 evaluates, and writes to model_dir, which the
+    others can read. The processes meet by `mtf_gradsync.xla.start_processes`, with coordinator,
+    their numbers, timeout and silence (in seconds); then `work` is called like `run` in each, and
+    its result is returned. They do not begin unless they have the same schedule and `settings`,
+    which are what `work` was made with, by the user's names. The others say what process 0 does
+    alone: `first_does` where `work` is not `run`.
+
+    Raises:
+      ConfigError: if a setting cannot work.
+      TrainingError: if training cannot go on, or the processes do not fit together.
+      MissingProcessesError: if processes do not come.
+    """
+    if config.runtime == "fastest":
+        config = dataclasses.replace(config, runtime="xla")
+    if choose_runtime(config).name != "xla":
+        raise ConfigError(
+            f'train.run.runtime = "{config.runtime}" does not run on XLA devices of several '
+            'processes (--coordinator); "xla" does'
+        )
+    shape = resolve_mesh(config.mesh_shape, config.layout_rules, None).shape
+    each, left = divmod(shape.size, num_processes)
+    if left:
+        raise ConfigError(
+            f'train.run.mesh_shape = "{mesh_text(shape)}" has {shape.size} processors, which '
+            f"{num_processes} processes cannot share evenly. Take a mesh whose size is a multiple "
+            f"of {num_processes}."
+        )
+    try:
+        with xla.start_processes(
+            coordinator,
+            num_processes,
+            process_id,
+            cpu_devices=each,
+            timeout=timeout,
+            silence=silence,
+            settings={**_schedule(config), **(settings or {})},
+        ) as processes, StopSignal(_end):
+            part = RunPart(chosen=lambda choose: _chosen(processes, choose))
+            if process_id == 0:
+                return work(config, model_dir, say, accepted, part)
+            say(f"process 0 {first_does or f'evaluates, and writes to {model_dir}'}")
+            part = part._replace(checkpoint_dir=model_dir)
+            config = dataclasses.replace(config, eval_dataset_fn=None)
+            # Process 0 writes the same files.
+            with tempfile.TemporaryDirectory() as own:
+                return work(config, own, _say_nothing, accepted, part)
+    except MissingProcessesError:
+        raise
+    except (ProcessesError, ValueError) as error:
+        wrong = TrainingError if isinstance(error, ProcessesError) else ConfigError
+        raise wrong(str(error)) from error
+
+
+def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
+    """The checkpoint to go on from: else some would restore it while others begin anew."""
+    start = processes.in_turn(choose)
+    processes.check_equal(
+        "the step of the newest checkpoint in model_dir",
+        str(start.step),
+        "Give all processes the same directory, on a disk that they share.",
+    )
+    return start
+
+
+def _end(number: int) -> None:
+    """Ends this process, as signals do where jax has set no handler that ignores SIGTERM."""
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _schedule(config: RunConfig) -> dict[str, int]:
+    check_schedule(config)
+    check_positive("train_steps", config.train_steps)
+    return {f"train.run.{name}": int(getattr(config, name)) for name in _SCHEDULE}
+
+
+def _say_nothing(*unused_words: Any) -> None:
+    pass
+
+
+def run_on_cluster(
+    config: RunConfig,
+    model_dir: str,
+    task: Task,
+    *,
+    watch_port: int | None = None,
+    timeout: float = 300.0,
+    silence: float = 20.0,
+    open_to_network: bool = False,
+    say: Callable[[str], None] = print,
+    accepted: Accepted = NOTHING,
+    work: Callable[..., Any] = run,
+) -> Any:
+    """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
+
+    The chief builds, trains, evaluates and writes: it calls `work` like `run` and returns its
+    result. The others serve their devices until it ends, and return None. Without ``mesh_devices``
+    all tasks have equally many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`, with
+    watch_port, timeout and silence (in seconds), and open_to_network.
+
+    Raises:
+      ConfigError: if a setting cannot work.
+      TrainingError: if training cannot go on, or the tasks do not fit together.
+      MissingProcessesError: if tasks do not come.
+    """
+    choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
+    config, num_cpu_devices = _with_devices(config, task)
+    try:
+        cluster = join_cluster(
+            task.jobs,
+            task.job,
+            task.index,
+            num_cpu_devices=num_cpu_devices,
+            watch_port=watch_port,
+            timeout=timeout,
+            silence=silence,
+            open_to_network=open_to_network,
+        )
+    except MissingProcessesError:
+        raise
+    except ProcessesError as error:
+        raise TrainingError(str(error)) from error
+    with cluster:
+        if cluster.is_chief:
+            return work(config, model_dir, say, accepted, RunPart(target=cluster.target))
+        say(f"serves its devices until {task.names[0]} ends")
+    return None
+
+
+def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
+    """Returns the config with its mesh on the tasks' devices, and how many CPU devices each has."""
+    tasks = task.all_tasks
+    mesh = resolve_mesh(
+        config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl
+    )
+    if config.mesh_devices is not None:
+        _check_devices(config.mesh_devices, tasks)
+        return config, mesh.num_cpu_devices
+    if mesh.shape.size % len(tasks):
+        raise ConfigError(
+            f'train.run.mesh_shape = "{mesh_text(mesh.shape)}" has {mesh.shape.size} processors, '
+            f"which {len(tasks)} tasks cannot share evenly. Take a mesh whose size is a multiple "
+            f"of {len(tasks)}, or say its devices by train.run.mesh_devices."
+        )
+    each = mesh.shape.size // len(tasks)
+    return dataclasses.replace(config, mesh_devices=task.devices(each)), each
+
+
+def _check_devices(devices: Sequence[str], tasks: Sequence[tuple[str, int]]) -> None:
+    for device in devices:
+        spec = tf.DeviceSpec.from_string(device)
+        if (spec.job, spec.task) not in tasks:
+            job, index = tasks[-1]
+            raise ConfigError(
+                f"train.run.mesh_devices names {device!r}, which is on no task of the cluster; "
+                f'write it like "/job:{job}/task:{index}/device:CPU:0"'
+            )

@@ -1,0 +1,423 @@
+"""Chooses the runtime of the training steps, and makes steps and checkpoints there."""
+
+from __future__ import annotations
+
+import abc
+import os
+from concurrent.futures import Future
+from typing import Any, Callable, NamedTuple, Sequence, get_args
+
+import numpy as np
+
+from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import singular_monitored_session
+from mtf_gradsync.optimizers import OuterOptimizer, traits_of
+from mtf_gradsync.optimizers.skips import ReportsSkips
+from mtf_gradsync.runtimes import sessions, simd, xla
+from mtf_gradsync.runtimes.saving import TrainingSaver
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+from mtf_gradsync.runtimes.starting import Start
+from mtf_gradsync.tools.islands import Island, IslandError
+from mtf_gradsync.tools.timelines import Timeline, timeline
+from mtf_gradsync.tools.train.config import RunConfig, RuntimeName
+from mtf_gradsync.tools.train.data.batches import TrainingBatches
+from mtf_gradsync.tools.train.train_graph import TrainGraph
+
+RUNTIMES = get_args(RuntimeName)
+
+_WORDS = {
+    "xla": "XLA devices",
+    "cpu_replicas": "CPU replicas of the SIMD program",
+    "placement_mesh": "a placement mesh",
+}
+# Bindings that have no effect except on a placement mesh.
+_OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
+
+
+class Runtime(NamedTuple):
+    """The runtime of the training steps, and why it was chosen.
+
+    Steps run on the server `target`; "" is this process.
+    """
+
+    name: sessions.RuntimeName
+    reason: str
+    target: str = ""
+
+    def __str__(self) -> str:
+        return f"{_WORDS[self.name]} ({self.reason})"
+
+
+def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
+    """Returns the runtime that a config names, or the fastest that this environment has.
+
+    `target` is the server of a cluster's chief where the run's mesh is over its tasks.
+    """
+    asked = config.runtime
+    if asked not in RUNTIMES:
+        raise ConfigError(f"train.run.runtime must be one of {', '.join(RUNTIMES)}; got {asked!r}")
+    if target:
+        if asked not in ("fastest", "placement_mesh"):
+            raise ConfigError(
+                f'train.run.runtime = "{asked}" does not run on a cluster of tf.train.Servers; '
+                '"placement_mesh" does. For XLA devices of several processes give --coordinator, '
+                "--num_processes and --process_id instead."
+            )
+        return Runtime("placement_mesh", "over the tasks of a cluster", target)
+    bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
+    if asked == "fastest":
+        if bound:
+            return Runtime("placement_mesh", f"train.run.{bound[0]} is bound")
+        missing = xla.why_no_xla()
+        if not missing:
+            return Runtime("xla", "the fastest that is installed")
+        return Runtime("cpu_replicas", f"the fastest without jax: {missing}")
+    if bound and asked != "placement_mesh":
+        raise ConfigError(
+            f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
+            f'"{asked}". Remove one of them.'
+        )
+    if asked == "xla" and xla.why_no_xla():
+        raise ConfigError(f'train.run.runtime = "xla": {xla.why_no_xla()}')
+    return Runtime(asked, "train.run.runtime")
+
+
+_BAD_LOSSES = 100
+
+
+class Runner(abc.ABC):
+    """Makes training steps and checkpoints. Entering it restores the checkpoint of its `Start`.
+
+    Attributes:
+      first_step: steps made before, known once it is entered.
+      is_alone: whether no other process has to take part in what this one does.
+      steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
+      peak_flops: bfloat16 operations a second of all chips together; None where it is not known.
+    """
+
+    first_step: int = 0
+    is_alone: bool = True
+    steps_ahead: int = 0
+    peak_flops: float | None = None
+
+    @abc.abstractmethod
+    def __enter__(self) -> Runner: ...
+
+    @abc.abstractmethod
+    def __exit__(self, *exception: Any) -> None: ...
+
+    @abc.abstractmethod
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """Begins a step; returns a function that waits for its values by name.
+
+        They are those of `fetches_of`, and "tokens": how many targets of the batch are no padding.
+        """
+
+    @abc.abstractmethod
+    def begin_save(self, step: int) -> Future[str]:
+        """Takes the values of a checkpoint, and writes it beside the steps that follow.
+
+        Returns a future of its path. All steps' results must have been read, and the checkpoint
+        before must have been written.
+        """
+
+    @abc.abstractmethod
+    def timeline(self) -> Timeline:
+        """Returns a context manager that records the steps that begin and end inside it."""
+
+    @abc.abstractmethod
+    def waits_too_long(self) -> Exception | None:
+        """Returns an error if there were too many steps without an update, or None."""
+
+    def agreed_stop(self, received: int | None) -> int | None:
+        """Returns the signal for which all processes stop before the next step, or None to go on.
+
+        `received` is the signal that this process has received, or None. All processes of the run
+        call this before each step.
+        """
+        return received
+
+    def should_stop(self) -> bool:
+        """Returns whether something besides the loop, such as a hook, wants to stop."""
+        return False
+
+    def exchange(self, is_last: bool) -> None:  # noqa: B027
+        """Lets an island exchange values with others after a step, which may be its last one."""
+
+
+def fetches_of(graph: TrainGraph) -> dict[str, Any]:
+    """Returns what to fetch with a step: "step", "loss", "fields" and "reported" of `TrainGraph`.
+
+    "update_step" and "in_sums" are there only if the optimizers have them.
+    """
+    fetches = {
+        "step": graph.step,
+        "loss": graph.loss,
+        "fields": graph.fields,
+        "reported": graph.reported,
+    }
+    counts = {"update_step": graph.update_step, "in_sums": graph.in_sums}
+    return {**fetches, **{name: x for name, x in counts.items() if x is not None}}
+
+
+def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
+    """Returns whether an optimizer of a stack skips or needs what is not finite."""
+    return any(
+        traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite or _skips_islands(opt)
+        for opt in optimizers
+    )
+
+
+def most_bad_losses(optimizers: Sequence[Any]) -> int:
+    """Returns how many losses in a row, without an update between, may be not finite.
+
+    It is 0 if no optimizer of the stack skips gradients that are not finite.
+    """
+    if not stack_skips_not_finite(optimizers):
+        return 0
+    # An island's losses may be not finite until its outer step, which skips the island.
+    rounds = [opt.inner_steps for opt in optimizers if _skips_islands(opt)]
+    return max([_BAD_LOSSES, *(2 * steps for steps in rounds)])
+
+
+def _skips_islands(opt: Any) -> bool:
+    return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
+
+
+class Waits:
+    """Asks optimizers whether there were too many steps without an update."""
+
+    def __init__(self, optimizers: Sequence[Any]):
+        """Adds what it reads to the default graph."""
+        watched = [x.steps_without_update for x in optimizers if isinstance(x, ReportsSkips)]
+        self._watches = [one.watch() for one in watched if one]
+
+    def ask(self, session: Any) -> Exception | None:
+        """Returns the first error that a watch has (`Watch.ask`), or None."""
+        found = [watch.ask(session) for watch in self._watches]
+        return next((one for one in found if isinstance(one, Exception)), None)
+
+
+class GraphRunner(Runner):
+    """A `Runner` of a training graph: the base of the runners of all runtimes.
+
+    Attributes:
+      copies_slices: whether the saver has to copy slices to masters before it saves.
+    """
+
+    copies_slices: bool
+
+    def __init__(
+        self,
+        graph: TrainGraph,
+        batches: TrainingBatches,
+        model_dir: str,
+        start: Start,
+        keep_checkpoint_max: int | None,
+        place: OnDevices | OnCores,
+        hooks: Sequence[Any] = (),
+        island: Island | None = None,
+    ):
+        """Adds a saver and watches to the default graph, which has to be that of `graph`.
+
+        Checkpoints go to `model_dir`; None for `keep_checkpoint_max` keeps all. `place` makes the
+        sessions, which begin with `start`; `hooks` are for sessions of a placement mesh. `island`
+        exchanges values after steps.
+        """
+        self._prefix = os.path.join(model_dir, "model.ckpt")
+        self._saver = TrainingSaver(
+            stack_skips_not_finite(graph.optimizers),
+            graph.lowering if self.copies_slices else None,
+            # The Saver's own word for "all" is 0.
+            max_to_keep=keep_checkpoint_max or 0,
+        )
+        self._saver.recover_last_checkpoints(list(start.kept))
+        self._waits = Waits(graph.optimizers)
+        self._fetches, self._batches = fetches_of(graph), batches
+        self._made = [tf.train.get_global_step(), graph.examples]
+        self._session: Any = None
+        self._lowering = graph.lowering
+        self._place, self._hooks = place, hooks
+        self._island = island
+        self.steps_ahead = place.steps_ahead
+        self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
+
+    @abc.abstractmethod
+    def _scaffold(self) -> tf.train.Scaffold:
+        """Returns the scaffold of the sessions."""
+
+    def timeline(self) -> Timeline:
+        """See `Runner`."""
+        return timeline(self._session, lowering=self._lowering)
+
+    @abc.abstractmethod
+    def _raw(self, use: Callable[[Any], Any]) -> Any:
+        """Returns what a function returns for the session, whose hooks do not run."""
+
+    def _begin(self) -> None:
+        """Sets `first_step` to the session's step, and makes the batches begin there."""
+        self.first_step, examples = map(int, self._session.run(self._made))
+        self._batches.begin(self.first_step, examples)
+        if self._island:
+            island, step = self._island, self.first_step
+            if not self.is_alone:
+                raise ConfigError(
+                    f"The island {island.name!r} must be one process; the run has several"
+                )
+            try:
+                self._raw(lambda session: island.begin(session, step))
+            except IslandError as error:
+                raise TrainingError(str(error)) from error
+
+    def exchange(self, is_last: bool) -> None:
+        """See `Runner`."""
+        if self._island is None:
+            return
+        island, tokens = self._island, float(self._batches.targets)
+
+        def after_step(session: Any) -> None:
+            island.after_step(session, tokens)
+            if is_last:
+                island.finish(session)
+
+        try:
+            self._raw(after_step)
+        except IslandError as error:
+            raise TrainingError(str(error)) from error
+
+    def _leave(self, error: Any) -> None:
+        """Contributes what an island has learned that was told to stop; after an error nothing."""
+        island = self._island
+        if island is None:
+            return
+        if error is None:
+            self._raw(lambda session: island.finish(session, waits=False))
+        else:
+            island.close()
+
+    def waits_too_long(self) -> Exception | None:
+        """See `Runner`."""
+        return self._raw(self._waits.ask)
+
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """See `Runner`."""
+        batch = self._batches.next()
+        tokens = self._batches.targets
+        result = self._dispatched(batch)
+        return lambda: {**result(), "tokens": tokens}
+
+    @abc.abstractmethod
+    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+        """Begins a step; returns a function that waits for the values of `fetches_of` by name."""
+
+
+class PlacementMeshRunner(GraphRunner):
+    """Runs the default graph in a monitored session; finalizes the graph."""
+
+    copies_slices = True
+
+    def __enter__(self) -> PlacementMeshRunner:
+        # Copies masters to slices after every restore.
+        hooks = [mtf.MtfRestoreHook(self._lowering), *self._hooks]
+        # Not a session that restarts itself when a device is lost: the loop counts steps.
+        self._session = singular_monitored_session(self._sessions, hooks).__enter__()
+        self._begin()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._leave(exception[0])
+        self._session.__exit__(*exception)
+
+    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+        values = self._session.run(self._fetches, batch)
+        return lambda: values
+
+    def begin_save(self, step: int) -> Future[str]:
+        """See `Runner`."""
+        return self._raw(lambda session: self._saver.begin_save(session, self._prefix, step))
+
+    def should_stop(self) -> bool:
+        """See `Runner`."""
+        return self._session.should_stop()
+
+    def _scaffold(self) -> tf.train.Scaffold:
+        return tf.train.Scaffold(saver=self._saver)
+
+    def _raw(self, use: Callable[[tf.Session], Any]) -> Any:
+        # The argument's name is prescribed.
+        return self._session.run_step_fn(lambda step_context: use(step_context.session))
+
+
+# Every this many steps several processes exchange whether one has received a signal to stop.
+_AGREE_STEPS = 10
+
+
+class SimdProgramRunner(GraphRunner):
+    """Runs a SIMD program of the default graph."""
+
+    copies_slices = False
+    _place: OnCores
+    _calls = 0
+
+    def __enter__(self) -> SimdProgramRunner:
+        try:
+            self._session = self._sessions.open()
+        except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
+            raise self._other_runtime(error) from error
+        cores = getattr(self._session, "cores", None)
+        self.peak_flops = getattr(self._session, "peak_flops", None)
+        self.is_alone = cores is None or cores.is_alone
+        self._begin()
+        if not self.is_alone:
+            self._session.steps = self.first_step
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._leave(exception[0])
+        self._session.close()
+
+    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+        if self._place.name != "xla":
+            values = self._session.run(self._fetches, batch)
+            return lambda: values
+        try:
+            step = self._session.dispatch(self._fetches, batch)
+        except (xla.DevicesError, simd.UnsupportedProgramError) as error:
+            raise self._other_runtime(error) from error
+
+        def result() -> dict[str, Any]:
+            try:
+                return step.result()
+            except xla.DevicesError as error:
+                raise self._other_runtime(error) from error
+
+        return result
+
+    def begin_save(self, step: int) -> Future[str]:
+        """See `Runner`."""
+        return self._session.begin_save(self._prefix, self._saver, step)
+
+    def agreed_stop(self, received: int | None) -> int | None:
+        """See `Runner`."""
+        if self.is_alone:
+            return received
+        cores = self._session.cores
+        self._calls += 1
+        if self._calls % _AGREE_STEPS:
+            return None
+        mine = [np.int32(received or 0)] * len(cores.local)
+        (signals,) = cores.gather([mine])
+        return int(max(signals)) or None
+
+    def _scaffold(self) -> tf.train.Scaffold:
+        return tf.train.Scaffold(local_init_op=tf.tables_initializer())
+
+    def _raw(self, use: Callable[[Any], Any]) -> Any:
+        return use(self._session)
+
+    def _other_runtime(self, error: Exception) -> TrainingError:
+        name = self._place.name
+        return TrainingError(
+            f'{error} (train.run.runtime = "{name}"; "placement_mesh" runs every model.)'
+        )

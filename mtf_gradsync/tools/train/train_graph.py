@@ -1,0 +1,512 @@
+"""Builds the graph of a training step, and lists its mesh traffic by part of the step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from typing import Any, Callable, ContextManager, Iterable, Iterator, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._common import ConfigError, did_you_mean
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import (
+    GradientAccumulationOptimizer,
+    OuterOptimizer,
+    Wrapper,
+    gradient_noise_scale,
+    reported,
+    traits_of,
+)
+from mtf_gradsync.optimizers.report import in_sums_now
+from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at, updates_before
+from mtf_gradsync.runtimes import simd
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+from mtf_gradsync.runtimes.simd import CommunicationReport
+from mtf_gradsync.runtimes.simd.traffic import has_calls
+from mtf_gradsync.step import StepPlan, gated_update
+from mtf_gradsync.tools.train.config import VariableFilter, rate_of_step, transformer_utils
+from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, placeholders
+
+# The variable that counts the examples of all steps made, by which a run goes on with its data.
+EXAMPLES = "train/examples"
+
+
+class TrainGraph(NamedTuple):
+    """The graph of a training step.
+
+    Attributes:
+      lowering: the mtf.Lowering.
+      loss: float32 scalar.
+      loss_denominator: what the model divides its loss in nats by.
+      step: int64 scalar; fetching it makes a training step and returns the number of steps made.
+      examples: the variable `EXAMPLES`, int64 scalar.
+      fields: tensors to show beside the loss, by name.
+      reported: tensors for summaries, by name: the learning rate where the config has one, and the
+        optimizers' reports (`mtf_gradsync.reported`).
+      update_step: int scalar, updates made by the end of the step; None where no optimizer counts.
+      in_sums: int scalar, what waits for an update in sums of gradients by then; None likewise.
+      num_parameters: number of trainable parameters.
+      gradients: mtf tensors, as `mtf.gradients` returned them.
+      optimizers: the optimizer that was made and those inside it, outermost first.
+    """
+
+    lowering: Any
+    loss: tf.Tensor
+    loss_denominator: float
+    step: tf.Tensor
+    examples: tf.Variable
+    fields: dict[str, tf.Tensor]
+    reported: dict[str, tf.Tensor]
+    update_step: tf.Tensor | None
+    in_sums: tf.Tensor | None
+    num_parameters: int
+    gradients: list[Any]
+    optimizers: tuple[Any, ...]
+
+
+def build_train_graph(
+    job: TrainingJob, features: dict[str, tf.Tensor], mesh_block: Callable[[], ContextManager[Any]]
+) -> TrainGraph:
+    """Adds a job's model, gradients and update to the default graph.
+
+    `features` are int tensors ``[batch_size, length]`` by feature name. mesh_block makes a context
+    manager that gives the mesh to lower on, None for the placement mesh of the job. The step
+    counter is built outside it, as a TPU program wants it.
+    """
+    global_step = tf.train.get_or_create_global_step()
+    # Read once, before anything is assigned: the schedule and the increment use the same step.
+    step_now = tf.identity(global_step.read_value())
+    tf.add_to_collection(_LAST_STEP, (step_now, job.train_steps))
+    examples = tf.get_variable(
+        EXAMPLES,
+        dtype=tf.int64,
+        initializer=tf.constant(job.examples_before, tf.int64),
+        trainable=False,
+        use_resource=True,
+    )
+    with mesh_block() as mesh_impl:
+        model = MeshModel(job.model, mesh_impl)
+        loss, pairs, opt, rate = model_and_optimizer(job, model, features, step_now)
+        update_ops = _update(opt, pairs, is_placement=mesh_impl is None)
+        stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
+        # Called before lowering, because it may add mtf operations.
+        fields, update_step = _facts(stack)
+        in_sums = in_sums_now(opt)
+        reports_by_name = reported(opt) if job.reports or job.noise_scale else {}
+        if job.noise_scale:
+            value, more = _noise_scale(opt, job.model.batch_size)
+            update_ops += more
+            fields["noise scale"] = reports_by_name["gradient_noise_scale"] = value
+            if "gradient_norm/of_shards" in reports_by_name:
+                fields["norms of shards"] = reports_by_name["gradient_norm/of_shards"]
+
+        lowering = model.lower()
+
+        def exported(x: Any) -> tf.Tensor:
+            return lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
+
+        updates = [lowering.lowered_operation(op) for op in update_ops]
+        tf_loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
+        tf_fields = {name: exported(x) for name, x in fields.items()}
+        tf_reported = {name: exported(x) for name, x in reports_by_name.items()}
+        if rate is not None:
+            tf_reported["learning_rate"] = tf.cast(exported(rate), tf.float32)
+        tf_update_step, tf_in_sums = exported(update_step), exported(in_sums)
+    with tf.control_dependencies([*updates, step_now]):
+        counted = examples.assign_add(job.model.batch_size, read_value=False)
+    with tf.control_dependencies([counted]):
+        step = tf.identity(global_step.assign_add(1, read_value=True), name="train_step")
+    return TrainGraph(
+        lowering=lowering,
+        loss=tf_loss,
+        loss_denominator=model.loss_denominator,
+        step=step,
+        examples=examples,
+        fields=tf_fields,
+        reported=tf_reported,
+        update_step=tf_update_step,
+        in_sums=tf_in_sums,
+        num_parameters=sum(v.shape.size for _, v in pairs),
+        gradients=[g for g, _ in pairs if g is not None],
+        optimizers=stack,
+    )
+
+
+_LAST_STEP = "mtf_gradsync/last_step"
+
+
+@gin.configurable(module="mtf_gradsync.train")
+def is_last_step() -> tf.Tensor:
+    """Returns whether the training step that is being built is the last one of its run.
+
+    ``GradientAccumulationOptimizer.flush = @is_last_step`` applies the sums of an update that the
+    end of the run cuts short. A run that is made longer afterwards has that update in it.
+
+    Returns:
+      A boolean tf scalar: true on step `RunConfig.train_steps`.
+
+    Raises:
+      RuntimeError: no training step of ``mtf-gradsync train`` is being built.
+    """
+    known = tf.get_collection(_LAST_STEP)
+    if not known:
+        raise RuntimeError(
+            "Only steps that mtf-gradsync train builds know whether they are the last: "
+            "is_last_step is for their configs. In a program of your own, give flush a boolean "
+            "tensor."
+        )
+    step, last = known[-1]
+    return tf.greater_equal(step + 1, last)
+
+
+def _update(
+    opt: Any, pairs: Sequence[tuple[mtf.Tensor, mtf.Variable]], is_placement: bool
+) -> list[mtf.Operation]:
+    grads = [grad for grad, _ in pairs]
+    is_bare = not isinstance(opt, Wrapper)
+
+    def apply() -> list[mtf.Operation]:
+        variables = [variable for _, variable in pairs]
+        updates = list(opt.apply_grads(grads, variables))
+        if is_bare:  # wrappers do so themselves
+            graph, meshes = variables[0].graph, {v.mesh for v in variables}
+            plan = StepPlan.of_graph(graph)
+            updates += plan.part(UpdateCounters).advances(graph, meshes) if plan else []
+        return updates
+
+    # On a placement mesh the updates of an optimizer without a wrapper race with reads.
+    return gated_update(apply, grads) if is_bare and is_placement else apply()
+
+
+def model_and_optimizer(
+    job: TrainingJob, model: MeshModel, features: dict[str, tf.Tensor], step: tf.Tensor
+) -> tuple[mtf.Tensor, list[tuple[mtf.Tensor, mtf.Variable]], Any, Any]:
+    """Adds a job's model and gradients to the model's graph, and makes the optimizer.
+
+    Returns the loss, pairs of a gradient and a variable to train, the optimizer, and the learning
+    rate of the step, None if the optimizer has its own.
+    """
+    loss, grads = _loss_and_gradients(model, features)
+    job.model.mesh.check_splits(model.graph, model.input_dims)
+    chosen = _variable_chooser(job.variable_filter)
+    pairs = [(g, v) for g, v in zip(grads, model.graph.trainable_variables) if chosen(v)]
+    if not pairs:
+        names = [v.name for v in model.graph.trainable_variables]
+        given = job.variable_filter
+        hint = did_you_mean(given, names) if isinstance(given, str) else ""
+        raise ConfigError(
+            f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
+            f"names look like {names[0]!r}{hint}"
+        )
+    stack: list[Any] = []
+    schedule = job.learning_rate
+    if job.schedule_step is None or not isinstance(schedule, functools.partial):
+        rate = rate_of_step(schedule, step)
+    else:
+        # How many updates a run makes is known when the optimizer is.
+        total = schedule.keywords["total_train_steps"]
+        rate = rate_at(
+            lambda step, **length: rate_of_step(functools.partial(schedule, **length), step),
+            job.schedule_step(loss.mesh),
+            lambda: _updates_in(total, stack),
+        )
+    opt = _make_optimizer(job.optimizer, rate)
+    stack += (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
+    return loss, pairs, opt, rate
+
+
+def _updates_in(steps: int, stack: Sequence[Any]) -> int:
+    """Returns how many updates a stack makes in some steps, none of them skipped."""
+    for one in stack:
+        if isinstance(one, GradientAccumulationOptimizer):
+            steps, _ = updates_before([steps, None], one.backward_passes_per_step, steps)
+    return steps
+
+
+def build_on(
+    place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
+) -> TrainGraph:
+    """Adds a job's training step to the default graph, for a runtime.
+
+    `features` are int tensors ``[batch_size, length]`` by feature name; None for placeholders.
+    """
+
+    @contextlib.contextmanager
+    def block() -> Iterator[Any]:
+        with place.building() as program:
+            yield None if program is None else program.mesh_impl
+
+    return build_train_graph(job, features or placeholders(job), block)
+
+
+def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
+    """Adds a job's training step, with placeholders, as a SIMD program to the default graph."""
+    place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
+    graph = build_on(place, job)
+    assert place.program is not None  # just built
+    return graph, place.program
+
+
+def forward_loss(job: TrainingJob) -> mtf.Tensor:
+    """Adds a job's model, without gradients and in one microbatch, to the default graph."""
+    model = MeshModel(job.model)
+    return model(model.import_features(placeholders(job)), "train")[1]
+
+
+def steps_per_update(optimizers: Sequence[Any]) -> int:
+    """Of how many steps one makes all that a stack of optimizers does, and the others a part.
+
+    They are the microbatch steps of an update, or the inner steps of an outer one. It is 1 where
+    the number changes during training, and where a stack has both, as more than two kinds of steps
+    are made then.
+    """
+    periods = []
+    for one in optimizers:
+        if isinstance(one, GradientAccumulationOptimizer):
+            periods.append(one.backward_passes_per_step)
+        elif isinstance(one, OuterOptimizer):
+            periods.append(one.inner_steps)
+    periods = [period for period in periods if period != 1]
+    return periods[0] if len(periods) == 1 and not callable(periods[0]) else 1
+
+
+def _noise_scale(opt: Any, batch_size: int) -> Any:
+    stack = opt._wrappers() if isinstance(opt, Wrapper) else []
+    for one in stack:
+        if isinstance(one, GradientAccumulationOptimizer) and one.accumulate == "local":
+            passes = one.backward_passes_per_step
+            if callable(passes):
+                raise ConfigError(
+                    "train.run.noise_scale takes a fixed number of micro steps, but "
+                    f"backward_passes_per_step is {passes!r}"
+                )
+            batch_size *= passes
+    try:
+        return gradient_noise_scale(opt, batch_size)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"train.run.noise_scale = True: {error}") from error
+
+
+def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tuple[Any, list[Any]]:
+    """Returns the loss and its gradients, computed in microbatches if gin says so."""
+    settings = model.settings
+    mtf_features = model.import_features(features)
+    batch_dim = mtf_features["targets"].shape.dims[-2]
+    num_microbatches = transformer_utils().serialize_num_microbatches(
+        batch_dim, settings.sequence_length, settings.mesh.shape, settings.mesh.layout
+    )
+    if num_microbatches == 1:
+        _, loss = model(mtf_features, "train")
+        return loss, mtf.gradients([loss], [v.value for v in model.graph.trainable_variables])
+
+    def microbatch(part: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": model(part, "train", num_microbatches)[1]}
+
+    grads, outputs = mtf.serialize_training_step(
+        mtf_features, microbatch, batch_dim, num_microbatches
+    )
+    return outputs["loss"], grads
+
+
+def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
+    try:
+        opt = optimizer(learning_rate=rate)
+    except TypeError as error:
+        raise ConfigError(
+            f"train.run.optimizer = {optimizer!r} cannot be called with learning_rate=: {error}"
+        ) from error
+    if not hasattr(opt, "apply_grads"):
+        raise ConfigError(
+            f"train.run.optimizer makes a {type(opt).__name__}, which has no apply_grads; use a "
+            "Mesh-TensorFlow optimizer such as @AdafactorOptimizer, or a wrapper around one"
+        )
+    return opt
+
+
+def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+    """Returns what optimizers want shown, and their count of updates."""
+    fields: dict[str, Any] = {}
+    update_step = None
+    # An outer optimizer's fields replace those of the same name.
+    for opt in reversed(stack):
+        fields.update(opt.progress_fields() if hasattr(opt, "progress_fields") else {})
+        counted = getattr(opt, "update_step_now", None)
+        update_step = update_step if counted is None else counted
+    return fields, update_step
+
+
+def _variable_chooser(variable_filter: VariableFilter) -> Callable[[Any], Any | None]:
+    if variable_filter is None:
+        return lambda variable: True
+    if isinstance(variable_filter, str):
+        try:
+            pattern = re.compile(variable_filter)
+        except re.error as error:
+            raise ConfigError(
+                f"train.run.variable_filter = {variable_filter!r} is not a regular expression: "
+                f"{error}"
+            ) from error
+        return lambda variable: pattern.search(variable.name)
+    if callable(variable_filter):
+        return variable_filter
+    raise ConfigError(
+        "train.run.variable_filter must be None, a regular expression or a function of a "
+        f"variable; got {variable_filter!r}"
+    )
+
+
+# The forward and backward pass, the sums that reduce gradients, and everything else.
+MODEL, GRADIENTS, OPTIMIZER = "model", "gradients", "optimizer"
+PARTS = (MODEL, GRADIENTS, OPTIMIZER)
+
+# Operations that move a tensor, or a part of it, and keep its values.
+_MOVES = frozenset({
+    "Add", "AddN", "AddV2", "Cast", "ConcatV2", "Enter", "Exit", "ExpandDims", "Identity", "Merge",
+    "NextIteration", "Pack", "Pad", "PadV2", "Reshape", "Slice", "Split", "SplitV", "Squeeze",
+    "StridedSlice", "Switch", "Transpose", "Unpack",
+})  # fmt: skip
+_PASSES_HANDLES = frozenset({"Enter", "Identity", "Switch"})
+# Operations that scale, clip or skip gradients before they are summed. No reduction is here, so
+# that a norm or a mean of a gradient counts as the optimizer's.
+_CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
+
+
+def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
+    """Returns one of `PARTS` for each row of the list of a training step's collectives, by name."""
+    partial, reduced = [], []
+    for grad in graph.gradients:
+        lowered = graph.lowering.tensors[grad]
+        if isinstance(lowered, mtf.LazyAllreduceSum):
+            partial += lowered.laid_out_input.to_laid_out_tensor().tensor_list
+        else:
+            # Summed in the backward pass already, because something else was done to it there.
+            reduced += lowered.to_laid_out_tensor().tensor_list
+    names = {row.name for row in report.rows}
+    # A sum may take what another sum gives, in stages.
+    sums = _after(partial, names) | _before(reduced, lambda op: op.type in _MOVES)
+    # What is summed together with gradients belongs to them.
+    with_gradients = {row.together for row in report.rows if row.name in sums} - {""}
+    sums |= {row.name for row in report.rows if row.together in with_gradients}
+    model = _before([*partial, *reduced, graph.loss], lambda op: True)
+    return {
+        name: GRADIENTS if name in sums else MODEL if name in model else OPTIMIZER for name in names
+    }
+
+
+def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
+    """Returns the collectives that partial sums reach, and the operations on the way."""
+    seen: set[str] = set()
+    pending = list(tensors)
+    while pending:
+        for op in pending.pop().consumers():
+            if op.name not in seen and (op.type in _CHANGES or op.name in names):
+                seen.add(op.name)
+                pending += op.outputs
+            elif op.name not in seen and op.type == "AssignAddVariableOp":
+                # An accumulator, which is read where the sum is made.
+                seen.add(op.name)
+                pending += _reads(op.inputs[0])
+    return seen
+
+
+def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
+    """Returns what is read from a variable, in branches too."""
+    while handle.op.type in _PASSES_HANDLES:
+        handle = handle.op.inputs[0]
+    handles, values = [handle], []
+    while handles:
+        for op in handles.pop().consumers():
+            if op.type == "ReadVariableOp":
+                values += op.outputs
+            elif op.type in _PASSES_HANDLES:
+                handles += op.outputs
+    return values
+
+
+def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
+    """Returns the operations behind tensors, back to the first for which `passes` is false."""
+    seen: set[str] = set()
+    pending = [tensor.op for tensor in tensors]
+    while pending:
+        op = pending.pop()
+        if op.name not in seen:
+            seen.add(op.name)
+            if passes(op):
+                pending += [tensor.op for tensor in op.inputs]
+    return seen
+
+
+_PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer")))
+
+
+class TrafficRow(NamedTuple):
+    """Collectives or copies ("transfer") of one kind along a group of mesh axes, taken together.
+
+    They belong to a `part` of the step, "" where it is not known; if `on_updates`, only update
+    steps have them. `groups` counts those that are made together once, and `bytes_per_core` is what
+    a core sends, or a device receives, in one update step.
+    """
+
+    operation: str
+    group: str
+    part: str
+    on_updates: bool
+    operations: int
+    groups: int
+    bytes_per_core: int
+
+
+class Traffic(NamedTuple):
+    """The bytes per core of a training step without and with an update, and what they consist of.
+
+    `scalars` are the totals by the names that summaries have, empty where `is_complete` is false:
+    functions, such as an update that is one call, are not looked into.
+    """
+
+    every_step: int
+    update_step: int
+    rows: list[TrafficRow]
+    scalars: dict[str, float]
+    is_complete: bool = True
+
+
+def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
+    """Lists the mesh traffic of a training step in the default graph, without running it.
+
+    `program` is None on a placement mesh. Returns None where totals cannot be known, as on a mesh
+    whose processors share a device.
+    """
+    try:
+        if program is not None:
+            report = simd.list_collectives(program, lowering=graph.lowering)
+            parts = part_of_each(graph, report)
+            return _totals(report, {row: _PART_LABELS[part] for row, part in parts.items()})
+        (mesh_impl,) = graph.lowering.mesh_to_impl.values()
+        report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
+    except (simd.UnsupportedProgramError, ValueError):
+        return None
+    skips = any(traits_of(opt).schedules_updates for opt in graph.optimizers)
+    return _totals(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
+
+
+def _totals(
+    report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
+) -> Traffic:
+    """Returns the totals of a report, the largest first."""
+    kinds: dict[tuple[str, str, str, bool], list[simd.CommunicationRow]] = {}
+    for row in report.rows:
+        key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)
+        kinds.setdefault(key, []).append(row)
+    rows = []
+    for key, found in kinds.items():
+        total = CommunicationReport(tuple(found)).update_step
+        rows.append(TrafficRow(*key, total.operations, total.groups, total.bytes_per_core))
+    return Traffic(
+        report.every_step.bytes_per_core,
+        report.update_step.bytes_per_core,
+        sorted(rows, key=lambda row: -row.bytes_per_core),
+        report.scalars() if is_complete else {},
+        is_complete,
+    )

@@ -1,0 +1,102 @@
+"""The training step of a config as a program for `mtf_gradsync.verify`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Generator, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._common import ConfigError
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.tools.train import gin_files
+from mtf_gradsync.tools.train.config import RunConfig
+from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, resolve_job
+from mtf_gradsync.tools.train.train_graph import model_and_optimizer
+from mtf_gradsync.tools.verification import Verification, verify
+
+# The step whose learning rate an update has: past the first ones of a schedule that warms up.
+_STEP = 1000
+
+
+class _StepSpec(NamedTuple):
+    """What a model_fn returns, as far as it is read."""
+
+    loss: tf.Tensor
+    train_op: tf.Operation
+
+
+def verify_config(
+    meshes: Sequence[str] | None = None,
+    steps: int = 1,
+    divisions: Sequence[str] | None = None,
+    without: Sequence[str] = (),
+    runtime: str = "cpu_replicas",
+) -> Verification:
+    """Verifies the training step that gin's configuration describes, on its training data.
+
+    Arguments are those of `mtf_gradsync.verify`. It raises ConfigError for what the configuration
+    or an argument has wrong.
+    """
+    config = gin_files.bound_run_config()
+    job = resolve_job(config)
+
+    def model_fn(features: dict[str, tf.Tensor], mode: str, params: dict[str, Any]) -> _StepSpec:
+        (size, *_) = {int(x.shape[0]) for x in features.values()}
+        shape, layout = params["mesh_shape"], params["layout"]
+        with gin_files.bound_to_mesh(shape, layout):
+            divided = job_on(config, shape, layout, size)._replace(schedule_step=None)
+            model = MeshModel(divided.model, params.get("mesh_impl"))
+            step = tf.constant(_STEP, tf.int64)
+            loss, pairs, opt, _ = model_and_optimizer(divided, model, features, step)
+            updates = opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs])
+            lowering = model.lower()
+        done = tf.group(*(lowering.lowered_operation(op) for op in updates))
+        return _StepSpec(tf.cast(lowering.export_to_tf_tensor(loss), tf.float32), done)
+
+    mesh = job.model.mesh
+    params = {
+        "mesh_shape": ";".join(f"{dim.name}:{dim.size}" for dim in mesh.shape.dims),
+        "layout": ";".join(f"{name}:{axis}" for name, axis in mesh.rules),
+    }
+    with contextlib.closing(_batches(job)) as batches:
+        try:
+            return verify(
+                model_fn,
+                batches,
+                params,
+                meshes,
+                steps=steps,
+                divisions=divisions,
+                without=without,
+                runtime=runtime,
+                progress=True,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> TrainingJob:
+    """Returns the job of a config on another mesh, with another batch."""
+    return resolve_job(
+        dataclasses.replace(
+            config,
+            mesh_shape=mesh_shape,
+            layout_rules=layout,
+            mesh_devices=None,
+            mesh_impl=None,
+            batch_size=batch_size,
+        )
+    )
+
+
+def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:
+    """Gives the training batches of a job, by feature."""
+    with job.batches() as source:
+        with tf.Graph().as_default():
+            feeds = source.placeholders()
+        source.begin(0, 0)
+        while True:
+            fed = source.next()
+            yield {name: fed[feed] for name, feed in feeds.items()}

@@ -1,0 +1,96 @@
+"""The helper that starts processes for the tests here."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.runtimes.cluster import processes as module
+
+IDLE = "tests.runtimes.cluster.idle"
+
+
+def runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # One that has ended and whom nobody has asked yet (in a container perhaps nobody will).
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def pids(output):
+    return [int(word) for word in output.split("started ")[1].split()[:2]]
+
+
+def ended(numbers):
+    end = time.monotonic() + 60
+    while any(runs(pid) for pid in numbers) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(runs(pid) for pid in numbers)
+
+
+@pytest.fixture(params=["start", "fork"])
+def begin(request):
+    """Starts the idle program, in one of both ways."""
+    before = () if request.param == "start" else ("-m",)
+    return lambda processes, *words: getattr(processes, request.param)(*before, IDLE, *words)
+
+
+def test_a_failing_test_leaves_no_process(begin):
+    def fails():
+        with module.Processes() as processes:
+            started.append(begin(processes))
+            processes.wait_for(started[0], "started")
+            raise KeyError
+
+    started = []
+    with pytest.raises(KeyError):
+        fails()
+    assert ended(pids(started[0].output()))
+
+
+@pytest.mark.parametrize("begin", [f"start({IDLE!r})", f"fork('-m', {IDLE!r})"])
+def test_a_killed_parent_leaves_no_program(begin):
+    code = (
+        # The idle program needs nothing to be imported before it is forked.
+        "from tests import forked; forked._FORK_SERVER.set_forkserver_preload([])\n"
+        "from tests.runtimes.cluster.processes import Processes\n"
+        f"processes = Processes(); process = processes.{begin}\n"
+        "processes.wait_for(process, 'started'); print(process.output(), flush=True)\n"
+        "processes.wait(process)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=module.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    program, grandchild = pids(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    try:
+        assert ended([program])
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+
+
+def test_waiting_ends_when_another_program_fails(processes, begin):
+    waiting = begin(processes)
+    begin(processes, "fail")
+    with pytest.raises(RuntimeError, match="as asked"):
+        processes.wait(waiting)
+
+
+def test_waiting_ends_when_the_time_is_up(begin):
+    with module.Processes(time_limit=0) as processes:
+        process = begin(processes)
+        with pytest.raises(TimeoutError, match="idle"):
+            processes.wait(process)
+
+
+def test_cluster_specs_have_ports_of_their_own():
+    spec = module.cluster_spec({"ps": 1, "worker": 3})
+    assert [len(spec["ps"]), len(spec["worker"])] == [1, 3]
+    assert len({*spec["ps"], *spec["worker"]}) == 4

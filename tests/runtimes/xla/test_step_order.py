@@ -1,0 +1,102 @@
+"""XLA's CPU runtime begins a program's collectives in the order that it was compiled with."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd, xla
+from mtf_gradsync._private.jax import compiled_hlo
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes.xla.hlo import read_module
+from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues
+from mtf_gradsync.runtimes.xla.topology.compiled import COLLECTIVES, find_hlo_collectives
+from mtf_gradsync.xla import prepared, runner
+from tests.runtimes.simd.programs import MESHES, Regression
+from tests.runtimes.xla.programs import Conditional
+
+pytestmark = pytest.mark.xla
+SHAPE, LAYOUT, _ = MESHES["4x2"]
+WHERE = {"mesh_shape": SHAPE, "layout": LAYOUT}
+
+
+def adam():
+    return mtf.optimize.AdamWeightDecayOptimizer(0.1)
+
+
+STACKS = {
+    "accumulation": lambda: gs.GradientAccumulationOptimizer(
+        gs.CrossShardOptimizer(adam()), 2, accumulate="local", **WHERE
+    ),
+    "sync replicas": lambda: gs.SyncReplicasOptimizer(adam(), 3, **WHERE),
+    "loss scale, clipping, sharded updates": lambda: gs.LossScaleOptimizer(
+        gs.ClipByGlobalNormOptimizer(
+            gs.ShardedUpdateOptimizer(adam(), min_size=1, **WHERE), 1.0
+        )
+    ),
+}  # fmt: skip
+
+
+def compiled(program, lowering):
+    """A program's HLO, compiled anew in a session of its own."""
+    with program.graph.as_default(), xla.session(program, lowering, cache_dir=None) as session:
+        return compiled_hlo(session._prepared.compiled(()).program.executable)
+
+
+def built(name):
+    if name == "loops and branches":
+        return Conditional().program, None
+    model = Regression(STACKS[name])
+    model.placeholders()
+    with simd.tpu_program(SHAPE, LAYOUT) as program:
+        lowering, *_ = model.build(program.mesh_impl)
+    return program, lowering
+
+
+@pytest.mark.parametrize("name", [*STACKS, "loops and branches"])
+@pytest.mark.mostly_slow
+def test_every_collective_has_its_place_in_one_order(name):
+    """The order is in the compiled program, and is found again when it is compiled again."""
+    with tf.Graph().as_default():
+        program, lowering = built(name)
+        first = compiled(program, lowering)
+        program._prepared.clear()
+        again = compiled(program, lowering)
+    module = read_module(first)
+    scheduled = {i for s in module.schedule.sequences.values() for i in s.instruction_ids}
+    found = [i.id for c in module.computations for i in c.instructions if i.opcode in COLLECTIVES]
+    assert found
+    assert set(found) <= scheduled
+    assert described(first) == described(again)
+
+
+def described(hlo):
+    return [(c.operation, c.bytes_per_core, c.groups, c.inside) for c in find_hlo_collectives(hlo)]
+
+
+def test_programs_that_take_nothing_of_each_other_wait(monkeypatch):
+    """One that takes a result of the last one begins at once: it waits on the devices."""
+    waited = []
+    monkeypatch.setattr(runner.program, "wait_for_turn", lambda: waited.append(True))
+    results = runner.program.run_in_turn(
+        lambda given: [DeviceValues([np.zeros(1)]) for _ in "ab"], []
+    )
+    assert len(waited) == 1
+    kept = DeviceValues([np.zeros(1)])
+    runner.program.run_in_turn(lambda given: [DeviceValues([np.zeros(1)])], [kept, results[1]])
+    assert len(waited) == 1
+    runner.program.run_in_turn(lambda given: [DeviceValues([np.zeros(1)])], [kept])
+    assert len(waited) == 2
+
+
+def test_processes_that_compiled_other_orders_stop(monkeypatch):
+    """What each has compiled is compared before it runs."""
+    seen = {}
+    monkeypatch.setattr(
+        prepared.Cores, "check_same", lambda self, what, content: seen.update({what: content})
+    )
+    with tf.Graph().as_default():
+        program = Conditional().program
+        with xla.session(program, cache_dir=None) as session:
+            monkeypatch.setattr(type(session.cores), "is_alone", False)
+            session._prepared.compiled(())
+    assert b"all-reduce" in seen["the orders of collectives"]

@@ -1,0 +1,293 @@
+"""Reading collectives out of HLO; needs neither jax nor a new TensorFlow."""
+
+import pytest
+
+from mtf_gradsync import xla
+from tests.runtimes.xla.topology.hlo_modules import (
+    COLLECTIVE_DEVICE_LIST,
+    IOTA_DEVICE_LIST,
+    TYPES,
+    Module,
+    device_list,
+    instruction,
+    iota_in_device_list,
+    iota_list,
+    mesh_axes,
+)
+
+VECTOR = ("F32", 4)
+TRUTH = ("PRED",)
+
+# The module of `step`, as XLA prints it.
+TEXT = """\
+HloModule step, entry_computation_layout={(f32[4]{0})->(f32[4]{0})}
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(f32[] %a, f32[] %b)
+}
+
+%yes (t: (f32[4])) -> (f32[4]) {
+  %t = (f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element((f32[4]{0}) %t), index=0
+  %r = f32[4]{0} all-reduce(f32[4]{0} %x), replica_groups={{0,1,2,3}}, to_apply=%sum
+  ROOT %out = (f32[4]{0}) tuple(f32[4]{0} %r)
+}
+
+%no (t: (f32[4])) -> (f32[4]) {
+  ROOT %t2 = (f32[4]{0}) parameter(0)
+}
+
+%body (t: (f32[4])) -> (f32[4]) {
+  %t3 = (f32[4]{0}) parameter(0)
+  %p = pred[] constant(true)
+  ROOT %c = (f32[4]{0}) conditional(%p, %t3, %t3), true_computation=%yes, false_computation=%no
+}
+
+%test (t: (f32[4])) -> pred[] {
+  %t4 = (f32[4]{0}) parameter(0)
+  ROOT %q = pred[] constant(false)
+}
+
+%gather (g: f32[4]) -> f32[16] {
+  %g1 = f32[4]{0} parameter(0)
+  ROOT %all = f32[16]{0} all-gather(%g1), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%fused (x: f32[4]) -> (bf16[8,2], pred[3]) {
+  %x5 = bf16[8,2]{1,0} constant({...})
+  %y5 = pred[3]{0} constant({...})
+  ROOT %both = (bf16[8,2]{1,0}, pred[3]{0}) all-to-all(%x5, %y5), replica_groups={{0,2},{1,3}}
+}
+
+ENTRY %main (arg: f32[4]) -> (f32[4]) {
+  %arg = f32[4]{0} parameter(0)
+  %i = s32[] constant(0)
+  %start = f32[4]{0} all-reduce-start(f32[4]{0} %arg), replica_groups={}, to_apply=%sum
+  %done = f32[4]{0} all-reduce-done(f32[4]{0} %start)
+  %f = (bf16[8,2]{1,0}, pred[3]{0}) call(%arg), to_apply=%fused
+  %tuple = (f32[4]{0}) tuple(%done)
+  %w = (f32[4]{0}) while((f32[4]{0}) %tuple), condition=%test, body=%body
+  %g = ((f32[4]{0}), f32[16]{0}) async-start(f32[4]{0} %done), calls=%gather
+  %gd = f32[16]{0} async-done(%g)
+  %moved = f32[4]{0} collective-permute(%done), source_target_pairs={{0,1},{1,0}}
+  ROOT %again = (f32[4]{0}) conditional(s32[] %i, %w, %w), branch_computations={%yes, %no}
+}
+"""
+
+
+def step():
+    """The module of `TEXT`, with its groups in the field that every TensorFlow knows."""
+    module, i = Module(), instruction
+    sum_ = module.computation(
+        "sum",
+        i("a", "parameter", ("F32",)),
+        i("b", "parameter", ("F32",)),
+        i("add", "add", ("F32",), ["a", "b"]),
+    )
+    yes = module.computation(
+        "yes",
+        i("t", "parameter", [VECTOR]),
+        i("x", "get-tuple-element", VECTOR, ["t"]),
+        i("r", "all-reduce", VECTOR, ["x"], [sum_], [[0, 1, 2, 3]]),
+        i("out", "tuple", [VECTOR], ["r"]),
+    )
+    no = module.computation("no", i("t2", "parameter", [VECTOR]))
+    body = module.computation(
+        "body",
+        i("t3", "parameter", [VECTOR]),
+        i("p", "constant", TRUTH),
+        i("c", "conditional", [VECTOR], ["p", "t3", "t3"], [yes, no]),
+    )
+    test = module.computation("test", i("t4", "parameter", [VECTOR]), i("q", "constant", TRUTH))
+    gather = module.computation(
+        "gather",
+        i("g1", "parameter", VECTOR),
+        i("all", "all-gather", ("F32", 16), ["g1"], groups=[[0, 1, 2, 3]]),
+    )
+    pair = [("BF16", 8, 2), ("PRED", 3)]
+    fused = module.computation(
+        "fused",
+        i("x5", "constant", pair[0]),
+        i("y5", "constant", pair[1]),
+        i("both", "all-to-all", pair, ["x5", "y5"], groups=[[0, 2], [1, 3]]),
+    )
+    module.computation(
+        "main",
+        i("arg", "parameter", VECTOR),
+        i("i", "constant", ("S32",)),
+        i("start", "all-reduce-start", VECTOR, ["arg"], [sum_]),
+        i("done", "all-reduce-done", VECTOR, ["start"]),
+        i("f", "call", pair, ["arg"], [fused]),
+        i("tuple", "tuple", [VECTOR], ["done"]),
+        i("w", "while", [VECTOR], ["tuple"], [body, test]),
+        i("g", "async-start", [[VECTOR], ("F32", 16)], ["done"], [gather]),
+        i("gd", "async-done", ("F32", 16), ["g"], [gather]),
+        i("moved", "collective-permute", VECTOR, ["done"], groups=[[0, 1], [1, 0]]),
+        i("again", "conditional", [VECTOR], ["i", "w", "w"], [yes, no]),
+        entry=True,
+    )
+    return module
+
+
+# What stands in it: operation, name, bytes, groups, computation, and what is around.
+FOUND = [
+    ("all-reduce", "start", 16, (), "main", ()),
+    ("all-to-all", "both", 8 * 2 * 2 + 3, ((0, 2), (1, 3)), "fused", ()),
+    ("all-reduce", "r", 16, ((0, 1, 2, 3),), "yes", ("body of w", "branch true of c")),
+    ("all-gather", "all", 16, ((0, 1, 2, 3),), "gather", ()),
+    ("collective-permute", "moved", 16, ((0, 1), (1, 0)), "main", ()),
+    ("all-reduce", "r", 16, ((0, 1, 2, 3),), "yes", ("branch 0 of again",)),
+]
+
+
+def test_lists_each_collective_with_what_is_around_it():
+    found = xla.find_hlo_collectives(step().serialized())
+    assert found == [xla.HloCollective(*facts) for facts in FOUND]
+    assert [c.is_conditional for c in found] == [False, False, True, False, False, True]
+    assert [c.is_in_loop for c in found] == [False, False, True, False, False, False]
+
+
+def test_the_order_is_that_of_the_schedule_where_there_is_one():
+    module = step()
+    main = module.proto.computations[-1]
+    ids = [i.id for i in main.instructions]
+    turned = [ids[i] for i in (0, 1, 9, 2, 3, 4, 5, 6, 7, 8, 10)]
+    module.proto.schedule.sequences[main.id].instruction_ids.extend(turned)
+    found = xla.find_hlo_collectives(module.serialized())
+    assert [c.name for c in found] == ["moved", "start", "both", "r", "all", "r"]
+
+
+def split_update(into="zeros", cut="dynamic-slice", call="fusion"):
+    """A weight update that the TPU compiler has split over four cores, as it writes it."""
+    module, i = Module(), instruction
+    whole, part, place = ("F32", 8, 4), ("F32", 2, 4), ("S32",)
+    scatter = module.computation(
+        "all-reduce-scatter",
+        i("g", "parameter", whole),
+        i("h", "parameter", whole),
+        i("sum", "all-reduce", [whole, whole], ["g", "h"]),
+        i("n", "replica-id", place),
+        i("g0", "get-tuple-element", whole, ["sum"]),
+        i("h0", "get-tuple-element", whole, ["sum"]),
+        i("half", "dynamic-slice", part, ["g0", "n"]),
+        i("rest", "dynamic-slice", part, ["g0", "n"]),
+        i("all", cut, part, ["h0", "n"]),
+        i("out", "tuple", [part, part, part], ["half", "rest", "all"]),
+    )
+    # In two pieces, as the compiler sends them on two paths.
+    gather = module.computation(
+        "all-gather",
+        i("p", "parameter", part),
+        i("zero", "constant", ("F32",)),
+        i("zeros", "broadcast", whole, ["zero"]),
+        i("others", "parameter", whole),
+        i("n", "replica-id", place),
+        i("half", "slice", ("F32", 1, 4), ["p"]),
+        i("first", "dynamic-update-slice", whole, [into, "half", "n"]),
+        i("both", "dynamic-update-slice", whole, ["first", "half", "n"]),
+        i("joined", "all-reduce", whole, ["both"]),
+    )
+    module.computation(
+        "main",
+        i("g", "parameter", whole),
+        i("shard", call, [part, part, part], ["g", "g"], [scatter]),
+        i("new", "get-tuple-element", part, ["shard"]),
+        i("value", call, whole, ["new"], [gather]),
+        entry=True,
+    )
+    found = xla.find_hlo_collectives(module.serialized())
+    return [(c.operation, c.bytes_per_core) for c in found]
+
+
+def test_a_split_weight_update_sends_a_reduce_scatter_and_an_all_gather():
+    whole = 8 * 4 * 4
+    assert split_update() == [("reduce-scatter", 2 * whole), ("all-gather", whole // 4)]
+    # Where not all of the result is cut, or not all but a part is zero, all of it is sent.
+    assert split_update(cut="negate")[0] == ("all-reduce", 2 * whole)
+    assert split_update(into="others")[1] == ("all-reduce", whole)
+    # Of operations that no fusion joins each is done by itself.
+    assert split_update(call="call") == [("all-reduce", 2 * whole), ("all-reduce", whole)]
+
+
+def groups(name="all-reduce", **arguments):
+    module = Module()
+    arg = instruction("arg", "parameter", VECTOR)
+    module.computation(
+        "main", arg, instruction("r", name, VECTOR, ["arg"], **arguments), entry=True
+    )
+    (found,) = xla.find_hlo_collectives(module.serialized())
+    return found.groups
+
+
+def test_reads_groups_that_are_listed():
+    assert groups(groups=[[0, 1], [2, 3]]) == ((0, 1), (2, 3))
+    assert groups("collective-permute", groups=[[0, 1], [1, 0]]) == ((0, 1), (1, 0))
+    assert groups() == ()
+
+
+NEWER = {
+    "listed": (COLLECTIVE_DEVICE_LIST, device_list([[0, 2], [1, 3]]), ((0, 2), (1, 3))),
+    "counted": (IOTA_DEVICE_LIST, iota_list(1, 4, [4], [0]), ((0, 1, 2, 3),)),
+    "counted across": (IOTA_DEVICE_LIST, iota_list(2, 2, [2, 2], [1, 0]), ((0, 2), (1, 3))),
+    "counted in three": (
+        IOTA_DEVICE_LIST,
+        iota_list(2, 4, [2, 2, 2], [1, 0, 2]),
+        ((0, 1, 4, 5), (2, 3, 6, 7)),
+    ),
+    "counted in a list": (
+        COLLECTIVE_DEVICE_LIST,
+        iota_in_device_list(2, 2, [2, 2], [1, 0]),
+        ((0, 2), (1, 3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", list(NEWER))
+def test_reads_groups_in_newer_spellings_with_any_tensorflow(spelling):
+    _, raw, expected = NEWER[spelling]
+    assert groups(raw=raw) == expected
+
+
+def test_groups_by_the_axes_of_a_mesh_are_refused():
+    with pytest.raises(ValueError, match="'r': Groups that are named by mesh axes"):
+        groups(raw=mesh_axes())
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        (("F32",), 4),
+        (("S64", 3, 5), 120),
+        (("BF16", 3), 6),
+        (("F8E5M2", 5), 5),
+        # TensorFlow 2.12 knows no smaller ones.
+        *([(("S4", 6), 3)] if "S4" in TYPES else []),
+        (("C64", 2), 16),
+        (("F32", 0), 0),
+        ([("F32", 2), [("PRED", 3), ("TOKEN",)]], 11),
+    ],
+)
+def test_bytes_are_those_of_the_operands(shape, size):
+    module = Module()
+    arg = instruction("arg", "parameter", shape)
+    # An all-gather's result is larger.
+    gather = instruction("g", "all-gather", ("F32", 1000), ["arg", "arg"])
+    module.computation("main", arg, gather, entry=True)
+    (found,) = xla.find_hlo_collectives(module.serialized())
+    assert found.bytes_per_core == 2 * size
+
+
+def test_a_type_of_unknown_size_is_refused():
+    module = Module()
+    arg = instruction("arg", "parameter", (120, 4))
+    module.computation("main", arg, instruction("r", "all-reduce", VECTOR, ["arg"]), entry=True)
+    with pytest.raises(ValueError, match="element type 120 is of unknown size"):
+        xla.find_hlo_collectives(module.serialized())
+
+
+@pytest.mark.parametrize("module", [b"module @main {}", b"", Module().serialized()])
+def test_what_is_no_module_is_refused(module):
+    with pytest.raises(ValueError, match="HloModuleProto"):
+        xla.find_hlo_collectives(module)

@@ -1,0 +1,131 @@
+"""Islands in one process: each in a thread, with a graph and a session of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync.islands import Island, Merger, MergeSettings, Waiting
+from mtf_gradsync.tools.islands.folder import Folder
+from tests import harness, models
+from tests.tools.train.conftest import after_step, mesh_defaults, train  # noqa: F401
+
+STEPS = 20
+
+
+def batches(steps: int) -> list[dict[str, np.ndarray]]:
+    """Small ones, on which momentum inside of momentum does not diverge."""
+    return [{k: v * np.float32(0.3) for k, v in x.items()} for x in models.mlp_batches(steps)]
+
+
+def part_of(feeds: Sequence[dict[str, np.ndarray]], number: int, count: int) -> list[Any]:
+    """The batches of one island of some, which have equal parts; as large as the whole, so that
+    the model is the same.
+    """
+    return [
+        {k: np.concatenate([np.split(v, count)[number]] * count) for k, v in feed.items()}
+        for feed in feeds
+    ]
+
+
+class Program:
+    """A program of the model in a graph of its own, and an island of it."""
+
+    def __init__(
+        self, kind: str, mesh: str, opt: str, feed: dict[str, np.ndarray], folder: Any, name: str,
+        inner_steps: int, **arguments: Any,
+    ):  # fmt: skip
+        shape, layout, dims = harness.MESHES[mesh]
+
+        def make() -> gs.CrossShardOptimizer:
+            return gs.CrossShardOptimizer(models.OPTIMIZERS[opt]())  # in order, as bare is not
+
+        self.built = harness.built(kind, shape, layout, models.train(make, dims), feed)
+        with self.built.graph.as_default():
+            arguments.setdefault("poll_seconds", 0.01)
+            self.island = Island(
+                str(folder), name, inner_steps, lowering=self.built.lowering, **arguments
+            )
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[Any]:
+        """A session with initialized variables."""
+        with self.built.graph.as_default(), self.built._session() as session:
+            if self.built.program is None:
+                session.run(self.built.init)
+                session.run(self.built.restore)
+            yield session
+
+    def step(self, session: Any, feed: dict[str, np.ndarray]) -> None:
+        """Makes one step of the program."""
+        session.run(self.built.updates, {self.built.inputs[k]: v for k, v in feed.items()})
+
+    def train(
+        self, feeds: Sequence[dict[str, np.ndarray]], tokens: Callable[[int], float] = lambda s: 1.0
+    ) -> dict[str, np.ndarray]:
+        """Makes a step for each feed; returns the variables that islands exchange."""
+        with self.session() as session:
+            self.island.begin(session)
+            for number, feed in enumerate(feeds, 1):
+                self.step(session, feed)
+                self.island.after_step(session, tokens(number))
+            self.island.close()
+            return self.island._values.read(session)
+
+
+def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of functions that run in threads of their own; raises the first error."""
+    results: list[Any] = [None] * len(works)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = works[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@contextlib.contextmanager
+def merging(
+    folder: Any, settings: MergeSettings | None = None, waiting: Waiting | None = None, **more: Any
+) -> Iterator[None]:
+    """A merger that works in a thread while the block runs."""
+    merger = Merger(Folder(str(folder)), settings, waiting, poll_seconds=0.01, **more)
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            merger.run(stop.is_set)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder that the islands of a test meet in."""
+    return tmp_path / "islands"

@@ -1,0 +1,90 @@
+"""The command ``mtf-gradsync islands``, and runs of ``train`` that are islands."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.journal import read_status
+from mtf_gradsync.tools.train.cli import main as cli
+from mtf_gradsync.tools.train.report import Ended, write_page
+from tests.tools.islands.test_merger import begun, merge
+from tests.tools.islands.toy import Toy
+
+
+def test_merges_until_it_is_stopped(folder):
+    command = [sys.executable, "-m", "mtf_gradsync_command", "islands", str(folder), "--keep_all"]
+    with subprocess.Popen(
+        [*command, "--outer_learning_rate=1", "--outer_momentum=0", "--min_grace=0"],
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline().startswith(f"merging in {folder}, 1 contributions or more")
+        toy = Toy(folder, "one", 1).begin()
+        toy.step(0.5, tokens=3.0)
+        assert (toy.b, toy.island.version) == (1.5, 1)
+        process.send_signal(signal.SIGTERM)
+        said = process.stdout.read()
+        assert process.wait() == 128 + signal.SIGTERM
+    assert said == "version 0: one (1)\nversion 1: one (3)\n"
+
+
+def test_status_plot_and_replay(folder, tmp_path, capsys):
+    one, two = begun(folder, ["one", "two"])
+    place = Folder(str(folder))
+    for _ in range(2):
+        one.step(1.0)
+        two.step(float("nan"))
+    merge(folder, 1, keep_all=True)
+    one.step(1.0)
+    plot, found = tmp_path / "islands.png", tmp_path / "islands.json"
+    command = ["islands", str(folder), "--status", f"--plot={plot}", f"--json={found}"]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    rows = json.loads(found.read_text())["islands"]
+    assert [(row["island"], row["merged"]) for row in rows] == [("one", 1), ("two", 0)]
+    assert re.search(r"^one +1 +1 +1 +0 +0 +2 .* after step 3$", out, re.MULTILINE)
+    assert re.search(r"^two +1 +0 +0 +0 +0 +0 .* after step 2$", out, re.MULTILINE)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    page = write_page(tmp_path, [], Ended(3, 9, "stopped", {}), None, islands=read_status(place))
+    (label,) = re.findall('aria-label="(A row for .*?)"', page.read_text("utf-8"))
+    assert label.endswith(
+        "one: 1 contributions, 1 merged, 0 late; two: 0 contributions, 0 merged, 0 late."
+    )
+    assert cli.main(["islands", str(folder), "--replay"]) == 0
+    assert capsys.readouterr().out == "2 versions: equal, bit for bit\n"
+    values = place.load("versions/00000001.safetensors").tensors
+    values["a"][0, 0] += 1e-6
+    place.store("versions/00000001.safetensors", {"version": 1}, values)
+    assert cli.main(["islands", str(folder), "--replay"]) == cli.EXIT_FAILED
+    assert "other bits in 1 of 2 versions: [1]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--replay"], cli.EXIT_FAILED, "has no versions yet: no merger has begun there"),
+        (["--status"], cli.EXIT_FAILED, "is no folder of islands: nobody has joined there yet"),
+        (["--json=x"], cli.EXIT_BAD_CONFIG, "--json=x writes the status; add --status"),
+        (["--plot=x.png"], cli.EXIT_BAD_CONFIG, "draws the status; add --status"),
+        (["--quorum=0"], cli.EXIT_BAD_CONFIG, "quorum must be a whole number of at least 1, got 0"),
+        (["--outer_momentum=2"], cli.EXIT_BAD_CONFIG, "outer_momentum must be in [0, 1), got 2.0"),
+        (["--fragments=2", "--max_staleness=1"], cli.EXIT_BAD_CONFIG, "max_staleness=1 needs frag"),
+    ],
+)
+def test_bad_arguments(folder, capsys, arguments, code, message):
+    assert cli.main(["islands", str(folder), *arguments]) == code
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_answers_without_tensorflow(folder):
+    code = "import sys, mtf_gradsync_command as c; c.main(['islands', sys.argv[1], '--status'])"
+    code += "; print('tensorflow' in sys.modules)"
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    ).stdout
+    assert out == "False\n"

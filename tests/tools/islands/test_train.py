@@ -1,0 +1,108 @@
+"""Runs of ``mtf-gradsync train`` that are islands."""
+
+import signal
+
+import gin
+import numpy as np
+import pytest
+
+from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.starting import choose_checkpoint
+from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.journal import read_status
+from mtf_gradsync.tools.islands.merger import replay
+from tests.tools.train.conftest import NO_EVAL, train_tiny
+
+
+def bindings(folder, *more):
+    return [
+        NO_EVAL,
+        f"ElasticIslands.folder = '{folder}'",
+        "ElasticIslands.inner_steps = 3",
+        *(f"ElasticIslands.{one}" for one in more),
+    ]
+
+
+def values_of(directory):
+    """All variables of the newest checkpoint of a run."""
+    path = choose_checkpoint(str(directory), False, pytest.fail).path
+    reader = tf.train.load_checkpoint(path)
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+@gin.configurable(module="tests.islands")
+def padded(sequence_length, vocabulary, dataset_split):
+    """Examples of which the last 6 of 16 targets are padding."""
+    ids = np.random.RandomState(0).randint(3, 200, [64, sequence_length["targets"]])
+    ids[:, 10:] = 0
+    return tf.data.Dataset.from_tensor_slices({"targets": ids.astype(np.int32)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "runtime", ["cpu_replicas", "placement_mesh", pytest.param("xla", marks=pytest.mark.xla)]
+)
+def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
+    where = [f"train.run.runtime = '{runtime}'", "train.run.train_dataset_fn = @padded"]
+    merger = ["merge = True", "keep_all = True", "min_grace = 0.0"]
+
+    class KillError(Exception):
+        pass
+
+    def kill():
+        raise KillError
+
+    after_step(8, kill)
+    with pytest.raises(KillError):
+        train_tiny(tmp_path / "run", *where, *bindings(folder, *merger))
+    after_step(None)
+    result, _, said = train_tiny(tmp_path / "run", *where, *bindings(folder, *merger))
+    assert result.step == 12
+    assert any(f"this run is the island 'run' of {folder}" in line for line in said)
+    status = read_status(Folder(str(folder)))
+    (row,) = status.rows
+    assert (row.island, row.joined, row.state) == ("run", 2, "left")
+    assert "run: 4 contributions, 4 merged" in (tmp_path / "run" / "report.html").read_text("utf-8")
+    # To step 6, and after it was killed after step 8 again from step 6 to step 12: of each batch
+    # of 8 sequences 80 targets count.
+    merged = [c for d in status.decisions[1:] for c in d["contributions"]]
+    assert [(c["steps"], c["weight"]) for c in merged] == [(3, 240.0)] * 4
+    assert replay(Folder(str(folder))) == []
+    # The last version is in the last checkpoint.
+    merged = Folder(str(folder)).load("versions/00000004.safetensors").tensors
+    live = values_of(tmp_path / "run")
+    for name, value in merged.items():
+        np.testing.assert_array_equal(live[name], value)
+    again = bindings(folder, "name = 'run'", "replay = True")
+    train_tiny(tmp_path / "replayed", *where, *again)
+    replayed = values_of(tmp_path / "replayed")
+    assert {k: v.tobytes() for k, v in replayed.items()} == {
+        k: v.tobytes() for k, v in live.items()
+    }
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_contributes_what_it_has(folder, tmp_path, after_step):
+    after_step(5, lambda: signal.raise_signal(signal.SIGTERM))
+    result, _, _ = train_tiny(tmp_path / "run", *bindings(folder, "merge = True"))
+    assert (result.step, result.stopped_by) == (5, signal.SIGTERM)
+    (row,) = read_status(Folder(str(folder))).rows
+    assert (row.contributed, row.state) == (2, "left")
+    (last,) = Folder(str(folder)).names("contributions/00000001")
+    stored = Folder(str(folder)).load(f"contributions/00000001/{last}")
+    assert (stored.facts["island"], stored.facts["steps"]) == ("run", 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        (["wait = 'long'"], ConfigError, "ElasticIslands: wait must be one of grace, none"),
+        (["quorum = 0", "merge = True"], ConfigError, "ElasticIslands: quorum must be a whole"),
+        (["begin_seconds = 0"], TrainingError, "has no version of the values after 0 s"),
+    ],
+)
+@pytest.mark.mostly_slow
+def test_bad_settings(folder, tmp_path, more, error, message):
+    with pytest.raises(error, match=message):
+        train_tiny(tmp_path / "run", *bindings(folder, *more))

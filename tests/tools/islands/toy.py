@@ -1,0 +1,88 @@
+"""Islands without TensorFlow, and a folder whose writer may be killed."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import numpy as np
+
+from mtf_gradsync.islands import Island
+from mtf_gradsync.tools.islands.folder import Folder, Spec
+
+
+class ToyValues:
+    """Reads and writes the values of a session that is a dictionary."""
+
+    def __init__(self, specs: Mapping[str, Spec]):
+        self.specs = dict(specs)
+
+    def read(self, session: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """See `mtf_gradsync.tools.islands.values.Values`."""
+        return {name: value.copy() for name, value in session.items()}
+
+    def write(self, session: dict[str, np.ndarray], values: Mapping[str, np.ndarray]) -> None:
+        """See `mtf_gradsync.tools.islands.values.Values`."""
+        session.update({name: np.array(value) for name, value in values.items()})
+
+
+def new_session() -> dict[str, np.ndarray]:
+    """Values of two variables: session of an island that begins."""
+    return {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.float32(2.0).reshape(())}
+
+
+class Toy:
+    """An island, and its session of values."""
+
+    def __init__(self, folder: Any, name: str, inner_steps: int, **arguments: Any):
+        self.session = new_session()
+        values = ToyValues({name: Spec.of(value) for name, value in self.session.items()})
+        arguments.setdefault("poll_seconds", 1e-9)
+        self.island = Island(str(folder), name, inner_steps, values=values, **arguments)
+
+    def begin(self, step: int = 0) -> Toy:
+        """Begins, and returns itself."""
+        self.island.begin(self.session, step)
+        return self
+
+    def step(self, move: float, tokens: float = 1.0) -> None:
+        """Makes a step that takes `move` away from all values."""
+        for name, value in self.session.items():
+            self.session[name] = (value - np.float32(move)).astype(np.float32)
+        self.island.after_step(self.session, tokens)
+
+    @property
+    def b(self) -> float:
+        """The value of the scalar."""
+        return float(self.session["b"])
+
+
+class Killed(BaseException):
+    """A process was killed here."""
+
+
+class FragileFolder(Folder):
+    """A folder before or after whose n-th change its writer is killed."""
+
+    def __init__(self, url: str, dies_at: int, after: bool):
+        super().__init__(url)
+        self.left, self._after = dies_at, after
+
+    def _die(self) -> None:
+        raise Killed
+
+    def _change(self, change: Any) -> Any:
+        self.left -= 1
+        if self.left == 0 and not self._after:
+            self._die()
+        result = change()
+        if self.left == 0:
+            self._die()
+        return result
+
+    def write(self, name: str, data: bytes) -> None:
+        """See `Folder.write`."""
+        self._change(lambda: super(FragileFolder, self).write(name, data))
+
+    def remove(self, name: str) -> None:
+        """See `Folder.remove`."""
+        self._change(lambda: super(FragileFolder, self).remove(name))

@@ -1,0 +1,100 @@
+"""The command ``mtf-gradsync compile``."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mtf_gradsync import xla
+from mtf_gradsync._common import install_extra
+from mtf_gradsync.tools.train.cli import main as cli
+from mtf_gradsync.tools.train.cli import steps
+from tests.tools.train.conftest import NO_ATTENTION
+
+TINY = str(Path(__file__).parents[1] / "tiny.gin")
+
+missing = xla.why_no_tpu_compiler()
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compile", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("gin_file", "gin_param", "topology", "json", "save_hlo", "verbosity"):
+        assert f"--{flag}" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_sigterm_stops_it_as_ctrl_c_does(capsys, monkeypatch):
+    """An exception ends the compiler's process and removes its folder."""
+    monkeypatch.setattr(steps, "compile_config", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["compile", f"--gin_file={TINY}"]) == 128 + signal.SIGTERM
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not missing, reason="the TPU compiler is installed")
+def test_without_the_compiler_the_error_says_what_to_install(capsys):
+    assert cli.main(["compile", f"--gin_file={TINY}"]) == cli.EXIT_FAILED
+    assert install_extra("tpu") in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_reported_first(capsys):
+    name = "/no/such/directory/compiled.json"
+    assert cli.main(["compile", f"--gin_file={TINY}", f"--json={name}"]) == cli.EXIT_BAD_CONFIG
+    assert f"--json={name} cannot be written" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_reported_first(capsys, tmp_path):
+    name = tmp_path / "file" / "folder"
+    name.parent.write_text("")
+    assert cli.main(["compile", f"--gin_file={TINY}", f"--save_hlo={name}"]) == cli.EXIT_BAD_CONFIG
+    assert f"--save_hlo={name} cannot be made: Not a directory" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_an_error_of_one_line_below_the_result(capsys, monkeypatch):
+    answer = xla.CompiledProgram("v3:2x2", "TPU v3", 8, "no", (), (), (), None, 0.0)
+    monkeypatch.setattr(steps, "compile_config", lambda *unused: answer)
+    status = cli.main(["compile", f"--gin_file={TINY}", "--json=/dev/full"])
+    printed = capsys.readouterr()
+    assert status == cli.EXIT_FAILED
+    assert "refused: no" in printed.out
+    assert "--json=/dev/full cannot be written: No space left on device" in printed.err
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(missing), reason=missing)
+def test_compiles_the_transformer_of_a_config(capsys, tmp_path):
+    path = tmp_path / "compiled.json"
+    tokens = 4 * 16 // 2  # two microbatches
+    status = cli.main(
+        [
+            "compile",
+            f"--gin_file={TINY}",
+            f"--gin_param=serialize_num_microbatches.tokens_per_microbatch_per_replica = {tokens}",
+            "--topology=v5e:2x2",
+            f"--json={path}",
+            f"--save_hlo={tmp_path}",
+        ]
+    )
+    assert status == 0
+    assert "accepted" in capsys.readouterr().out
+    compiled = json.loads(path.read_text())
+    assert compiled["num_replicas"] == 4
+    assert compiled["memory"]["aliased"] > 0
+    assert len(compiled["after"]) <= len(compiled["before"])
+    assert {bool(c["inside"]) for c in compiled["before"]} == {False, True}
+    assert "ENTRY" in (tmp_path / "after.hlo.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(missing), reason=missing)
+def test_a_topology_of_another_size_is_a_bad_config(capsys):
+    arguments = ["compile", f"--gin_file={TINY}", "--topology=v3:2x2"]
+    arguments.append(f"--gin_param={NO_ATTENTION}")
+    assert cli.main(arguments) == cli.EXIT_BAD_CONFIG
+    assert "has 8 cores and the program's mesh 4" in capsys.readouterr().err

@@ -1,0 +1,27 @@
+"""configs/lm_quantized.gin, with the model made small."""
+
+import numpy as np
+import pytest
+
+from mtf_gradsync.tools.train import held_out
+from mtf_gradsync.tools.train.metrics import read_metrics
+from tests.tools.train.config import small_lm
+from tests.tools.train.conftest import REPORTS
+
+LOW_RANK = ["CrossShardOptimizer.reducer = @LowRankAllReduce()", "LowRankAllReduce.rank = 2"]
+
+
+@pytest.mark.parametrize(("bindings", "most"), [([], 4), (LOW_RANK, 10)])
+@pytest.mark.mostly_slow
+def test_trains_with_less_and_shows_the_rate(bindings, most, tmp_path):
+    small_lm.train("lm_quantized.gin", tmp_path, "batch:2;model:1", 4, REPORTS, *bindings)
+    rows = [row for row in read_metrics(tmp_path / held_out.METRICS_FILE) if "loss" in row]
+    assert len(rows) == 4
+    assert np.isfinite([row["loss"] for row in rows]).all()
+    assert all(2 < row["compression/rate"] < most for row in rows)
+    variables = small_lm.variables(tmp_path / "model.ckpt-4")
+    kind = "low_rank_error" if bindings else "quantization_error"
+    errors = [value for name, value in variables.items() if name.endswith(f"/{kind}")]
+    assert len(errors) > 3
+    assert all(np.isfinite(error).all() for error in errors)
+    assert sum(error.any() for error in errors) > 3
