@@ -10,7 +10,8 @@ from mtf_gradsync._common import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.mesh.groups import ProcessorGroups, slicewise
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.shared_copies import slicewise
 from mtf_gradsync.reduce.sums import SumFn, check_values
 
 

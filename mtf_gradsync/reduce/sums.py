@@ -11,7 +11,8 @@ from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
 from mtf_gradsync._private.tensorflow import control_flow_v1, summed_together, write_to_own_memory
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import canonical_device, process_of
-from mtf_gradsync.mesh.groups import ProcessorGroups, first_alike
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.shared_copies import first_alike
 
 
 def check_values(values: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
 from mtf_gradsync._private.patches import Reshaped
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.groups import check_writers, writers_of, writing
+from mtf_gradsync.mesh.shared_copies import check_writers, writers_of, writing
 from mtf_gradsync.session import CURE
 from mtf_gradsync.step.branch import Gate
 from mtf_gradsync.step.later import build_later

@@ -1,0 +1,189 @@
+"""Copies of a slice that processors share: one tf variable in each memory, written once."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
+from mtf_gradsync._private.tensorflow import (
+    calls_function,
+    variable_key,
+    variables_written,
+)
+from mtf_gradsync.mesh.devices import full_name, memories
+
+# Stateful as TensorFlow sees it, but a second read gives what the first one gave.
+_REPEATABLE = ("ReadVariableOp", "VarHandleOp")
+
+
+def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+    """Calls a function once for all processors that share a memory and have the same inputs.
+
+    Each input is a list of one value for each processor, and so is the result. A function that
+    makes operations with state, as random numbers have, is called for each processor.
+    """
+    devices, graph = mesh_impl.devices, tf.get_default_graph()
+    result: list[Any] = [None] * mesh_impl.size
+
+    def call(processor: int) -> Any:
+        return mtf.parallel([devices[processor]], fn, *[[x[processor]] for x in inputs])[0]
+
+    for memory in memories(devices):
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for processor in memory:
+            alike.setdefault(tuple(id(x[processor]) for x in inputs), []).append(processor)
+        for members in alike.values():
+            if len(members) == 1:
+                result[members[0]] = call(members[0])
+                continue
+            # On the device that holds an argument: chains of operations stay on a device.
+            on = {full_name(devices[member]): member for member in members}
+            arguments = [x[members[0]] for x in inputs]
+            holders = [on.get(full_name(x.device)) for x in arguments if isinstance(x, TF_VALUES)]
+            first = next((x for x in holders if x is not None), members[0])
+            num_before = graph.version
+            value = call(first)
+            made = graph.get_operations()[num_before:]
+            has_state = any(op.op_def.is_stateful and op.type not in _REPEATABLE for op in made)
+            for member in members:
+                result[member] = call(member) if has_state and member != first else value
+    return result
+
+
+def shares_all(mesh_impl: Any) -> bool:
+    """Returns whether a mesh keeps one copy of what is equal on all processors."""
+    shares = getattr(mesh_impl, "LaidOutVariable", None) is SharedVariable
+    return shares and len(memories(mesh_impl.devices)) == 1
+
+
+def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
+    """For each group the first group with the very same tensors in the same memories.
+
+    Where copies are shared, processors that differ only along a dimension that a tensor is not
+    split over have one tensor together.
+    """
+    memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
+    first: dict[Any, list[int]] = {}
+    return [first.setdefault(tuple((id(slices[p]), memory[p]) for p in g), g) for g in groups]
+
+
+class SharedVariable:
+    """A laid-out variable, in place of Mesh-TF's, that has each slice once in each memory.
+
+    Processors that share a memory and a slice have one tf variable together. It is on the device of
+    one of them, the devices taking turns, and is written once.
+
+    Attributes:
+      laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
+      writers: for each processor the one that writes its slice.
+      copy_master_to_slices: the tf operation that sets the tf variables from the master.
+      copy_slices_to_master: the tf operation that does the reverse.
+    """
+
+    def __init__(self, variable: mtf.Variable, mesh_impl: Any):
+        """Makes the tf variables of a variable that has a master; the mesh has `next_turn`."""
+        self._variable, self._mesh_impl, self.name = variable, mesh_impl, variable.name
+        self.writers: list[int] = [0] * mesh_impl.size
+        with writing():
+            self._make(variable, mesh_impl)
+
+    def _make(self, variable: mtf.Variable, mesh_impl: Any) -> None:
+        shape = variable.outputs[0].shape
+        slices: list[Any] = [None] * mesh_impl.size
+        turn = mesh_impl.next_turn()
+        for memory in memories(mesh_impl.devices):
+            holders: dict[tuple[int, ...], list[int]] = {}
+            for processor in memory:
+                begin = tuple(mesh_impl.slice_begin(shape, processor))
+                holders.setdefault(begin, []).append(processor)
+            for members in holders.values():
+                writer = members[turn % len(members)]
+                with tf.device(mesh_impl.devices[writer]):
+                    value = tf.get_variable(
+                        f"{variable.name}_slice_{writer}",
+                        mesh_impl.slice_shape(shape),
+                        dtype=variable.slice_dtype,
+                        collections=[],
+                    )
+                for member in members:
+                    slices[member], self.writers[member] = value, writer
+        self.laid_out_tensor = mesh_impl.LaidOutTensor(slices)
+        self.copy_master_to_slices = self.assign_to_slices(
+            mtf.assign_slice, mesh_impl.make_slices(variable.get_master(), shape)
+        )
+        to_master = [tf.cast(value, variable.master_dtype) for value in slices]
+        self.copy_slices_to_master = variable.assign_to_master(
+            mesh_impl.combine_slices(to_master, shape)
+        )
+
+    def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
+        """Assigns the value of each processor's slice, each tf variable once."""
+        writers = list(dict.fromkeys(self.writers))
+        slices = self.laid_out_tensor.all_slices
+        with writing():
+            return tf.group(
+                mtf.parallel(
+                    [self._mesh_impl.devices[writer] for writer in writers],
+                    assign_fn,
+                    [self._variable] * len(writers),
+                    [slices[writer] for writer in writers],
+                    [values[writer] for writer in writers],
+                )
+            )
+
+
+def writers_of(laid_out_variable: Any) -> list[int]:
+    """Returns for each processor the one that writes its slice of a laid-out variable."""
+    shared = getattr(laid_out_variable, "writers", None)
+    return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
+
+
+# For each graph the numbers of the operations that were made inside `writing`, and whether those
+# are only its calls.
+_WRITING: weakref.WeakKeyDictionary[tf.Graph, list[tuple[range, bool]]]
+_WRITING = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def writing(only_calls: bool = False) -> Iterator[None]:
+    """Lets the operations that are made inside the block write shared slices, each of them once.
+
+    With `only_calls`, those that call functions, which have been checked themselves.
+    """
+    graph = tf.get_default_graph()
+    first = graph.version
+    yield
+    _WRITING.setdefault(graph, []).append((range(first, graph.version), only_calls))
+
+
+def check_writers(laid_out_variables: Iterable[Any], first: int = 0) -> None:
+    """Raises a ValueError if an operation outside of `writing` writes a slice that is shared.
+
+    Args:
+      laid_out_variables: the variables of a lowering.
+      first: how many operations the default graph had before the lowering.
+    """
+    shared = {
+        variable_key(x.op): variable.name
+        for variable in laid_out_variables
+        if isinstance(variable, SharedVariable)
+        for x in variable.laid_out_tensor.all_slices
+    }
+    graph = tf.get_default_graph()
+    allowed: dict[bool, set[int]] = {True: set(), False: set()}
+    for numbers, only_calls in _WRITING.get(graph, ()):
+        allowed[only_calls].update(numbers)
+    for number, op in enumerate(graph.get_operations()[first:] if shared else (), first):
+        if number in allowed[False] or (number in allowed[True] and calls_function(op)):
+            continue
+        for key in variables_written(op):
+            if key in shared:
+                raise ValueError(
+                    f"Operation {op.name!r} writes a slice of variable {shared[key]!r}, which "
+                    "several processors share: a slice has one writer, as two writes of one step "
+                    "would race. Write by mtf.assign, or in an operation of your own by "
+                    "lowering.variables[variable].assign_to_slices(assign_fn, values); or make the "
+                    "mesh with share_copies=False."
+                )
