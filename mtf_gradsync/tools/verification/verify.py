@@ -13,18 +13,8 @@ from tqdm import tqdm
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import ClipByGlobalNormOptimizer
 from mtf_gradsync.tools.verification import programs as kinds
-from mtf_gradsync.tools.verification.comparing import (
-    CANNOT_BE,
-    EQUAL,
-    MUST_DIFFER,
-    NOT_EQUAL,
-    Difference,
-    Line,
-    Verification,
-    cause_of,
-    dependences,
-    name_of_factor,
-)
+from mtf_gradsync.tools.verification.causes import cause_of, dependences, name_of_factor
+from mtf_gradsync.tools.verification.comparing import Difference
 from mtf_gradsync.tools.verification.engine import (
     CannotBeDivided,
     Comparison,
@@ -36,6 +26,14 @@ from mtf_gradsync.tools.verification.engine import (
 )
 from mtf_gradsync.tools.verification.programs import RUNTIMES, Batch, Division, UserProgram
 from mtf_gradsync.tools.verification.recording import DROPS
+from mtf_gradsync.tools.verification.result import (
+    CANNOT_BE,
+    EQUAL,
+    NOT_EQUAL,
+    NOT_SHOWN,
+    Line,
+    Verification,
+)
 
 
 def verify(
@@ -101,6 +99,7 @@ def verify(
         dataclasses.replace(base, name=f"mesh {shape}", mesh_shape=shape) for shape in meshes or ()
     ]
     every += [_with_params(base, more, number) for number, more in enumerate(settings[1:], 2)]
+    asked = {division.name for division in every}
     every += kinds.default_divisions(base, outcome.recorded, chosen, engine.steps_per_update)
     every = list({division.key: division for division in reversed(every)}.values())[::-1]
     verifier = _Verifier(engine, base, outcome)
@@ -109,7 +108,8 @@ def verify(
     with tqdm(every, desc="verifying", unit="division", leave=False, disable=hidden) as bar:
         for division in bar:
             bar.set_postfix_str(division.name)
-            lines.append(verifier.line(division))
+            line = verifier.line(division)
+            lines.append(dataclasses.replace(line, is_asked=division.name in asked))
     if outcome.recorded.islands:
         first = lines[0]
         names = ", ".join(outcome.recorded.islands)
@@ -123,7 +123,6 @@ def verify(
         engine.steps_per_update,
         len(outcome.recorded.variables),
         outcome.recorded.sees_gradients,
-        tuple(one.text for one in verifier.dependences),
     )
 
 
@@ -182,7 +181,7 @@ class _Verifier:
         other_steps = outcome.batches > 1 or division.changes.mask is not None
         natural = [x.text for x in self.dependences if other_steps or not x.by_steps]
         if natural and what in ("gradient", "value", "loss"):
-            return dataclasses.replace(found, verdict=MUST_DIFFER, cause="; ".join(natural))
+            return dataclasses.replace(found, verdict=NOT_SHOWN, cause="; ".join(natural))
         culprit, factor = self._culprit(division, first), first.factor
         named = "" if factor is None else name_of_factor(factor, self._numbers(division, outcome))
         return dataclasses.replace(

@@ -394,7 +394,7 @@ examples:
   mtf-gradsync verify --gin_file=my.gin --mesh_shape="batch:2;model:4" --divisions=wrappers
   mtf-gradsync verify --gin_file=my.gin --without=dropout --json=verified.json --png=verified.png
 
-Exit code 0: the same training, 1: it is not. docs/guides/verify.md explains the table."""
+Exit code 0: equal, 1: NOT EQUAL, 3: not shown. docs/guides/verify.md explains the table."""
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -415,7 +415,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without",
         metavar="WHAT[,WHAT...]",
-        help="what to take out of the model, as it must differ: dropout, random",
+        help="what to take out of the model: dropout, random",
     )
     parser.add_argument(
         "--steps", type=whole_number(1), default=1, metavar="N", help="updates (default: 1)"
@@ -452,7 +452,7 @@ def _verify(args: argparse.Namespace) -> int:
     if png_file:
         with named_write_errors("--png", png_file):
             found.plot(png_file)
-    return 0 if found.is_equal else 1
+    return found.exit_code
 
 
 VERIFY = Command(

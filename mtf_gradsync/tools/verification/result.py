@@ -1,0 +1,231 @@
+"""The answer of `verify`: a line for each division, as text, JSON and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync.runtimes._tables import terminal_width, text_table
+
+EQUAL, NOT_EQUAL, NOT_SHOWN, CANNOT_BE = "equal", "NOT EQUAL", "not shown", "cannot be"
+_COLORS = {EQUAL: "#2a6f97", NOT_EQUAL: "#b3261e", NOT_SHOWN: "#e09f3e", CANNOT_BE: "#777777"}
+_EXIT_CODES = {EQUAL: 0, NOT_EQUAL: 1, NOT_SHOWN: 3}
+
+
+class Compared(NamedTuple):
+    """How many variables were compared with the reference's.
+
+    Attributes:
+      gradients: those of which gradients were, finite and not all zeros.
+      values: those of which new values were, and that have a gradient.
+      slots: other variables: of the optimizer, and of the program.
+    """
+
+    gradients: int = 0
+    values: int = 0
+    slots: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What was found of one division.
+
+    Attributes:
+      division: its name.
+      mesh_shape: its mesh.
+      layout: its layout rules.
+      runtime: its runtime.
+      verdict: `EQUAL`, `NOT_EQUAL`, `NOT_SHOWN` or `CANNOT_BE`.
+      error: the largest error of a gradient, over the largest number of the reference's.
+      expected: the error that rounding explains of that variable.
+      variable: the first that differs, in the order of the backward pass.
+      what: what of it differs: "gradient", "value", "slot", "loss", "copies", "random numbers",
+        "value before the update".
+      factor: the number that it is multiplied by, if it is one.
+      of_factor: what that number is, such as "the number of shards".
+      brought_in_by: the wrapper or mesh axis without which it is equal.
+      cause: what usually is the cause; or why it is not shown, or cannot be.
+      errors: of each variable's gradient.
+      compared: how many variables were compared.
+      not_shown: variables that were not, or whose gradient is zero everywhere.
+      without: what was taken out of the program, such as "random numbers".
+      is_asked: whether the user asked for this division; others are tried.
+    """
+
+    division: str
+    mesh_shape: str
+    layout: str
+    runtime: str
+    verdict: str
+    error: float = 0.0
+    expected: float = 0.0
+    variable: str = ""
+    what: str = ""
+    factor: float | None = None
+    of_factor: str = ""
+    brought_in_by: str = ""
+    cause: str = ""
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    compared: Compared = dataclasses.field(default_factory=Compared)
+    not_shown: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    is_asked: bool = False
+
+    @property
+    def explained(self) -> str:
+        """What is to be said besides the verdict; "" for nothing."""
+        if self.verdict == EQUAL and self.without:
+            text = f"equal without {' and '.join(self.without)}"
+            return f"{text}. {self.cause}" if self.cause else f"{text}."
+        if self.verdict != NOT_EQUAL:
+            return self.cause
+        text = f"{self.what} of {self.variable}" if self.variable else self.what
+        if self.factor is not None:
+            text += f" is {self.factor:.2f} of what it must be"
+            text += f" ({self.of_factor})" if self.of_factor else ""
+        else:
+            text += " differs"
+        if self.brought_in_by:
+            text += f"; equal without {self.brought_in_by}"
+        return f"{text}. {self.cause}" if self.cause else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The answer of `verify`.
+
+    Attributes:
+      lines: one for each division, the program as it is first.
+      reference: what they were compared with.
+      source: what the expected rounding is known from.
+      steps: how many updates were made.
+      steps_per_update: how many batches each joins.
+      variables: how many variables have a gradient.
+      sees_gradients: whether the program has an optimizer, whose gradients were compared; else its
+        values were.
+    """
+
+    lines: tuple[Line, ...]
+    reference: str
+    source: str
+    steps: int
+    steps_per_update: int
+    variables: int
+    sees_gradients: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """`NOT_EQUAL` if a division is; `NOT_SHOWN` if one is, or one that was asked for cannot be.
+
+        Else it is `EQUAL`.
+        """
+        if any(line.verdict == NOT_EQUAL for line in self.lines):
+            return NOT_EQUAL
+        return NOT_SHOWN if self._open() else EQUAL
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the update was shown to be equal in all divisions."""
+        return self.verdict == EQUAL
+
+    @property
+    def exit_code(self) -> int:
+        """The command's: 0 for `EQUAL`, 1 for `NOT_EQUAL`, 3 for `NOT_SHOWN`."""
+        return _EXIT_CODES[self.verdict]
+
+    def _open(self) -> list[Line]:
+        """Returns the lines of which neither is known."""
+        return [
+            line
+            for line in self.lines
+            if line.verdict == NOT_SHOWN or (line.verdict == CANNOT_BE and line.is_asked)
+        ]
+
+    def to_json(self) -> str:
+        """Returns everything as JSON; a number that is not finite is null."""
+        lines = [{**vars(line), "compared": line.compared._asdict()} for line in self.lines]
+        fields = {**vars(self), "lines": lines, "is_equal": self.is_equal, "verdict": self.verdict}
+        return json.dumps(_finite(fields), indent=2)
+
+    def __str__(self) -> str:
+        headers = ("division", "mesh", "on", "error", "expected", "result")
+        rows: list[tuple[str, ...]] = []
+        said: dict[str, list[str]] = {}
+        for line in self.lines:
+            has_numbers = line.verdict in (EQUAL, NOT_EQUAL) or line.error > 0
+            numbers = [f"{x:.1e}" if has_numbers else "" for x in (line.error, line.expected)]
+            rows.append((line.division, line.mesh_shape, line.runtime, *numbers, line.verdict))
+            if line.explained:
+                said.setdefault(line.explained, []).append(line.division)
+        text = text_table(headers, rows, ("division", "mesh", "on", "result"))
+        for explained, names in said.items():
+            text += ["", *textwrap.wrap(f"{', '.join(names)}: {explained}", terminal_width())]
+        return "\n".join([*text, "", self._summary(), self._last_line()])
+
+    def _summary(self) -> str:
+        many = f", {self.steps_per_update} batches each" if self.steps_per_update > 1 else ""
+        plural = "s" if self.steps > 1 else ""
+        seen = "" if self.sees_gradients else " (no optimizer was seen)"
+        done = self.lines[0].compared if self.lines else Compared()
+        counts = ", ".join(f"{number} {kind}" for kind, number in done._asdict().items() if number)
+        return (
+            f"{counts or 'nothing'}{seen} of {self.steps} update{plural}{many}, against "
+            f"{self.reference}; expected rounding by {self.source}."
+        )
+
+    def _last_line(self) -> str:
+        if self.verdict == NOT_EQUAL:
+            wrong = [line.division for line in self.lines if line.verdict == NOT_EQUAL]
+            return f"Not the same training: {', '.join(wrong)}."
+        if self.verdict == NOT_SHOWN:
+            return f"Not shown: {', '.join(line.division for line in self._open())}."
+        out = list(dict.fromkeys(x for line in self.lines for x in line.without))
+        if out:
+            return f"Equal without {' and '.join(out)}, which depend on how it is divided."
+        count = sum(line.verdict == EQUAL for line in self.lines)
+        if count < len(self.lines):
+            return f"The same training in each of the {count} divisions that can be."
+        return "The same training, however it is divided."
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the error of each variable's gradient in each division, over the expected one.
+
+        Errors that are not finite stand at the right edge; the worst variable of a division that
+        is not equal is named. Raises ImportError without matplotlib.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 1.5 + 0.45 * len(self.lines)), layout="constrained")
+        axes = figure.add_subplot()
+        finite = [x for line in self.lines for x in line.errors.values() if math.isfinite(x)]
+        edge = 10 * max([1.0, *finite])
+        for row, line in enumerate(self.lines):
+            color = _COLORS[line.verdict]
+            errors = {k: max(x, 1e-9) if math.isfinite(x) else edge for k, x in line.errors.items()}
+            axes.plot(list(errors.values()), [row] * len(errors), "|", color=color, ms=12)
+            if errors:
+                axes.plot([line.expected], [row], ">", color="#777777", ms=4)
+            named = line.variable or (max(errors, key=lambda k: errors[k]) if errors else "")
+            if line.verdict != EQUAL:
+                text = f"{line.verdict}: {named}" if named else line.verdict
+                place = (errors.get(named, 1e-9), row)
+                axes.annotate(text, place, xytext=(0, 7), textcoords="offset points", fontsize=7,
+                              color=color, ha="right" if place[0] > 1e-4 else "left")  # fmt: skip
+        axes.set_yticks(range(len(self.lines)), [line.division for line in self.lines])
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlim(5e-10, 2 * edge)
+        axes.set_xlabel("error of each variable's gradient, over its largest number (> expected)")
+        figure.savefig(path, dpi=120)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
