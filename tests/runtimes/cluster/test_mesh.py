@@ -136,7 +136,7 @@ def test_strategies_that_exist_are_here():
         x for x in vars(reduce).values() if isinstance(x, type) and issubclass(x, reduce.Strategy)
     }
     tried = {type(make()) for make in program.STRATEGIES.values()}
-    # Another strategy's messages, made smaller; tests/reduce/test_tasks.py has it.
+    # Another strategy's messages, made smaller; tests/reduce/test_compressed.py has it.
     smaller = {reduce.CompressedAllReduce}
     # Of gradients alone; test_two_processes_compressed.py has them.
     smaller |= {reduce.QuantizedAllReduce, reduce.LowRankAllReduce}
