@@ -17,9 +17,14 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync._private.jax import compiled_hlo, cost_numbers, memory_bytes, stablehlo_flops
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
+from mtf_gradsync.runtimes._private.jax import (
+    compiled_hlo,
+    cost_numbers,
+    memory_bytes,
+    stablehlo_flops,
+)
 from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program, tpu_program
 from mtf_gradsync.runtimes.xla.devices import devices_for

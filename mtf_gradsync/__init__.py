@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
     from mtf_gradsync.tools import estimator as estimator
     from mtf_gradsync.tools import islands as islands
-    from mtf_gradsync.tools.planning import plan
+    from mtf_gradsync.tools.planning.plan import plan
     from mtf_gradsync.tools.timelines import Timeline, TimelineError
     from mtf_gradsync.tools.timelines.timeline import timeline
     from mtf_gradsync.tools.verification.verify import verify

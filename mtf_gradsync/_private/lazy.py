@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Callable, Mapping, Sequence
 
 
@@ -41,26 +41,47 @@ def lazy_names(
     return get, names
 
 
+class _MovedPackage(ModuleType):
+    """A package whose modules are imported by earlier names, too.
+
+    Each such import ends by making the module an attribute of its package, also where the package
+    has a function of that name by then, as `mtf_gradsync.xla.session` is one.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_module = isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"
+        if not (is_module and name in vars(self)):
+            super().__setattr__(name, value)
+
+
 class _EarlierNames(MetaPathFinder, Loader):
     """Imports modules under the names that they had before their folders moved."""
 
     def __init__(self, moved: Mapping[str, str]):
         self._moved = moved
 
+    def _place(self, name: str) -> str | None:
+        places = [
+            new + name[len(old) :]
+            for old, new in self._moved.items()
+            if f"{name}.".startswith(f"{old}.")
+        ]
+        return places[0] if places else None
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Returns a spec that leads to a module's real place; None if the module did not move."""
-        for old, new in self._moved.items():
-            if fullname == old or fullname.startswith(f"{old}."):
-                place = new + fullname[len(old) :]
-                if find_spec(place) is not None:
-                    return ModuleSpec(fullname, self, loader_state=place, is_package=True)
-        return None
+        place = self._place(fullname)
+        found = find_spec(place) if place else None
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, self, origin=found.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Returns the module of the real place; imports it there if nobody has yet."""
-        module = importlib.import_module(spec.loader_state)
+        module = importlib.import_module(self._place(spec.name) or "")
         spec.loader_state = module.__spec__
         return module
 
@@ -68,6 +89,15 @@ class _EarlierNames(MetaPathFinder, Loader):
         """Gives the module its own spec back, which Python's import has replaced by this one."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
+        if hasattr(module, "__path__"):
+            module.__class__ = _MovedPackage
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Returns the code of a module, for ``python -m`` with its earlier name."""
+        found = find_spec(self._place(fullname) or "")
+        assert found is not None
+        assert isinstance(found.loader, InspectLoader)
+        return found.loader.get_code(found.name)
 
 
 def find_moved(moved: Mapping[str, str]) -> None:

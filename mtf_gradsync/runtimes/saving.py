@@ -9,20 +9,26 @@ from typing import Any, Collection, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import (
+from mtf_gradsync.extension import (
     ACCEPT_FLAG,
+    ISLAND,
+    STATE_COLLECTION,
     ConfigError,
+    ReshardingSaver,
+    Saved,
     TrainingError,
+    begin_anew,
+    changes,
     close_to,
     first_line,
+    give_initializer,
+    mtf,
+    owner_of,
     some_of,
+    tf,
+    value_for,
 )
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import give_initializer, session_interface
-from mtf_gradsync.optimizers.beginning import begin_anew
-from mtf_gradsync.optimizers.resharding import ISLAND, STATE_COLLECTION, Saved, changes, value_for
-from mtf_gradsync.optimizers.restoring import ReshardingSaver
-from mtf_gradsync.optimizers.slots import owner_of
+from mtf_gradsync.runtimes._private.tensorflow import session_interface
 from mtf_gradsync.runtimes.starting import (
     STATE_FILE,
     UNREADABLE,

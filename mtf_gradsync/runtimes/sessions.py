@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, ContextManager, Iterator, Literal, Sequence, get_args
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import session_interface
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
+from mtf_gradsync.extension import LayoutLike, MeshShapeLike, mtf, session_config, tf
 from mtf_gradsync.runtimes import simd, xla
+from mtf_gradsync.runtimes._private.tensorflow import session_interface
 from mtf_gradsync.runtimes.simd.session import ReplicaSession
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.session import session_config
 
 _SessionInterface: Any = session_interface()
 

@@ -15,10 +15,14 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync._common import SKIP_FLAG, ConfigError, first_line
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.average import averaged_checkpoint
-from mtf_gradsync.optimizers.restoring import write_changed
+from mtf_gradsync.extension import (
+    SKIP_FLAG,
+    ConfigError,
+    averaged_checkpoint,
+    first_line,
+    tf,
+    write_changed,
+)
 
 
 def free_name(path: Path) -> Path:

@@ -6,10 +6,10 @@ import gin
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.gin import registered
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN
 from mtf_gradsync.optimizers import Wrapper
+from mtf_gradsync.tools._private.gin import registered
 
 SHARED = [
     ("learning_rate", NOT_GIVEN),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gin
 import pytest
 
-from mtf_gradsync._private import gin as private
+from mtf_gradsync.tools._private import gin as private
 
 
 @gin.configurable(module="tests.private")

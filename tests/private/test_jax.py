@@ -9,8 +9,9 @@ import textwrap
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync._private import jax as private
-from mtf_gradsync._private.tensorflow import hlo_module, profile_space
+from mtf_gradsync.runtimes._private import jax as private
+from mtf_gradsync.runtimes._private.tensorflow import hlo_module
+from mtf_gradsync.tools._private import profiles
 from tests.forked import Forked
 
 pytestmark = [
@@ -45,9 +46,14 @@ def run_fresh(code):
         from runner.program import (
             LoadedProgram, compile_options, compiled, loaded_executable, serialized_executable
         )
-        spec = importlib.util.spec_from_file_location("private_jax", {private.__file__!r})
-        private = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(private)
+
+        def load(path):
+            spec = importlib.util.spec_from_file_location("private", path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+
+        private, profiles = load({private.__file__!r}), load({profiles.__file__!r})
 
         def compile_program(devices, options={{}}, load=True):
             text = {PROGRAM!r}.replace("SIZE", str(len(devices)))
@@ -151,14 +157,14 @@ def test_a_compiled_program_says_its_memory_and_its_text():
 
 def test_a_profile_has_the_operations_of_a_program_and_no_frames_of_python():
     out = run_fresh("""
-        profiler = private.Profiler()
+        profiler = profiles.Profiler()
         double = jax.jit(lambda x: jax.numpy.sin(x) * 2)
         double(1.0)
         profiler.start()
         double(2.0).block_until_ready()
         out["profile"] = profiler.stop().hex()
     """)
-    space = profile_space(bytes.fromhex(out["profile"]))
+    space = profiles.profile_space(bytes.fromhex(out["profile"]))
     assert "Task Environment" in [plane.name for plane in space.planes]
     (host,) = [plane for plane in space.planes if plane.name == "/host:CPU"]
     assert {"hlo_op", "hlo_module"} <= {value.name for value in host.stat_metadata.values()}

@@ -8,7 +8,6 @@ import pytest
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
-    add_saving_listeners,
     advance_step_after_reads,
     checkpoint_initializers,
     collective_sum,
@@ -27,13 +26,13 @@ from mtf_gradsync._private.tensorflow import (
     number_of_tpu_shards,
     replace_capture,
     run_after,
-    session_interface,
     set_attr,
-    summary_writers,
     trace_function,
     variables_of_saver,
     write_to_own_memory,
 )
+from mtf_gradsync.runtimes._private.tensorflow import session_interface
+from mtf_gradsync.tools._private.tensorflow import add_saving_listeners, summary_writers
 
 
 def run(fetches, feeds=None, num_devices=1):

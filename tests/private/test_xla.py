@@ -9,7 +9,7 @@ import tensorflow as tf2
 from google.protobuf.message import DecodeError
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import (
+from mtf_gradsync.runtimes._private.tensorflow import (
     BridgeError,
     eager_mode,
     function_hlo,
@@ -23,7 +23,7 @@ MAKE_HLO = """
 import json
 import tensorflow as tf
 import mtf_gradsync
-from mtf_gradsync._private.tensorflow import function_hlo, hlo_module, xla_element_types
+from mtf_gradsync.runtimes._private.tensorflow import function_hlo, hlo_module, xla_element_types
 
 variable = tf.Variable([10.0, 20.0])
 

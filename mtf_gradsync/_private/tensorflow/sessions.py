@@ -3,44 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import socket
 import sys
-from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
-
-
-def session_interface() -> type:
-    """Returns the class by which savers and hooks recognise sessions."""
-    from tensorflow.python.client import session
-
-    return session.SessionInterface
-
-
-def singular_monitored_session(
-    creator: tf.train.SessionCreator, hooks: Sequence[Any]
-) -> tf.train.SingularMonitoredSession:
-    """Returns a monitored session of a creator's session that does not restart itself."""
-
-    class Singular(tf.train.SingularMonitoredSession):
-        def __init__(self) -> None:
-            super(tf.train.SingularMonitoredSession, self).__init__(
-                creator, hooks, should_recover=False
-            )
-
-    return Singular()
-
-
-def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
-    """Returns the operations, with the writer as input 0, that open a graph's version 2 writers."""
-    return graph.get_collection("_SUMMARY_WRITER_V2")
-
-
-def add_saving_listeners(hook: tf.train.CheckpointSaverHook, listeners: Sequence[Any]) -> None:
-    """Adds listeners to a hook that saves checkpoints, as Estimator does."""
-    hook._listeners.extend(listeners)
 
 
 def variables_of_saver(saver: tf.train.Saver) -> set[str] | None:
@@ -192,80 +158,3 @@ def summed_together() -> Iterator[None]:
     name = graph.unique_name("summed_together").encode()
     with graph._attr_scope({TOGETHER_ATTR: tf.AttrValue(s=name)}):
         yield
-
-
-@contextlib.contextmanager
-def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
-    """Marks the operations made inside as part of a TPU program, which begins at `pivot`."""
-    from tensorflow.python.tpu import tpu as home
-
-    if not hasattr(home, "TPUReplicateContext"):  # from 2.13 on
-        from tensorflow.python.tpu import tpu_replication as home
-
-    context = home.TPUReplicateContext(name=name, num_replicas=num_replicas, pivot=pivot)
-    context.Enter()
-    try:
-        yield
-    finally:
-        context.Exit()
-
-
-def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
-    """Returns the operation that says how many cores run the TPU program around it."""
-    from tensorflow.python.tpu.ops import tpu_ops
-
-    return tpu_ops.tpu_replicate_metadata(num_replicas=num_replicas)
-
-
-def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
-    """Tells functions called inside, such as ``tf.tpu.cross_replica_sum``, the number of cores."""
-    from tensorflow.python.tpu import tpu_function
-
-    return tpu_function.tpu_shard_context(num_replicas)
-
-
-def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
-    """Returns one tensor of a TPU program from each core's own, which have one dtype and shape."""
-    from tensorflow.python.tpu.ops import tpu_ops
-
-    return tpu_ops.tpu_replicated_input(list(tensors), name=name)
-
-
-# TensorFlow looks through thousands of kernels for each answer.
-@functools.lru_cache(maxsize=None)
-def kernel_devices(op_type: str) -> frozenset[str]:
-    """Returns kinds of devices, such as "CPU", that TensorFlow can run a type of operation on.
-
-    "DEFAULT" stands for all devices.
-    """
-    from tensorflow.python.framework import kernels
-
-    return frozenset(k.device_type for k in kernels.get_registered_kernels_for_op(op_type).kernel)
-
-
-def bind_to_loopback(port: int) -> None:
-    """Makes a server of this process take no calls of other machines; OSError if it cannot.
-
-    TensorFlow's servers listen on "0.0.0.0", without a setting for it. Calls that came before are
-    ended; a server that has not begun has not obeyed them.
-    """
-    if not hasattr(socket, "SO_BINDTODEVICE"):
-        raise OSError(f"A system like {sys.platform} cannot bind a socket to a device")
-    bound = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            one = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # no socket, or closed meanwhile
-            continue
-        with one:
-            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.getsockname()[1] != port:
-                continue
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                # Unlike an address it can be set on a socket that listens. Linux asks for no right.
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
-                bound += 1
-            else:
-                with contextlib.suppress(OSError):  # not connected
-                    one.shutdown(socket.SHUT_RDWR)
-    if not bound:
-        raise OSError(f"No socket of this process listens on port {port}")

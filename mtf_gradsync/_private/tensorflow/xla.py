@@ -2,41 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ContextManager, Sequence
-
-import numpy as np
+from typing import Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow.graphs import set_attr
-
-
-def eager_mode() -> ContextManager[None]:
-    """Switches eager execution on for a while, also where ``disable_v2_behavior`` was called."""
-    from tensorflow.python.eager import context
-
-    return context.eager_mode()
-
-
-def xla_custom_call(
-    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int], name: str
-) -> tf.Tensor:
-    """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
-
-    `settings` is the call's ``backend_config``. The result has the given shape and the input's
-    dtype.
-    """
-    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-
-    (result,) = gen_xla_ops.xla_custom_call_v2(
-        operands=[operand],
-        call_target_name=target,
-        backend_config=settings,
-        has_side_effect=False,
-        result_dtypes=[operand.dtype],
-        result_shapes=[tf.TensorShape(shape)],
-        name=name,
-    )
-    return result
 
 
 def cross_replica_scatter(
@@ -99,60 +68,3 @@ def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis:
     set_attr(received.op, GATHERS, tf.AttrValue(b=True))
     shape[axis] *= size
     return tf.reshape(received, shape)
-
-
-def with_own_types(value: np.ndarray) -> np.ndarray:
-    """Returns the same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own."""
-    own = tf.bfloat16.as_numpy_dtype
-    if value.dtype.name == "bfloat16" and value.dtype != own:
-        return value.view(np.uint16).view(own)
-    return value
-
-
-class BridgeError(RuntimeError):
-    """TensorFlow's bridge to XLA refuses a program."""
-
-
-def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
-    """Returns the HLO that TensorFlow's bridge to XLA makes of a concrete function, unoptimized.
-
-    It needs eager execution. `input_specs` are of the function's arguments, without its captures.
-    The result is a serialized ``HloModuleProto``, whose results are the function's, then the new
-    values of the variables that it assigns; the module's aliases say which is whose.
-
-    Raises:
-      BridgeError: XLA has no kernel for an operation.
-    """
-    from tensorflow.python.eager.polymorphic_function import compiler_ir
-
-    generate = compiler_ir.from_concrete_function(function, list(input_specs))
-    try:
-        return generate(stage="hlo_serialized")
-    except (tf.errors.OpError, ValueError) as error:
-        text = str(error).split("The op is created at", 1)[0].split("Stack trace", 1)[0]
-        raise BridgeError(" ".join(text.split())[:600]) from error
-
-
-def profile_space(serialized: bytes) -> Any:
-    """Reads a serialized ``XSpace``, a profile as TensorFlow's and jax's profilers write it."""
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    return xplane_pb2.XSpace.FromString(serialized)
-
-
-def hlo_module(serialized: bytes) -> Any:
-    """Reads a program of XLA, a serialized ``HloModuleProto``; no bytes give a module to fill.
-
-    Fields of later versions stay as unknown fields. Bytes of something else raise
-    google.protobuf.message.DecodeError.
-    """
-    from tensorflow.compiler.xla.service import hlo_pb2
-
-    return hlo_pb2.HloModuleProto.FromString(serialized)
-
-
-def xla_element_types() -> dict[str, int]:
-    """Returns XLA's element types, such as "F32", with their numbers in an ``HloModuleProto``."""
-    from tensorflow.compiler.xla import xla_data_pb2
-
-    return dict(xla_data_pb2.PrimitiveType.items())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Iterable, Iterator, NamedTuple
 
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import kernel_devices
+from mtf_gradsync.extension import tf
+from mtf_gradsync.runtimes._private.tensorflow import kernel_devices
 from mtf_gradsync.runtimes.simd.effects import (
     COLLECTIVE_TYPES,
     CollectiveOperation,

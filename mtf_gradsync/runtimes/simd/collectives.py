@@ -6,8 +6,7 @@ import itertools
 import math
 from typing import Any, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import mesh_text
+from mtf_gradsync.extension import mesh_text, mtf, tf
 from mtf_gradsync.runtimes.simd.checks import check_functions_are_silent
 from mtf_gradsync.runtimes.simd.effects import (
     CollectiveOperation,

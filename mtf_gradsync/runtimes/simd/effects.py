@@ -6,7 +6,7 @@ import collections
 import re
 from typing import Iterable, NamedTuple, Sequence
 
-from mtf_gradsync._private.tensorflow import TOGETHER_ATTR
+from mtf_gradsync.extension import TOGETHER_ATTR
 from mtf_gradsync.runtimes.simd.facts import (
     CONTROL,
     CalledBranch,

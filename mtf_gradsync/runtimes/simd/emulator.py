@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Iterable, Sequence
 
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes.simd.checks import (
     Agreement,
     check_can_be_emulated,

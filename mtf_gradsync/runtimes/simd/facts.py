@@ -22,9 +22,7 @@ from typing import (
 import graphlib
 import numpy as np
 
-from mtf_gradsync._common import some_of
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import PASSES_ON, TPU_PROGRAM_ATTR
+from mtf_gradsync.extension import PASSES_ON, TPU_PROGRAM_ATTR, some_of, tf
 
 
 class UnsupportedProgramError(ValueError):

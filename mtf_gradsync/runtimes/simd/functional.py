@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from typing import Any, Callable, Hashable, Mapping, MutableMapping, Sequence, Tuple
 
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes.simd.facts import (
     CONTROL,
     CalledBranch,

@@ -9,10 +9,15 @@ from typing import Any, Callable, Hashable, Iterator, Sequence, TypeVar
 import numpy as np
 from mesh_tensorflow import tpu_variables
 
-from mtf_gradsync._private import tensorflow as private
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import forget_mesh
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
+from mtf_gradsync.extension import (
+    LayoutLike,
+    MeshShapeLike,
+    forget_mesh,
+    mtf,
+    ref_variables_explained,
+    tf,
+)
+from mtf_gradsync.runtimes._private import tensorflow as private
 from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated, values_name
 from mtf_gradsync.runtimes.simd.emulator import EmulatedGraph, emulate
 from mtf_gradsync.runtimes.simd.facts import (
@@ -22,7 +27,6 @@ from mtf_gradsync.runtimes.simd.facts import (
 )
 from mtf_gradsync.runtimes.simd.randomness import StepOfDraws
 from mtf_gradsync.runtimes.simd.session import MasterOps, ReplicaSession, copied, lowerings_in
-from mtf_gradsync.session import ref_variables_explained
 
 
 def cpu_config() -> tf.ConfigProto:

@@ -12,12 +12,16 @@ from typing import Any, Iterable, Mapping, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync._common import counted
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, restored_lowering
-from mtf_gradsync.optimizers.beginning import Beginnings
-from mtf_gradsync.optimizers.restoring import adapt_checkpoint
-from mtf_gradsync.step import StepWatches
+from mtf_gradsync.extension import (
+    SLICES_COLLECTION,
+    Beginnings,
+    StepWatches,
+    adapt_checkpoint,
+    counted,
+    mtf,
+    restored_lowering,
+    tf,
+)
 
 
 class MasterOps:

@@ -9,10 +9,7 @@ import math
 import textwrap
 from typing import Any, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import some_of
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import mesh_text
-from mtf_gradsync.mesh.devices import process_of
+from mtf_gradsync.extension import mesh_text, mtf, process_of, some_of, tf
 from mtf_gradsync.runtimes._tables import terminal_width, text_table
 from mtf_gradsync.runtimes.simd.facts import CalledBranch, Context, GraphFacts, Loop, turns_in
 

@@ -8,11 +8,8 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import mixed
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import (
-    GATHERS,
-    TOGETHER_ATTR,
+from mtf_gradsync.extension import GATHERS, TOGETHER_ATTR, mixed, tf
+from mtf_gradsync.runtimes._private.tensorflow import (
     BridgeError,
     eager_mode,
     function_hlo,

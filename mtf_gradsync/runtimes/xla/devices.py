@@ -17,8 +17,8 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync._common import check_whole_number, install_extra
-from mtf_gradsync._private.jax import backends_are_initialized
+from mtf_gradsync.extension import check_whole_number, install_extra
+from mtf_gradsync.runtimes._private.jax import backends_are_initialized
 from mtf_gradsync.runtimes.processes.members import ProcessesError
 from mtf_gradsync.runtimes.xla.runner.devices import find_devices, first_devices, make_cpu_devices
 from mtf_gradsync.runtimes.xla.runner.program import wait_for_turn

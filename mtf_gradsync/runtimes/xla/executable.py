@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import warn_once
-from mtf_gradsync._private.jax import hlo_to_module, writes_over_arguments_well
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import tf, warn_once
+from mtf_gradsync.runtimes._private.jax import hlo_to_module, writes_over_arguments_well
 from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.xla.bridge import COLLECTIVE_TARGETS, Hlo, to_hlo
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram

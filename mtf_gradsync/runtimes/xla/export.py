@@ -10,8 +10,7 @@ from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Seque
 
 import numpy as np
 
-from mtf_gradsync._common import counted
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.extension import counted, mtf, tf
 from mtf_gradsync.runtimes.processes import meeting, members
 from mtf_gradsync.runtimes.simd.facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program

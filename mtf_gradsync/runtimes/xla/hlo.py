@@ -9,8 +9,8 @@ from typing import Any, Sequence
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import hlo_module, xla_element_types
+from mtf_gradsync.extension import tf
+from mtf_gradsync.runtimes._private.tensorflow import hlo_module, xla_element_types
 
 _PACKAGE = "mtf_gradsync.xla"
 _INT64 = descriptor_pb2.FieldDescriptorProto.TYPE_INT64

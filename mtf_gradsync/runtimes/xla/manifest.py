@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.extension import HeldSlices, mtf, tf
 from mtf_gradsync.runtimes.xla.bridge import STATE_WORDS
 from mtf_gradsync.runtimes.xla.executable import CoreModule
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, ReplicaProgram
 from mtf_gradsync.runtimes.xla.runner.packs import group_names
-from mtf_gradsync.step import HeldSlices
 
 RANDOM_STATE = "random_state"
 

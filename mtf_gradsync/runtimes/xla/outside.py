@@ -11,8 +11,8 @@ from typing import Any, Collection, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import with_own_types
+from mtf_gradsync.extension import tf
+from mtf_gradsync.runtimes._private.tensorflow import with_own_types
 from mtf_gradsync.runtimes.simd.facts import (
     CONTROL,
     GraphFacts,

@@ -7,9 +7,9 @@ from typing import Any, Iterable, NamedTuple, Sequence, cast
 
 import numpy as np
 
-from mtf_gradsync._private.jax import compiled_hlo
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import with_own_types
+from mtf_gradsync.extension import mtf, tf
+from mtf_gradsync.runtimes._private.jax import compiled_hlo
+from mtf_gradsync.runtimes._private.tensorflow import with_own_types
 from mtf_gradsync.runtimes.processes.watchdog import beats_go_on
 from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated
 from mtf_gradsync.runtimes.simd.facts import GraphFacts

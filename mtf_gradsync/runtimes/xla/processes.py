@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, Callable, Mapping, NamedTuple, TypeVar
 
-from mtf_gradsync._private.jax import (
+from mtf_gradsync.runtimes._private.jax import (
     JaxCluster,
     backends_are_initialized,
     detected_cluster,

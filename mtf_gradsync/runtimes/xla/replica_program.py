@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes.simd.effects import find_collectives, find_effects
 from mtf_gradsync.runtimes.simd.facts import (
     CONTROL,

@@ -10,9 +10,8 @@ from typing import Any, Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import with_own_types
-from mtf_gradsync.optimizers import NoUpdateError
+from mtf_gradsync.extension import NoUpdateError, mtf, tf
+from mtf_gradsync.runtimes._private.tensorflow import with_own_types
 from mtf_gradsync.runtimes.processes.watchdog import note
 from mtf_gradsync.runtimes.simd.facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program

@@ -7,18 +7,27 @@ from typing import Any, Callable, Mapping, Sequence
 import gin
 import tensorflow as tf2
 
-from mtf_gradsync._common import check_flag
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1 import AppliesGradients
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, as_layout, as_mesh_shape
-from mtf_gradsync.optimizers import reported, split_by_shard, traits_of
-from mtf_gradsync.optimizers.pipeline.weights import mean_loss
-from mtf_gradsync.optimizers.report import in_sums_now, weight_now
-from mtf_gradsync.reduce import placement_mesh_impl
+from mtf_gradsync.extension import (
+    AppliesGradients,
+    LayoutLike,
+    MeshShapeLike,
+    as_layout,
+    as_mesh_shape,
+    check_flag,
+    in_sums_now,
+    is_advanced,
+    mean_loss,
+    mtf,
+    placement_mesh_impl,
+    reported,
+    split_by_shard,
+    tf,
+    traits_of,
+    weight_now,
+)
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.runtimes.simd.traffic import has_calls
-from mtf_gradsync.step import is_advanced
 from mtf_gradsync.tools.estimator.host import MeanLossHook
 
 _Modes = tf.estimator.ModeKeys

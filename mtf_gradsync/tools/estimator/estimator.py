@@ -8,14 +8,18 @@ import os
 import tempfile
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from mtf_gradsync._common import check_whole_number
-from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
-from mtf_gradsync.mesh.axes import MeshShapeLike, as_mesh_shape
-from mtf_gradsync.optimizers.average import check_averages_kept
+from mtf_gradsync.extension import (
+    ESTIMATOR_AVAILABLE,
+    MeshShapeLike,
+    as_mesh_shape,
+    check_averages_kept,
+    check_whole_number,
+    session_config,
+    tf,
+)
 from mtf_gradsync.runtimes import simd, xla
 from mtf_gradsync.runtimes.sessions import RUNTIMES, OnCores, OnDevices, RuntimeName
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
-from mtf_gradsync.session import session_config
 from mtf_gradsync.tools.estimator.host import (
     Evaluation,
     HostCallHook,

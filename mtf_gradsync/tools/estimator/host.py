@@ -11,10 +11,9 @@ from typing import Any, Callable, Mapping, Sequence, Union
 
 import numpy as np
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import restored_lowering
-from mtf_gradsync._private.tensorflow import add_saving_listeners, summary_writers
+from mtf_gradsync.extension import mtf, restored_lowering, tf
 from mtf_gradsync.runtimes.means import Measured, StepMeans
+from mtf_gradsync.tools._private.tensorflow import add_saving_listeners, summary_writers
 
 _logger = logging.getLogger(__name__)
 

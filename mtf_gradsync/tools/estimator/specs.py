@@ -15,8 +15,7 @@ import re
 import time
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import did_you_mean, some_of, warn_of_unmatched
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import did_you_mean, some_of, tf, warn_of_unmatched
 from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 

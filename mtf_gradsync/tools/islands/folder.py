@@ -19,7 +19,7 @@ from typing import Any, Iterator, Mapping, NamedTuple
 
 import numpy as np
 
-from mtf_gradsync._common import install_extra
+from mtf_gradsync.extension import install_extra
 
 _TEXT = "mtf_gradsync"  # the key of an object's facts in the metadata of its file
 SUFFIX = ".safetensors"

@@ -13,8 +13,7 @@ from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
 import gin
 import numpy as np
 
-from mtf_gradsync._common import is_number
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import is_number, tf
 from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder
 from mtf_gradsync.tools.islands.journal import Journal, events_by_step
 from mtf_gradsync.tools.islands.merger import ROUND, Merger, MergerThread, Waiting, poll_seconds_of

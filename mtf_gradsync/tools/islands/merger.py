@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import is_number
+from mtf_gradsync.extension import is_number
 from mtf_gradsync.tools.islands.folder import (
     SUFFIX,
     DamagedObjectError,

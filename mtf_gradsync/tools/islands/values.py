@@ -6,11 +6,8 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import counted, did_you_mean, warn_once
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.beginning import Beginnings
+from mtf_gradsync.extension import Beginnings, StepPlan, counted, did_you_mean, mtf, tf, warn_once
 from mtf_gradsync.runtimes.simd.session import ReplicaSession, VariableAccess, lowerings_in
-from mtf_gradsync.step import StepPlan
 from mtf_gradsync.tools.islands.folder import Spec
 
 

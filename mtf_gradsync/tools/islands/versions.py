@@ -16,7 +16,7 @@ from typing import Any, Iterator, Literal, Mapping, NamedTuple, Sequence, get_ar
 
 import numpy as np
 
-from mtf_gradsync._common import is_number
+from mtf_gradsync.extension import is_number
 from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder, Spec, Stored
 
 SETTINGS = "settings.json"

@@ -11,8 +11,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from tqdm import tqdm
 
-from mtf_gradsync._common import is_whole_number
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.extension import is_whole_number, mtf
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.runtimes.simd.program import Program, compiled_only
 from mtf_gradsync.runtimes.xla.topology.chips import slice_of

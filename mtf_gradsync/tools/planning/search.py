@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._signals import Interruption, signal_of
 from mtf_gradsync.runtimes.simd.collectives import groups_by_axes, list_collectives
 from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError

@@ -21,8 +21,7 @@ from typing import (
     Tuple,
 )
 
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.slots import STAND_INS
+from mtf_gradsync.extension import STAND_INS, tf
 from mtf_gradsync.runtimes.simd.traffic import CommunicationRow
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram

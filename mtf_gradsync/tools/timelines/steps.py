@@ -10,16 +10,14 @@ from typing import Any, Callable, NamedTuple, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from mtf_gradsync._common import first_line
-from mtf_gradsync._private.jax import Profiler, compiled_hlo
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import profile_space
-from mtf_gradsync.mesh.devices import place_of
+from mtf_gradsync.extension import first_line, place_of, tf
+from mtf_gradsync.runtimes._private.jax import compiled_hlo
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
 from mtf_gradsync.runtimes.simd.facts import CalledBranch, GraphFacts
 from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
 from mtf_gradsync.runtimes.xla.devices import OtherProcessError
 from mtf_gradsync.runtimes.xla.session import Dispatched, XlaSession
+from mtf_gradsync.tools._private.profiles import Profiler, profile_space
 from mtf_gradsync.tools.timelines.events import (
     Call,
     Collective,

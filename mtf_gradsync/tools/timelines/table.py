@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Sequence
 
-from mtf_gradsync._common import some_of
+from mtf_gradsync.extension import some_of
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.tools.timelines.events import (
     Event,

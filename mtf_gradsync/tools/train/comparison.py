@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
 
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers import Wrapper
+from mtf_gradsync.extension import Wrapper, tf
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.runtimes.simd import CommunicationReport, CommunicationRow, Total

@@ -15,16 +15,19 @@ from typing import Any, Callable, Collection, Dict, Literal, NamedTuple, Sequenc
 import gin
 import numpy as np
 
-from mtf_gradsync._common import (
+from mtf_gradsync.extension import (
     ConfigError,
+    LayoutLike,
+    MeshShapeLike,
     close_to,
     first_line,
     install_extra,
     is_number,
     is_whole_number,
+    mesh_text,
+    mtf,
+    tf,
 )
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, mesh_text
 
 
 def transformer_utils() -> ModuleType:

@@ -11,12 +11,19 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 import gin
 import numpy as np
 
-from mtf_gradsync._common import ConfigError, TrainingError, first_line, is_number, is_whole_number
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.average import NoAveragesError
+from mtf_gradsync.extension import (
+    ConfigError,
+    NoAveragesError,
+    TrainingError,
+    first_line,
+    is_number,
+    is_whole_number,
+    mtf,
+    session_config,
+    tf,
+)
 from mtf_gradsync.runtimes.saving import check_has
 from mtf_gradsync.runtimes.starting import UNREADABLE, Start
-from mtf_gradsync.session import session_config
 from mtf_gradsync.tools.train.data.vocabulary import PAD_ID
 from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
 

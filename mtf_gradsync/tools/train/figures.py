@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
-from mtf_gradsync._common import ConfigError, TrainingError, install_extra
+from mtf_gradsync.extension import ConfigError, TrainingError, install_extra
 from mtf_gradsync.runtimes.starting import write_bytes
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)

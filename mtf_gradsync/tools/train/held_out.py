@@ -9,8 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
-from mtf_gradsync._common import ConfigError, first_line
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import ConfigError, first_line, tf
 from mtf_gradsync.runtimes.starting import write_json, write_text
 from mtf_gradsync.tools.train.data import datasets as data
 from mtf_gradsync.tools.train.data.batches import wrong_id

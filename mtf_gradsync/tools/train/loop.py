@@ -8,9 +8,7 @@ import time
 from concurrent.futures import Future
 from typing import Any, Callable, NamedTuple, Sequence
 
-from mtf_gradsync._common import ConfigError, TrainingError, first_line
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers import NoUpdateError
+from mtf_gradsync.extension import ConfigError, NoUpdateError, TrainingError, first_line, tf
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.means import Measured, StepMeans
 from mtf_gradsync.tools.timelines import Timeline, TimelineError

@@ -8,9 +8,9 @@ from typing import Callable, Mapping, NamedTuple, Sequence
 
 import gin
 
-from mtf_gradsync._common import ACCEPT_FLAG, CONFIG_FILE, ConfigError, some_lines
-from mtf_gradsync._private.gin import bindings_in
+from mtf_gradsync.extension import ACCEPT_FLAG, CONFIG_FILE, ConfigError, some_lines
 from mtf_gradsync.runtimes.starting import write_text
+from mtf_gradsync.tools._private.gin import bindings_in
 
 # More differences than these are counted, not listed.
 _MOST = 12

@@ -16,9 +16,7 @@ from typing import Any, Iterator, Mapping, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync._common import first_line
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers import split_by_shard
+from mtf_gradsync.extension import first_line, split_by_shard, tf
 from mtf_gradsync.runtimes.means import StepMeans
 from mtf_gradsync.runtimes.starting import free_name, write_text
 

@@ -6,8 +6,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any, Callable, Collection, NamedTuple, get_args
 
-from mtf_gradsync._common import ConfigError
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.extension import ConfigError, mtf, tf
 from mtf_gradsync.tools.train.config import (
     LearningRate,
     MeshSettings,

@@ -7,9 +7,7 @@ import signal
 import tempfile
 from typing import Any, Callable, Mapping, Sequence
 
-from mtf_gradsync._common import ConfigError, TrainingError
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.mesh.axes import mesh_text
+from mtf_gradsync.extension import ConfigError, TrainingError, mesh_text, tf
 from mtf_gradsync.runtimes import xla
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.cluster import Task, join_cluster

@@ -10,18 +10,19 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync._common import (
+from mtf_gradsync.extension import (
     CONFIG_FILE,
     SKIP_FLAG,
     ConfigError,
+    NoAveragesError,
     TrainingError,
+    check_averages_kept,
     counted,
     first_line,
+    mesh_text,
+    session_config,
+    tf,
 )
-from mtf_gradsync._private.gin import unread
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.mesh.axes import mesh_text
-from mtf_gradsync.optimizers.average import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.runtimes.saving import check_configuration, differences_text, initialize_from
@@ -33,7 +34,7 @@ from mtf_gradsync.runtimes.starting import (
     only_run_in,
     remove_leftovers,
 )
-from mtf_gradsync.session import session_config
+from mtf_gradsync.tools._private.gin import unread
 from mtf_gradsync.tools.islands import ElasticIslands, Folder, Island, read_status
 from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.timelines import Timeline, TimelineError

@@ -9,15 +9,20 @@ from typing import Any, Callable, NamedTuple, Sequence, get_args
 
 import numpy as np
 
-from mtf_gradsync._common import ConfigError, TrainingError
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import singular_monitored_session
-from mtf_gradsync.optimizers import OuterOptimizer, traits_of
-from mtf_gradsync.optimizers.skips import ReportsSkips
+from mtf_gradsync.extension import (
+    ConfigError,
+    OuterOptimizer,
+    ReportsSkips,
+    TrainingError,
+    mtf,
+    tf,
+    traits_of,
+)
 from mtf_gradsync.runtimes import sessions, simd, xla
 from mtf_gradsync.runtimes.saving import TrainingSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import Start
+from mtf_gradsync.tools._private.tensorflow import singular_monitored_session
 from mtf_gradsync.tools.islands import Island, IslandError
 from mtf_gradsync.tools.timelines import Timeline, timeline
 from mtf_gradsync.tools.train.config import RunConfig, RuntimeName

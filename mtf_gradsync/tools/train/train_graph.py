@@ -9,23 +9,28 @@ from typing import Any, Callable, ContextManager, Iterable, Iterator, NamedTuple
 
 import gin
 
-from mtf_gradsync._common import ConfigError, did_you_mean
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import (
+from mtf_gradsync.extension import (
+    ConfigError,
     GradientAccumulationOptimizer,
     OuterOptimizer,
+    StepPlan,
+    UpdateCounters,
     Wrapper,
+    did_you_mean,
+    gated_update,
     gradient_noise_scale,
+    in_sums_now,
+    mtf,
+    rate_at,
     reported,
+    tf,
     traits_of,
+    updates_before,
 )
-from mtf_gradsync.optimizers.report import in_sums_now
-from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at, updates_before
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.simd import CommunicationReport
 from mtf_gradsync.runtimes.simd.traffic import has_calls
-from mtf_gradsync.step import StepPlan, gated_update
 from mtf_gradsync.tools.train.config import VariableFilter, rate_of_step, transformer_utils
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, placeholders
 

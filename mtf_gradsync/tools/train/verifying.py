@@ -8,8 +8,7 @@ from typing import Any, Generator, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import ConfigError
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import ConfigError, tf
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, resolve_job

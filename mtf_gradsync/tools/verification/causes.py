@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.extension import mtf
 from mtf_gradsync.tools.verification.comparing import behind
 
 

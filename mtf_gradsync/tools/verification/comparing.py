@@ -6,8 +6,7 @@ from typing import Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import walk
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.extension import mtf, tf, walk
 
 Values = Mapping[str, np.ndarray]
 

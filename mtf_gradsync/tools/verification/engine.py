@@ -8,7 +8,7 @@ from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import tf
 from mtf_gradsync.tools.verification.comparing import (
     BFLOAT16,
     Difference,

@@ -10,13 +10,16 @@ from unittest import mock
 
 import numpy as np
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import SyncReplicasOptimizer
-from mtf_gradsync.optimizers.pipeline.weights import mean_loss
-from mtf_gradsync.reduce import placement_mesh_impl
+from mtf_gradsync.extension import (
+    SyncReplicasOptimizer,
+    mean_loss,
+    mtf,
+    placement_mesh_impl,
+    session_config,
+    tf,
+)
 from mtf_gradsync.runtimes import simd, xla
 from mtf_gradsync.runtimes.simd.session import VariableAccess, copied
-from mtf_gradsync.session import session_config
 from mtf_gradsync.tools.verification.recording import (
     GRADIENT,
     UPDATES,

@@ -8,21 +8,23 @@ import inspect
 import math
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync._common import is_number
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1 import NOT_GIVEN
-from mtf_gradsync.optimizers import (
+from mtf_gradsync.extension import (
+    NOT_GIVEN,
     ClipByGlobalNormOptimizer,
     CommonArguments,
     GradientAccumulationOptimizer,
+    StepPlan,
     SyncReplicasOptimizer,
+    TrainOptimizerInterface,
+    WeightsOfGradients,
     Wrapper,
+    gated_update,
+    is_number,
+    mtf,
+    tf,
     traits_of,
+    why_not,
 )
-from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
-from mtf_gradsync.optimizers.pipeline.order import why_not
-from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients
-from mtf_gradsync.step import StepPlan, gated_update
 
 # Endings of the names of variables that a program under test has besides its own.
 GRADIENT = "/verified_gradient"

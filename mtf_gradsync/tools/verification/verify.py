@@ -10,8 +10,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import ClipByGlobalNormOptimizer
+from mtf_gradsync.extension import ClipByGlobalNormOptimizer, mtf, tf
 from mtf_gradsync.tools.verification import programs as kinds
 from mtf_gradsync.tools.verification.causes import cause_of, dependences, name_of_factor
 from mtf_gradsync.tools.verification.comparing import Difference

@@ -5,8 +5,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
-from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes._private.jax import compiled_hlo
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues
 from mtf_gradsync.runtimes.xla.topology.compiled import COLLECTIVES, find_hlo_collectives

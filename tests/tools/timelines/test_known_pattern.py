@@ -8,8 +8,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
-from mtf_gradsync._private.jax import Profiler
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.tools._private.profiles import Profiler
 from mtf_gradsync.tools.timelines import TimelineError
 from tests.runtimes.simd.programs import SGD, Regression
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtf_gradsync._private.tensorflow import profile_space
+from mtf_gradsync.tools._private.profiles import profile_space
 from mtf_gradsync.tools.timelines.events import Ran, TimelineError, leaves, until_used
 from mtf_gradsync.tools.timelines.profiles import read_profile
 

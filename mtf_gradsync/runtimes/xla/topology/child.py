@@ -22,7 +22,7 @@ _CHIPS_PER_HOST = 4
 
 def main(private: Any, folder: str) -> dict[str, Any]:
     """Compiles the folder's ``module.mlir`` as ``request.json`` asks; see `own_process.ask`."""
-    # `private` is the module `mtf_gradsync._private.jax`, which cannot be imported here.
+    # `private` is the module `mtf_gradsync.runtimes._private.jax`, which cannot be imported here.
     from jax.experimental import topologies
     from runner.program import compile_options  # type: ignore[import-not-found]  # by its path
 

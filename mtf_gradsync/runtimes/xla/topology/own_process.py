@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
-from mtf_gradsync._private import jax as private
+from mtf_gradsync.runtimes._private import jax as private
 from mtf_gradsync.runtimes.xla.topology import child
 from mtf_gradsync.runtimes.xla.topology.chips import slice_of
 

@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import (
+from mtf_gradsync.extension import (
     CONFIG_FILE,
     ConfigError,
     TrainingError,
@@ -311,7 +311,7 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     from absl import flags
     from absl import logging as absl_logging
 
-    from mtf_gradsync.session import enable_mesh_defaults
+    from mtf_gradsync.extension import enable_mesh_defaults
     from mtf_gradsync.tools.train import gin_files
 
     absl_logging.set_verbosity(args.verbosity)

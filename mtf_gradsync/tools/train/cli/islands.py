@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync.extension import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import plot_status, read_status

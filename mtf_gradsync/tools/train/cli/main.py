@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Iterator, NoReturn, Sequence
 
-from mtf_gradsync._common import ConfigError, TrainingError, did_you_mean
+from mtf_gradsync.extension import ConfigError, TrainingError, did_you_mean
 from mtf_gradsync.runtimes._signals import signal_of
 from mtf_gradsync.tools.train.cli import init, islands, runs, steps
 from mtf_gradsync.tools.train.cli.arguments import (
@@ -92,7 +92,7 @@ def version_of(name: str) -> str:
 def _facts() -> Iterator[tuple[str, str]]:
     """Yields names and values of what is known once the package is imported."""
     import mtf_gradsync
-    from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
+    from mtf_gradsync.extension import ESTIMATOR_AVAILABLE, tf
     from mtf_gradsync.runtimes import xla
     from mtf_gradsync.tools.train.config import transformer_utils
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtf_gradsync._common import ACCEPT_FLAG, CONFIG_FILE, SKIP_FLAG, ConfigError, TrainingError
+from mtf_gradsync.extension import ACCEPT_FLAG, CONFIG_FILE, SKIP_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, MissingProcessesError
 from mtf_gradsync.tools.train.cli.arguments import (
     Command,

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from typing import Any, Callable, Sequence
 
-from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync.extension import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.train.cli.arguments import (
     Command,
@@ -150,7 +150,7 @@ def compile_config(
     TPUEstimator.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
-    from mtf_gradsync._private.libraries import tf
+    from mtf_gradsync.extension import tf
     from mtf_gradsync.runtimes import xla
     from mtf_gradsync.runtimes.simd.program import compiled_only
     from mtf_gradsync.tools.train import gin_files
@@ -310,7 +310,7 @@ def plan_config(
     dcn_bandwidth and inner_steps of `mtf_gradsync.plan`.
     """
     # Not above: these take seconds, which `--help` need not.
-    from mtf_gradsync._private.libraries import tf
+    from mtf_gradsync.extension import tf
     from mtf_gradsync.runtimes import xla
     from mtf_gradsync.tools import planning
     from mtf_gradsync.tools.train import gin_files

@@ -16,8 +16,7 @@ from typing import Any, Callable, Mapping
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync._common import ConfigError, TrainingError, first_line
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import ConfigError, TrainingError, first_line, tf
 from mtf_gradsync.tools.train.data.datasets import MODEL_FEATURES, mapped
 
 

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence, Tuple
 
-from mtf_gradsync._common import ConfigError, counted
+from mtf_gradsync.extension import ConfigError, counted
 
 _logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
-from mtf_gradsync._private.jax import Profiler
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.processes.watchdog import beats_go_on
+from mtf_gradsync.tools._private.profiles import Profiler
 from tests.forked import TIME_LIMIT
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"

@@ -1,6 +1,6 @@
 """Small HLO modules, made field by field as XLA serializes them."""
 
-from mtf_gradsync._private.tensorflow import hlo_module, xla_element_types
+from mtf_gradsync.runtimes._private.tensorflow import hlo_module, xla_element_types
 
 TYPES = xla_element_types()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtf_gradsync._private.jax import stablehlo_to_hlo
+from mtf_gradsync.runtimes._private.jax import stablehlo_to_hlo
 from mtf_gradsync.runtimes.xla.topology.estimate import turns_more
 
 pytestmark = pytest.mark.xla

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync._private.jax import hlo_from_text
+from mtf_gradsync.runtimes._private.jax import hlo_from_text
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.topology.chips import Rates, why_doubtful, work_of
 

@@ -1,0 +1,161 @@
+"""What runtimes and tools, and programs that write their own, use of the core.
+
+Import-linter holds them to it: the rest of the core may change without them. The page
+``docs/guides/own_wrapper.md`` says which names are for whom.
+"""
+
+from mtf_gradsync._common import (
+    ACCEPT_FLAG,
+    CONFIG_FILE,
+    SKIP_FLAG,
+    ConfigError,
+    TrainingError,
+    check_flag,
+    check_whole_number,
+    close_to,
+    configs_dir,
+    counted,
+    did_you_mean,
+    first_line,
+    install_extra,
+    is_number,
+    is_whole_number,
+    mixed,
+    some_lines,
+    some_of,
+    walk,
+    warn_of_unmatched,
+    warn_once,
+)
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, forget_mesh, restored_lowering
+from mtf_gradsync._private.tensorflow import (
+    GATHERS,
+    PASSES_ON,
+    TOGETHER_ATTR,
+    TPU_PROGRAM_ATTR,
+    give_initializer,
+)
+from mtf_gradsync.compat_v1 import NOT_GIVEN, AppliesGradients
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, as_layout, as_mesh_shape, mesh_text
+from mtf_gradsync.mesh.devices import place_of, process_of
+from mtf_gradsync.optimizers import (
+    ClipByGlobalNormOptimizer,
+    CommonArguments,
+    GradientAccumulationOptimizer,
+    NoUpdateError,
+    OuterOptimizer,
+    SyncReplicasOptimizer,
+    Wrapper,
+    gradient_noise_scale,
+    reported,
+    split_by_shard,
+    traits_of,
+)
+from mtf_gradsync.optimizers.average import (
+    NoAveragesError,
+    averaged_checkpoint,
+    check_averages_kept,
+)
+from mtf_gradsync.optimizers.beginning import Beginnings, begin_anew
+from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
+from mtf_gradsync.optimizers.pipeline.order import why_not
+from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
+from mtf_gradsync.optimizers.report import in_sums_now, weight_now
+from mtf_gradsync.optimizers.resharding import ISLAND, STATE_COLLECTION, Saved, changes, value_for
+from mtf_gradsync.optimizers.restoring import ReshardingSaver, adapt_checkpoint, write_changed
+from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at, updates_before
+from mtf_gradsync.optimizers.skips import ReportsSkips
+from mtf_gradsync.optimizers.slots import STAND_INS, owner_of
+from mtf_gradsync.reduce import placement_mesh_impl
+from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
+from mtf_gradsync.step import HeldSlices, StepPlan, StepWatches, gated_update, is_advanced
+
+__all__ = [
+    "ACCEPT_FLAG",
+    "CONFIG_FILE",
+    "ESTIMATOR_AVAILABLE",
+    "GATHERS",
+    "ISLAND",
+    "NOT_GIVEN",
+    "PASSES_ON",
+    "SKIP_FLAG",
+    "SLICES_COLLECTION",
+    "STAND_INS",
+    "STATE_COLLECTION",
+    "TOGETHER_ATTR",
+    "TPU_PROGRAM_ATTR",
+    "AppliesGradients",
+    "Beginnings",
+    "ClipByGlobalNormOptimizer",
+    "CommonArguments",
+    "ConfigError",
+    "GradientAccumulationOptimizer",
+    "HeldSlices",
+    "LayoutLike",
+    "MeshShapeLike",
+    "NoAveragesError",
+    "NoUpdateError",
+    "OuterOptimizer",
+    "ReportsSkips",
+    "ReshardingSaver",
+    "Saved",
+    "StepPlan",
+    "StepWatches",
+    "SyncReplicasOptimizer",
+    "TrainOptimizerInterface",
+    "TrainingError",
+    "UpdateCounters",
+    "WeightsOfGradients",
+    "Wrapper",
+    "adapt_checkpoint",
+    "as_layout",
+    "as_mesh_shape",
+    "averaged_checkpoint",
+    "begin_anew",
+    "changes",
+    "check_averages_kept",
+    "check_flag",
+    "check_whole_number",
+    "close_to",
+    "configs_dir",
+    "counted",
+    "did_you_mean",
+    "enable_mesh_defaults",
+    "first_line",
+    "forget_mesh",
+    "gated_update",
+    "give_initializer",
+    "gradient_noise_scale",
+    "in_sums_now",
+    "install_extra",
+    "is_advanced",
+    "is_number",
+    "is_whole_number",
+    "mean_loss",
+    "mesh_text",
+    "mixed",
+    "mtf",
+    "owner_of",
+    "place_of",
+    "placement_mesh_impl",
+    "process_of",
+    "rate_at",
+    "ref_variables_explained",
+    "reported",
+    "restored_lowering",
+    "session_config",
+    "some_lines",
+    "some_of",
+    "split_by_shard",
+    "tf",
+    "traits_of",
+    "updates_before",
+    "value_for",
+    "walk",
+    "warn_of_unmatched",
+    "warn_once",
+    "weight_now",
+    "why_not",
+    "write_changed",
+]

@@ -1,0 +1,181 @@
+"""What runtimes use of TensorFlow that has no public name, one function each.
+
+All were read on TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each that fails where a
+version means something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+from typing import Any, ContextManager, Iterator, Sequence
+
+import numpy as np
+
+from mtf_gradsync.extension import tf
+
+
+def session_interface() -> type:
+    """Returns the class by which savers and hooks recognise sessions."""
+    from tensorflow.python.client import session
+
+    return session.SessionInterface
+
+
+# TensorFlow looks through thousands of kernels for each answer.
+@functools.lru_cache(maxsize=None)
+def kernel_devices(op_type: str) -> frozenset[str]:
+    """Returns kinds of devices, such as "CPU", that TensorFlow can run a type of operation on.
+
+    "DEFAULT" stands for all devices.
+    """
+    from tensorflow.python.framework import kernels
+
+    return frozenset(k.device_type for k in kernels.get_registered_kernels_for_op(op_type).kernel)
+
+
+def bind_to_loopback(port: int) -> None:
+    """Makes a server of this process take no calls of other machines; OSError if it cannot.
+
+    TensorFlow's servers listen on "0.0.0.0", without a setting for it. Calls that came before are
+    ended; a server that has not begun has not obeyed them.
+    """
+    if not hasattr(socket, "SO_BINDTODEVICE"):
+        raise OSError(f"A system like {sys.platform} cannot bind a socket to a device")
+    bound = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            one = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # no socket, or closed meanwhile
+            continue
+        with one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.getsockname()[1] != port:
+                continue
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                # Unlike an address it can be set on a socket that listens. Linux asks for no right.
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+                bound += 1
+            else:
+                with contextlib.suppress(OSError):  # not connected
+                    one.shutdown(socket.SHUT_RDWR)
+    if not bound:
+        raise OSError(f"No socket of this process listens on port {port}")
+
+
+@contextlib.contextmanager
+def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
+    """Marks the operations made inside as part of a TPU program, which begins at `pivot`."""
+    from tensorflow.python.tpu import tpu as home
+
+    if not hasattr(home, "TPUReplicateContext"):  # from 2.13 on
+        from tensorflow.python.tpu import tpu_replication as home
+
+    context = home.TPUReplicateContext(name=name, num_replicas=num_replicas, pivot=pivot)
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
+    """Returns the operation that says how many cores run the TPU program around it."""
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.tpu_replicate_metadata(num_replicas=num_replicas)
+
+
+def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
+    """Tells functions called inside, such as ``tf.tpu.cross_replica_sum``, the number of cores."""
+    from tensorflow.python.tpu import tpu_function
+
+    return tpu_function.tpu_shard_context(num_replicas)
+
+
+def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
+    """Returns one tensor of a TPU program from each core's own, which have one dtype and shape."""
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.tpu_replicated_input(list(tensors), name=name)
+
+
+def eager_mode() -> ContextManager[None]:
+    """Switches eager execution on for a while, also where ``disable_v2_behavior`` was called."""
+    from tensorflow.python.eager import context
+
+    return context.eager_mode()
+
+
+def xla_custom_call(
+    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int], name: str
+) -> tf.Tensor:
+    """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
+
+    `settings` is the call's ``backend_config``. The result has the given shape and the input's
+    dtype.
+    """
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    (result,) = gen_xla_ops.xla_custom_call_v2(
+        operands=[operand],
+        call_target_name=target,
+        backend_config=settings,
+        has_side_effect=False,
+        result_dtypes=[operand.dtype],
+        result_shapes=[tf.TensorShape(shape)],
+        name=name,
+    )
+    return result
+
+
+def with_own_types(value: np.ndarray) -> np.ndarray:
+    """Returns the same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own."""
+    own = tf.bfloat16.as_numpy_dtype
+    if value.dtype.name == "bfloat16" and value.dtype != own:
+        return value.view(np.uint16).view(own)
+    return value
+
+
+class BridgeError(RuntimeError):
+    """TensorFlow's bridge to XLA refuses a program."""
+
+
+def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
+    """Returns the HLO that TensorFlow's bridge to XLA makes of a concrete function, unoptimized.
+
+    It needs eager execution. `input_specs` are of the function's arguments, without its captures.
+    The result is a serialized ``HloModuleProto``, whose results are the function's, then the new
+    values of the variables that it assigns; the module's aliases say which is whose.
+
+    Raises:
+      BridgeError: XLA has no kernel for an operation.
+    """
+    from tensorflow.python.eager.polymorphic_function import compiler_ir
+
+    generate = compiler_ir.from_concrete_function(function, list(input_specs))
+    try:
+        return generate(stage="hlo_serialized")
+    except (tf.errors.OpError, ValueError) as error:
+        text = str(error).split("The op is created at", 1)[0].split("Stack trace", 1)[0]
+        raise BridgeError(" ".join(text.split())[:600]) from error
+
+
+def hlo_module(serialized: bytes) -> Any:
+    """Reads a program of XLA, a serialized ``HloModuleProto``; no bytes give a module to fill.
+
+    Fields of later versions stay as unknown fields. Bytes of something else raise
+    google.protobuf.message.DecodeError.
+    """
+    from tensorflow.compiler.xla.service import hlo_pb2
+
+    return hlo_pb2.HloModuleProto.FromString(serialized)
+
+
+def xla_element_types() -> dict[str, int]:
+    """Returns XLA's element types, such as "F32", with their numbers in an ``HloModuleProto``."""
+    from tensorflow.compiler.xla import xla_data_pb2
+
+    return dict(xla_data_pb2.PrimitiveType.items())

@@ -1,0 +1,31 @@
+"""What tools use of TensorFlow that has no public name, one function each."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync.extension import tf
+
+
+def singular_monitored_session(
+    creator: tf.train.SessionCreator, hooks: Sequence[Any]
+) -> tf.train.SingularMonitoredSession:
+    """Returns a monitored session of a creator's session that does not restart itself."""
+
+    class Singular(tf.train.SingularMonitoredSession):
+        def __init__(self) -> None:
+            super(tf.train.SingularMonitoredSession, self).__init__(
+                creator, hooks, should_recover=False
+            )
+
+    return Singular()
+
+
+def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
+    """Returns the operations, with the writer as input 0, that open a graph's version 2 writers."""
+    return graph.get_collection("_SUMMARY_WRITER_V2")
+
+
+def add_saving_listeners(hook: tf.train.CheckpointSaverHook, listeners: Sequence[Any]) -> None:
+    """Adds listeners to a hook that saves checkpoints, as Estimator does."""
+    hook._listeners.extend(listeners)
