@@ -47,14 +47,15 @@ from mtf_gradsync.optimizers import (
     skip_large_updates,
     skip_not_finite,
 )
-from mtf_gradsync.optimizers.beginning import keep_state_where_values_come_from_checkpoints
-from mtf_gradsync.optimizers.restoring import (
-    ReshardingSaver,
-    adapt_checkpoint,
-    check_what_savers_restore,
-)
 from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update
-from mtf_gradsync.optimizers.slots import check_bare_optimizers
+from mtf_gradsync.optimizers.state.beginning import keep_state_where_values_come_from_checkpoints
+from mtf_gradsync.optimizers.state.checkpoints import adapt_checkpoint
+from mtf_gradsync.optimizers.state.savers import (
+    ReshardingSaver,
+    check_what_savers_restore,
+    restore_in_pipelines,
+)
+from mtf_gradsync.optimizers.state.slots import check_bare_optimizers
 from mtf_gradsync.reduce import (
     FusedAllReduce,
     LowRankAllReduce,
@@ -89,6 +90,7 @@ keep_apart_when_combined(StandIn)
 keep_summaries_in_meta_graphs()
 explain_mesh_tensors_to_tensorflow()
 check_what_savers_restore()
+restore_in_pipelines()
 keep_state_where_values_come_from_checkpoints()
 
 # Where programs run, and what people do with them, is loaded when it is first used.

@@ -57,16 +57,17 @@ from mtf_gradsync.optimizers.average import (
     averaged_checkpoint,
     check_averages_kept,
 )
-from mtf_gradsync.optimizers.beginning import Beginnings, begin_anew
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline.order import why_not
 from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
 from mtf_gradsync.optimizers.report import in_sums_now, weight_now
-from mtf_gradsync.optimizers.resharding import ISLAND, STATE_COLLECTION, Saved, changes, value_for
-from mtf_gradsync.optimizers.restoring import ReshardingSaver, adapt_checkpoint, write_changed
 from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at, updates_before
 from mtf_gradsync.optimizers.skips import ReportsSkips
-from mtf_gradsync.optimizers.slots import STAND_INS, owner_of
+from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew
+from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, write_changed
+from mtf_gradsync.optimizers.state.savers import ReshardingSaver
+from mtf_gradsync.optimizers.state.slots import owner_of
+from mtf_gradsync.optimizers.state.variables import ISLAND, STAND_INS, STATE_COLLECTION
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
 from mtf_gradsync.step import HeldSlices, StepPlan, StepWatches, gated_update, is_advanced
@@ -113,7 +114,6 @@ __all__ = [
     "as_mesh_shape",
     "averaged_checkpoint",
     "begin_anew",
-    "changes",
     "check_averages_kept",
     "check_flag",
     "check_whole_number",
@@ -151,7 +151,6 @@ __all__ = [
     "tf",
     "traits_of",
     "updates_before",
-    "value_for",
     "walk",
     "warn_of_unmatched",
     "warn_once",

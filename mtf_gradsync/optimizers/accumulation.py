@@ -24,7 +24,6 @@ from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
 from mtf_gradsync.optimizers.pipeline.weights import Weights
-from mtf_gradsync.optimizers.restoring import note_sums_not_kept
 from mtf_gradsync.optimizers.schedules import Passes, check_passes, passes_at, update_counter
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
@@ -39,7 +38,7 @@ from mtf_gradsync.optimizers.skips import (
     says_skip,
     waiting_state,
 )
-from mtf_gradsync.optimizers.slots import named_state, scalar_state
+from mtf_gradsync.optimizers.state.variables import named_state, note_sums_not_kept, scalar_state
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype

@@ -18,11 +18,12 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
 from mtf_gradsync.gradients.stage import check_variables, on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.beginning import derived_variable, is_marked
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits
-from mtf_gradsync.optimizers.restoring import note_state, write_changed
 from mtf_gradsync.optimizers.schedules import update_counter
-from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners, unstacked
+from mtf_gradsync.optimizers.state.beginning import derived_variable, is_marked
+from mtf_gradsync.optimizers.state.checkpoints import Saved, write_changed
+from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
+from mtf_gradsync.optimizers.state.variables import note_state, unstacked
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.session import root_scope
@@ -57,20 +58,19 @@ def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
     Raises:
       NoAveragesError: the checkpoint has no average of any of the variables.
     """
-    reader = tf.train.load_checkpoint(path)
-    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    names = [variable.op.name for variable in variables if variable.op.name in shapes]
-    averages = {name: f"{name}/{AVERAGE}" for name in names if f"{name}/{AVERAGE}" in shapes}
+    saved = Saved(path)
+    names = [variable.op.name for variable in variables if variable.op.name in saved.shapes]
+    averages = {name: f"{name}/{AVERAGE}" for name in names if f"{name}/{AVERAGE}" in saved.shapes}
     if not averages:
         raise NoAveragesError(
             f"evaluate_with_averages: the checkpoint {path} has no moving averages of the model's "
             f"variables (<variable>/{AVERAGE}). mtf_gradsync.AverageOptimizer keeps them in "
             "training."
         )
-    found = {name: reader.get_tensor(average) for name, average in averages.items()}
+    found = {name: saved.read(average) for name, average in averages.items()}
     values = {
         # Averages are wider than narrow variables. Before training they are the variables.
-        name: average.astype(dtypes[name].as_numpy_dtype)
+        name: average.astype(saved.dtypes[name].as_numpy_dtype)
         for name, average in found.items()
         if not is_marked(average)
     }

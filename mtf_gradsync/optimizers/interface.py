@@ -19,7 +19,7 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weighted_loss,
 )
-from mtf_gradsync.optimizers.slots import check_name
+from mtf_gradsync.optimizers.state.variables import check_name
 from mtf_gradsync.step import StepPlan, advance_step
 
 

@@ -32,7 +32,7 @@ from mtf_gradsync.optimizers.skips import (
     rows_of_shards,
     waiting_state,
 )
-from mtf_gradsync.optimizers.slots import scalar_state
+from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, StepPlan, values_after

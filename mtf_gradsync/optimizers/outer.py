@@ -49,7 +49,8 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
 )
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words, check_limit
-from mtf_gradsync.optimizers.slots import named_state, owner_of, scalar_state
+from mtf_gradsync.optimizers.state.slots import owner_of
+from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction

@@ -23,14 +23,16 @@ from mtf_gradsync.gradients.stage import (
     reshaped,
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.beginning import derived_variable
 from mtf_gradsync.optimizers.pipeline.strategy_state import Owner, VariablePiece
-from mtf_gradsync.optimizers.resharding import ISLAND, STATE_COLLECTION, StateNote
-from mtf_gradsync.optimizers.restoring import note_state
-from mtf_gradsync.optimizers.slots import (
+from mtf_gradsync.optimizers.state.beginning import derived_variable
+from mtf_gradsync.optimizers.state.variables import (
+    ISLAND,
+    STATE_COLLECTION,
+    StateNote,
     UncheckpointedVariable,
     named_state,
-    unstacked_as,
+    note_state,
+    unstacked,
 )
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.session import root_scope
@@ -175,7 +177,7 @@ class OuterVariable(mtf.Variable):
     def __init__(self, variable: mtf.Variable):
         init_replacement(self, variable, None)
         self._trainable = False
-        keep_unstacked(self, unstacked_as(variable.dtype))
+        keep_unstacked(self, unstacked(variable.dtype))
         give_outputs(self, [mtf.Tensor(self, variable.shape, variable.activation_dtype)])
         self.graph.operations.insert(0, self)
         self.graph.all_variables.append(self)
@@ -224,7 +226,7 @@ def hold_by_islands(
                     variable.mesh,
                     name,
                     saved,
-                    unstacked_as(variable.dtype),
+                    unstacked(variable.dtype),
                     initializer=initializer,
                     trainable=False,
                 ).operation
@@ -238,6 +240,6 @@ def hold_by_islands(
         holder = derived_variable(variable, make) if is_derived else make(initial)
         note = note or StateNote(variable.name, one_shape=True, start=None)
         note_state(holder, note._replace(num_island_dims=len(dims), held=variable.name))
-    keep_unstacked(variable, unstacked_as(variable.dtype))
+    keep_unstacked(variable, unstacked(variable.dtype))
     StepPlan.of(variable.graph).part(Islands).hold(variable, holder)
     return holder

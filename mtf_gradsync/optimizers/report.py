@@ -22,7 +22,7 @@ from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.gradients.stages import per_shard, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline import GradientSet, Reduced, StepBuilder
-from mtf_gradsync.optimizers.slots import check_name, named_state, scalar_state
+from mtf_gradsync.optimizers.state.variables import check_name, named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, Gate, StepPlan, WriteInPlace, values_after

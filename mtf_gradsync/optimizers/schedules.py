@@ -12,7 +12,7 @@ from mtf_gradsync._common import check_whole_number, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step, within
 from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.optimizers.slots import scalar_state
+from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 
 _CONSTANT = "Where it changes, base the schedule on get_update_step."

@@ -40,7 +40,7 @@ from mtf_gradsync.optimizers.sharded_variables import (
     slot_shapes,
     why_unsplit,
 )
-from mtf_gradsync.optimizers.slots import owner_of
+from mtf_gradsync.optimizers.state.slots import owner_of
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 

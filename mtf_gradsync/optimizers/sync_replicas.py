@@ -42,7 +42,7 @@ from mtf_gradsync.optimizers.replicas import (
     make_state,
 )
 from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
-from mtf_gradsync.optimizers.slots import named_state
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype

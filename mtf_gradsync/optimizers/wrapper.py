@@ -38,8 +38,8 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weights_of,
 )
-from mtf_gradsync.optimizers.restoring import adapt_lowering
-from mtf_gradsync.optimizers.slots import SlotBook, check_name
+from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.variables import check_name
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
@@ -299,7 +299,6 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
                 self._warn_of_no_gradients(variables)
                 return []
             undone.enter_context(StepPlan.of(variables[0].graph).undone_on_error())
-            adapt_lowering(variables[0])
             for book in books:
                 undone.enter_context(book.undone_on_error())
             given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))

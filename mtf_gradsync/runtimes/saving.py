@@ -18,7 +18,6 @@ from mtf_gradsync.extension import (
     Saved,
     TrainingError,
     begin_anew,
-    changes,
     close_to,
     first_line,
     give_initializer,
@@ -26,7 +25,6 @@ from mtf_gradsync.extension import (
     owner_of,
     some_of,
     tf,
-    value_for,
 )
 from mtf_gradsync.runtimes._private.tensorflow import session_interface
 from mtf_gradsync.runtimes.starting import (
@@ -61,47 +59,27 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
     State of wrappers for another number of shards or islands is no difference: it is resharded.
     """
     try:
-        reader = tf.train.load_checkpoint(path)
-        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        saved = Saved(path)
     except UNREADABLE as error:
         raise ConfigError(f"The checkpoint {path} cannot be read: {first_line(error)}") from error
-    changed = changes(path)
     new, unfit, used = [], [], {variable.op.name for variable in variables}
     for variable in variables:
-        name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
-        change = changed.get(name)
+        name, change = variable.op.name, saved.changes.get(variable.op.name)
         if change is not None and change.saved_name is not None:
             used.add(change.saved_name)
             if not change.fits:
-                unfit.append(
-                    f"{name} has the shape {list(change.saved_shape)} there and {shape} here"
-                )
-        elif name not in shapes or change is not None:
+                there, here = list(change.saved_shape), list(change.shape)
+                unfit.append(f"{name} has the shape {there} there and {here} here")
+        elif name not in saved.shapes or change is not None:
             new.append(name)
-        elif shapes[name] != shape or dtypes[name] != dtype:
-            unfit.append(_unlike(variable, shapes, dtypes))
+        elif unlike := saved.unlike(variable):
+            unfit.append(unlike)
     return Differences(
-        dropped=tuple(sorted(set(shapes) - used)),
+        dropped=tuple(sorted(set(saved.shapes) - used)),
         new=tuple(sorted(new)),
-        adapted=tuple(name for name in sorted(new) if name in changed),
+        adapted=tuple(name for name in sorted(new) if name in saved.changes),
         unfit=tuple(unfit),
     )
-
-
-def _unlike(variable: Any, shapes: Any, dtypes: Any) -> str:
-    """Returns how a variable differs from the checkpoint's of its name; "" where it does not."""
-    name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
-    if shapes[name] != shape:
-        return f"{name} has the shape {shapes[name]} there and {shape} here"
-    if dtypes[name] != dtype:
-        return f"{name} has the type {dtypes[name].name} there and {dtype.name} here"
-    return ""
-
-
-def _renamed(name: str, unused: Collection[str]) -> str:
-    """Returns which variable of a checkpoint, of those of other names, may be one of the model."""
-    close = close_to(name, unused, 1)
-    return f" (it has {close[0]})" if close else ""
 
 
 def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
@@ -114,7 +92,7 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
         path = init_checkpoint
         if os.path.isdir(path):
             path = tf.train.latest_checkpoint(path) or path
-        reader = tf.train.load_checkpoint(path)
+        saved = Saved(path)
     except UNREADABLE as error:
         raise ConfigError(
             f"train.run.init_checkpoint = {init_checkpoint!r} is not a checkpoint: "
@@ -123,26 +101,27 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     damage = damage_of(path, of_a_run=False)
     if damage:
         raise ConfigError(f"train.run.init_checkpoint: {path} is damaged: {damage}")
-    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     anew = begin_anew(tf.get_default_graph())
     begun = [v.op.name for v in variables if v.op.name in anew]
     variables = [v for v in variables if v.op.name not in anew]
-    there = {v.op.name: (v, _unlike(v, shapes, dtypes)) for v in variables if v.op.name in shapes}
+    there = {v.op.name: (v, saved.unlike(v)) for v in variables if v.op.name in saved.shapes}
     chosen = {name: variable for name, (variable, unlike) in there.items() if not unlike}
     unlike = [sentence for _, sentence in there.values() if sentence]
     here = {v.op.name for v in variables}
     if not chosen:
         raise _error(
             f"train.run.init_checkpoint = {init_checkpoint!r} has no variable of this model; it "
-            f"has {some_of(sorted(shapes))}",
+            f"has {some_of(sorted(saved.shapes))}",
             *_listed(unlike),
         )
     tf.train.init_from_checkpoint(path, chosen)
     trained = [v.op.name for v in tf.trainable_variables()]
-    counted = _initialize_counts(path, chosen)
-    unused = set(shapes).difference(here, begun)
-    missing = here.difference(shapes, counted)
-    lacking = [f"{name}{_renamed(name, unused)}" for name in sorted(missing)]
+    counted = _initialize_counts(saved, chosen)
+    unused = set(saved.shapes).difference(here, begun)
+    lacking = []
+    for name in sorted(here.difference(saved.shapes, counted)):
+        close = close_to(name, unused, 1)
+        lacking.append(f"{name} (it has {close[0]})" if close else name)
     lines = [f"{len(chosen)} variables begin as in {init_checkpoint}", *_groups(chosen, trained)]
     if counted:
         lines += ["it does not have these, which begin with its number of updates:"]
@@ -156,17 +135,17 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     return "\n".join(lines)
 
 
-def _initialize_counts(path: str, chosen: Collection[str]) -> list[str]:
+def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
     """Gives counts that go with slots in `chosen`, but are not there, the updates of their run.
 
     Returns the names of these counts.
     """
-    changed, saved, found = changes(path), Saved(path), []
+    found = []
     for variable in tf.global_variables():
-        change = changed.get(variable.op.name)
+        change = saved.changes.get(variable.op.name)
         slot = None if change is None or change.saved_name else change.note.follows
         if slot and not {slot, f"{slot}/{ISLAND}"}.isdisjoint(chosen):
-            value = tf.constant(value_for(variable.op.name, changed, saved))
+            value = tf.constant(saved.value(variable.op.name))
             give_initializer(variable, (tf.assign(variable, value).op, value))
             found.append(variable.op.name)
     return found

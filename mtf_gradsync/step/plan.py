@@ -237,9 +237,13 @@ class StepPlan:
         """Returns the state of a lowering that has begun."""
         return vars(lowering)[_LOWERED]
 
+    def has_lowered(self, lowering: mtf.Lowering) -> bool:
+        """Whether the plan lowers, or has lowered, the operations of a lowering."""
+        return _LOWERED in vars(lowering)
+
     def end(self, lowering: mtf.Lowering) -> None:
         """Ends a lowering, if the plan lowered its operations."""
-        if _LOWERED in vars(lowering):
+        if self.has_lowered(lowering):
             for part in self.lowered(lowering).parts:
                 part.end()
 
@@ -249,7 +253,7 @@ class StepPlan:
 
     def lower(self, operation: mtf.Operation, lowering: mtf.Lowering) -> None:
         """Lowers an operation by the plan's rules; called by the operation itself."""
-        if _LOWERED not in vars(lowering):
+        if not self.has_lowered(lowering):
             self._begin(operation, lowering)
         lowered = self.lowered(lowering)
         branch = self._branch_of.get(operation)

@@ -27,12 +27,8 @@ from mtf_gradsync.optimizers.pipeline.forms import (
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.schedules import UpdateCounters
-from mtf_gradsync.optimizers.slots import (
-    SlotBook,
-    SlotOwners,
-    scalar_state,
-    tell_of_names_and_dtypes,
-)
+from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners, tell_of_names_and_dtypes
+from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.step import (
     Branch,
     Conditional,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import resharding
+from mtf_gradsync.optimizers.state import checkpoints, variables
 from tests import harness, models
 
 EPS = np.finfo(np.float32).eps
@@ -34,7 +34,7 @@ def test_reshard_keeps_the_sum(old, new, rest):
     # Whole numbers, so that sums in any order are exact.
     size = int(np.prod(old + rest))
     value = np.arange(size, dtype=np.float32).reshape(old + rest)
-    result = resharding.reshard(value, len(old), new + rest)
+    result = checkpoints.reshard(value, len(old), new + rest)
     assert result.dtype == value.dtype
     assert result.shape == tuple(new + rest)
     np.testing.assert_array_equal(
@@ -45,27 +45,27 @@ def test_reshard_keeps_the_sum(old, new, rest):
 @hypothesis.given(old=shapes, new=shapes)
 def test_reshard_moves_no_bit_to_as_many_shards_or_more(old, new):
     value = np.random.RandomState(0).randn(*old, 4).astype("f")
-    result = resharding.reshard(value, len(old), [*new, 4])
+    result = checkpoints.reshard(value, len(old), [*new, 4])
     rows, new_rows = value.reshape(-1, 4), result.reshape(-1, 4)
     if len(new_rows) >= len(rows):
         kept = new_rows[[j * len(new_rows) // len(rows) for j in range(len(rows))]]
         np.testing.assert_array_equal(kept, rows)
     if len(new_rows) % len(rows) == 0:
-        back = resharding.reshard(result, len(new), [*old, 4])
+        back = checkpoints.reshard(result, len(new), [*old, 4])
         np.testing.assert_array_equal(back, value)
 
 
 def test_fewer_shards_are_sums_of_contiguous_groups():
     value = np.array([[1, 2, 4, 8], [16, 32, 64, 128]], np.float32)
-    np.testing.assert_array_equal(resharding.reshard(value, 2, [4]), [3, 12, 48, 192])
-    np.testing.assert_array_equal(resharding.reshard(value, 2, [3]), [7, 56, 192])
-    np.testing.assert_array_equal(resharding.reshard(value, 2, []), 255)
+    np.testing.assert_array_equal(checkpoints.reshard(value, 2, [4]), [3, 12, 48, 192])
+    np.testing.assert_array_equal(checkpoints.reshard(value, 2, [3]), [7, 56, 192])
+    np.testing.assert_array_equal(checkpoints.reshard(value, 2, []), 255)
 
 
 def test_narrow_floats_are_added_up_in_float32():
     # In float16, 2048 + 1 is 2048.
     value = np.array([2048, 1, 1, 1, 1], np.float16)
-    result = resharding.reshard(value, 1, [])
+    result = checkpoints.reshard(value, 1, [])
     assert result.dtype == np.float16
     assert result == 2052
 
@@ -73,7 +73,7 @@ def test_narrow_floats_are_added_up_in_float32():
 @pytest.mark.parametrize(("dims", "shape"), [(1, [4, 2]), (1, []), (0, [3]), (3, [4, 3])])
 def test_reshard_refuses_other_variables(dims, shape):
     with pytest.raises(ValueError, match="new_shape must end with"):
-        resharding.reshard(np.zeros([4, 3], "f"), dims, shape)
+        checkpoints.reshard(np.zeros([4, 3], "f"), dims, shape)
 
 
 class Program:
@@ -240,8 +240,8 @@ def test_another_variable_shape_is_still_an_error(written):
     shape = [2, models.INPUTS, models.HIDDEN + 1]
     with tf.Graph().as_default() as graph:
         tf.get_variable("w1/gradient_accumulator", shape)
-        note = resharding.StateNote("w1/gradient_accumulator", num_shard_dims=1)
-        tf.add_to_collection(resharding.STATE_COLLECTION, note)
+        note = variables.StateNote("w1/gradient_accumulator", num_shard_dims=1)
+        tf.add_to_collection(variables.STATE_COLLECTION, note)
         saver = gs.ReshardingSaver()
         with tf.Session(graph=graph) as session:
             with pytest.raises(ValueError, match=r"\[4, 6, 8\] in .* but \[2, 6, 9\] here"):

@@ -23,7 +23,7 @@ from mtf_gradsync._private.tensorflow import (
     give_initializer,
     initializer_of,
 )
-from mtf_gradsync.optimizers.resharding import STATE_COLLECTION, StateNote
+from mtf_gradsync.optimizers.state.variables import STATE_COLLECTION, StateNote
 
 _logger = logging.getLogger(__name__)
 # The collection of a tf graph's `Beginning`s. It is not exported, as its key is not a string.

@@ -1,0 +1,413 @@
+"""What a checkpoint has for a graph of another mesh, of other islands, or of another stack.
+
+A value is read as `[islands..., shards...] + its own dims`. What the shards of an island have adds
+up. What islands have stands for the whole batch each, so that one island goes on with their mean;
+or it is theirs alone, as weights are and sums of gradients times weights, and adds up, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import uuid
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._common import some_of
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers.state.variables import (
+    ACCUMULATOR,
+    ISLAND,
+    STATE_COLLECTION,
+    SUMS_NOT_KEPT,
+    StateNote,
+)
+
+_logger = logging.getLogger(__name__)
+_MANY_UPDATES = 2**30
+
+
+def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
+    """Distributes values of S shards over T shards, so that their sum stays the same.
+
+    Shards are numbered in row-major order over the shard dims; the values of shard j go to shard
+    j * T // S and are added up there. On fewer shards each one gets a contiguous group. On more,
+    some shards get zeros and no value is changed, so that nothing is rounded.
+
+    `value` has the shape `[shard dims...] + rest`, where a reduced sum has no shard dims, and
+    `new_shape` has shard dims of any number and sizes and the same rest, or it is a ValueError. The
+    dtype does not change.
+    """
+    value, new_shape = np.asarray(value), tuple(new_shape)
+    rest = value.shape[num_shard_dims:]
+    num_new_dims = len(new_shape) - len(rest)
+    if (
+        not 0 <= num_shard_dims <= value.ndim
+        or num_new_dims < 0
+        or new_shape[num_new_dims:] != rest
+    ):
+        raise ValueError(
+            f"value has shape {value.shape}, of which {num_shard_dims} dims number the shards; "
+            f"new_shape must end with the others, {rest}, got {new_shape}."
+        )
+    old_shards = math.prod(value.shape[:num_shard_dims])
+    new_shards = math.prod(new_shape[:num_new_dims])
+    # 2-byte floats are added up in float32, as on the mesh.
+    narrow = value.dtype.itemsize < 4
+    parts = value.reshape((old_shards, *rest))
+    result = np.zeros((new_shards, *rest), np.float32 if narrow else value.dtype)
+    for shard in range(old_shards):
+        result[shard * new_shards // old_shards] += parts[shard].astype(result.dtype, copy=False)
+    return result.astype(value.dtype, copy=False).reshape(new_shape)
+
+
+class Change(NamedTuple):
+    """A variable of a wrapper that a checkpoint has in another form, or not at all.
+
+    Attributes:
+      saved_name: its name in the checkpoint; None if it is missing, or another wrapper's.
+      saved_shape: its shape there.
+      num_shard_dims: how many dims of the saved value, after those of islands, number the shards;
+        None if it differs in more than its shards and islands.
+      shape: the shape in the graph.
+      dtype: the dtype in the graph.
+      note: the graph's note on the variable.
+      looks_alike: whether a saver that knows no wrappers would take the value as it is.
+    """
+
+    saved_name: str | None
+    saved_shape: tuple[int, ...]
+    num_shard_dims: int | None
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    note: StateNote
+    looks_alike: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the variable can be restored."""
+        return self.saved_name is None or self.num_shard_dims is not None
+
+
+class Saved:
+    """A checkpoint, and what it has in another form than a graph, or not at all.
+
+    Attributes:
+      path: the path.
+      shapes: the shapes of its variables by name.
+      dtypes: their dtypes.
+      read: returns the value of a variable.
+      islands: the dims in front of the values that islands have; () without islands.
+    """
+
+    def __init__(self, path: str, graph: tf.Graph | None = None):
+        """Opens a checkpoint; `graph` is the default graph if it is None."""
+        self.path, self._graph = path, graph or tf.get_default_graph()
+        self._reader = tf.train.load_checkpoint(path)
+        self.shapes = {n: tuple(s) for n, s in self._reader.get_variable_to_shape_map().items()}
+        self.dtypes = self._reader.get_variable_to_dtype_map()
+        self.read = functools.lru_cache(maxsize=1)(self._reader.get_tensor)
+        # A trained variable has the outer values under its own name, and has one shape in all runs.
+        self._held = [n for n in self.shapes if f"{n}/{ISLAND}" in self.shapes]
+        self.islands: tuple[int, ...] = ()
+        for name in self._held[:1]:
+            of_islands = self.shapes[f"{name}/{ISLAND}"]
+            self.islands = of_islands[: len(of_islands) - len(self.shapes[name])]
+
+    def find(self, name: str | None, of_islands: bool = False) -> str | None:
+        """Returns the name that a variable has in the checkpoint, with or without islands.
+
+        `of_islands` says which of the two is preferred.
+        """
+        names = [name, f"{name}/{ISLAND}"]
+        return next((n for n in names[:: -1 if of_islands else 1] if n in self.shapes), None)
+
+    def unlike(self, variable: Any) -> str:
+        """Returns how the checkpoint's variable of the same name differs; "" if it does not."""
+        name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
+        if list(self.shapes[name]) != shape:
+            return f"{name} has the shape {list(self.shapes[name])} there and {shape} here"
+        if self.dtypes[name] != dtype:
+            return f"{name} has the type {self.dtypes[name].name} there and {dtype.name} here"
+        return ""
+
+    @functools.cached_property
+    def changes(self) -> dict[str, Change]:
+        """What it has in another form than the graph, or not at all, by name.
+
+        This is the state of wrappers, and what the checkpoint has for each island.
+        """
+        notes = {note.name: note for note in self._graph.get_collection(STATE_COLLECTION)}
+        found = {}
+        for variable in self._graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
+            name = variable.op.name
+            note = notes.get(name)
+            if note is None and name not in self.shapes and self.find(name):
+                note = StateNote(name, one_shape=True, start=None)
+            change = note and self._change(variable, note)
+            if change:
+                found[name] = change
+        return found
+
+    def _change(self, variable: Any, note: StateNote) -> Change | None:
+        """Returns how the checkpoint has a variable in another form; None if it has it as it is."""
+        name, shape = variable.op.name, tuple(variable.shape.as_list())
+        dtype = variable.dtype.base_dtype
+        source = self.find(note.held or name, of_islands=note.held is not None)
+        if source is None or (note.counter and not self.find(note.counter)):
+            return None if note.start is None else Change(None, (), None, shape, dtype, note)
+        saved_shape, islands = self.shapes[source], self._islands_of(source)
+        rest = shape[note.num_island_dims + note.num_shard_dims :]
+        dims = len(saved_shape) - len(islands) - len(rest)
+        fits = dims >= 0 and saved_shape[len(islands) + dims :] == rest
+        fits = fits and not (note.one_shape and dims)
+        is_alike = source == name and saved_shape == shape and self.dtypes[source] == dtype
+        is_empty = note.counter is not None and not self._total(note.counter)
+        is_same_kind = is_empty or self._had_weights(note) == note.is_total
+        if is_alike and islands == shape[: note.num_island_dims] and is_same_kind:
+            return None
+        looks_alike = is_alike and not is_empty
+        return Change(source, saved_shape, dims if fits else None, shape, dtype, note, looks_alike)
+
+    def _islands_of(self, name: str) -> tuple[int, ...]:
+        """Returns the first dims of a variable, those of islands."""
+        return self.islands if name.endswith(f"/{ISLAND}") else ()
+
+    def _had_weights(self, note: StateNote) -> bool:
+        """Whether what islands have in the checkpoint adds up: weights, and sums with weights."""
+        return note.is_total if note.weight is None else self.find(note.weight) is not None
+
+    def _total(self, name: str | None) -> float:
+        """Returns the sum of a scalar over the islands; 0.0 where it is missing."""
+        found = name and self.find(name)
+        return float(np.sum(self.read(found), dtype=np.float64)) if found else 0.0
+
+    def _updates(self) -> int | None:
+        """Returns the number of updates of the innermost optimizer; None if nothing counts them."""
+        for last in ("update_step", "inner_step"):
+            ends = (f"/{last}", f"/{last}/{ISLAND}")
+            counts = [int(np.max(self.read(n))) for n in self.shapes if n.endswith(ends)]
+            if counts:  # wrappers inside of others make fewer
+                return min(counts)
+        return int(self._total("global_step")) if "global_step" in self.shapes else None
+
+    def value(self, name: str) -> np.ndarray:
+        """Returns the value that a variable of `changes` begins with."""
+        change = self.changes[name]
+        note = change.note
+        if change.saved_name is not None and note.fill is None:
+            return self._moved(change)
+        value: Any = note.start if change.saved_name is None else note.fill
+        if isinstance(value, str):
+            value = self._value_of(value)
+            if value is None:  # then a correction of the first steps is over
+                value = _MANY_UPDATES if note.follows else 0
+        if note.follows and not self.find(note.follows):
+            value = 0
+        if note.is_total:
+            value = value / math.prod(change.shape[: note.num_island_dims])
+        return np.broadcast_to(np.asarray(value).astype(change.dtype.as_numpy_dtype), change.shape)
+
+    def _value_of(self, name: str) -> Any:
+        """Returns the value of a variable for the graph; 0 if nothing is known of it.
+
+        Of the global step that is the number of updates, None if nothing is known of it.
+        """
+        if name == "global_step":
+            return self._updates()
+        if name in self.changes:
+            return self.value(name)
+        held = f"{name}/{ISLAND}"
+        if held in self.changes:
+            value, islands = self.value(held), self.changes[held].note.num_island_dims
+        else:
+            found = self.find(name)
+            value = self.read(found) if found else np.zeros([])
+            islands = len(self._islands_of(found)) if found else 0
+        return np.mean(value, tuple(range(islands)), np.float64) if islands else value
+
+    def _moved(self, change: Change) -> np.ndarray:
+        """Returns a value of the checkpoint for the islands, shards and weights of the graph."""
+        note, name, dims = change.note, change.saved_name, change.num_shard_dims
+        assert name is not None
+        assert dims is not None, "it does not fit"
+        islands = self._islands_of(name)
+        old, new = math.prod(islands), math.prod(change.shape[: note.num_island_dims])
+        of_island = change.shape[note.num_island_dims :]
+        old_shards = math.prod(change.saved_shape[len(islands) : len(islands) + dims])
+        new_shards = math.prod(of_island[: note.num_shard_dims])
+        # To that which is alone in a batch and adds up, and from there to that of the graph.
+        times, by = 1.0, 1.0
+        if not self._had_weights(note):
+            times, by = times * (old_shards if note.is_share else 1), by * old
+        elif not note.is_total:  # the mean, as large as the sum of so many
+            weight = self._total(note.weight)
+            times, by = times * (self._total(note.counter) if weight else 1), by * (weight or 1)
+        if not note.is_total:
+            times, by = times * new, by * (new_shards if note.is_share else 1)
+        value = self.read(name)
+        values = value.reshape((old, *value.shape[len(islands) :]))
+        if old != new:
+            values, by = values.sum(0, np.float64, keepdims=True), by * new
+        if times != by:
+            values = values.astype(np.float64) * times / by
+        values = np.stack([reshard(x, dims, of_island) for x in values])
+        values = values.astype(change.dtype.as_numpy_dtype, copy=False)
+        return np.broadcast_to(values, (new, *of_island)).reshape(change.shape)
+
+    def sums_lost(self) -> dict[str, tuple[int, str]]:
+        """Returns the counters of sums that the graph would lose, with counts and remedies."""
+        noted = self._graph.get_collection(SUMS_NOT_KEPT)
+        counts = {c: (int(self.read(c)), remedy) for c, remedy in noted if c in self.shapes}
+        return {counter: found for counter, found in counts.items() if found[0]}
+
+    def check_sums_kept(self) -> None:
+        """Raises ValueError if restoring into the graph would lose sums of gradients."""
+        for counter, (count, remedy) in self.sums_lost().items():
+            raise ValueError(
+                f"The checkpoint {self.path} has the sums of {count} microbatch steps without an "
+                f"update ({counter}), which this graph would lose. {remedy} To lose them, restore "
+                "gs.adapt_checkpoint(path, directory, drop_sums=True)."
+            )
+
+    def warn_of_changes(self) -> None:
+        """Warns of state that the checkpoint lacks, and of a round of islands that the graph ends.
+
+        That is where a graph without islands begins in the middle of a round.
+        """
+        new = [name for name, change in sorted(self.changes.items()) if change.saved_name is None]
+        derived = []
+        for name in new:
+            note = self.changes[name].note
+            follows = not note.follows or self.find(note.follows)
+            if isinstance(note.start, str) and follows:
+                derived.append(name)
+        for names, how in (
+            ([name for name in new if name not in derived], "begin as in a new run"),
+            (derived, "begin from the checkpoint's variables and its number of updates"),
+        ):
+            if names:
+                _logger.warning(
+                    "The checkpoint %s has no %s of this wrapper, as that of a run without the "
+                    "wrapper or with other arguments: these variables %s.",
+                    self.path,
+                    some_of(names),
+                    how,
+                )
+        if not self._held or any(change.note.held for change in self.changes.values()):
+            return
+        here = {v.op.name for v in self._graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)}
+        trained = [n for n in self._held if n in here and f"{n}/{ISLAND}" not in here]
+        if any((self.read(f"{n}/{ISLAND}") != self.read(n)).any() for n in trained):
+            _logger.warning(
+                "The checkpoint %s is of the middle of a round of OuterOptimizer, which this graph "
+                "does not have: variables begin with the outer values, so that what islands have "
+                "learned since the last outer step is lost. To keep it, go on with OuterOptimizer "
+                "up to the end of the round.",
+                self.path,
+            )
+
+
+def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
+    """Makes a checkpoint of another run restorable into the default graph.
+
+    If that run had another mesh, sums of the shards are distributed anew by `reshard`, and every
+    replica of a SyncReplicasOptimizer begins with the step of the last update. If it had other
+    islands (`OuterOptimizer`), or none, sums keep the mean over the batch, and slots begin with the
+    mean over the islands. Sums of gradients times weights are divided by the weights where the
+    graph has none. If that run had no wrapper, sums and counts begin at zero, moving averages at
+    the variables, and counters of updates at the number of updates. All other values are copied.
+    The checkpoint itself is only read. Call it when the graph has its optimizer's state (after
+    `apply_grads`), in programs that make their own Saver; `ReshardingSaver` calls it itself.
+
+    Args:
+      path: a checkpoint.
+      directory: a directory to write to, made if it is missing. The new checkpoint has the name of
+        the old one; in the directory of path itself, "<name>-resharded".
+      drop_sums: whether to make sums of gradients zero that the graph does not keep, in place of an
+        error.
+
+    Returns:
+      The checkpoint to restore: path itself if everything fits, or the one that was written.
+
+    Raises:
+      ValueError: state of an optimizer differs in more than its shards and islands (TensorFlow's
+        own Saver would restore a resource variable of another shape without an error); or the
+        checkpoint has sums of microbatch steps, but the graph's accumulation has none, as its
+        backward_passes_per_step is 1.
+    """
+    saved = Saved(path)
+    if not drop_sums:
+        saved.check_sums_kept()
+    changed, lost = saved.changes, saved.sums_lost()
+    if not changed and not lost:
+        return path
+    for name, change in sorted(changed.items()):
+        if not change.fits:
+            raise ValueError(
+                f"{name} has the shape {list(change.saved_shape)} in the checkpoint {path}, but "
+                f"{list(change.shape)} here, which another number of shards or islands does not "
+                "explain: the checkpoint is of another model. Restore one of this model."
+            )
+    saved.warn_of_changes()
+    values = {name: saved.value(name) for name in sorted(changed)}
+    if lost:
+        kept = {v.op.name for v in tf.global_variables()}
+        ends = (f"/{ACCUMULATOR}", f"/{ACCUMULATOR}/{ISLAND}")
+        gone = [*lost, *(x for x in saved.shapes if x.endswith(ends) and x not in kept)]
+        values.update((x, np.zeros_like(saved.read(x))) for x in gone)
+    # Sums were divided by weights that the graph does not have.
+    of = {c.note.weight for c in changed.values() if c.note.weight and not c.note.is_total}
+    without = {n for name in of for n in (name, f"{name}/{ISLAND}")}
+    name = os.path.basename(path)
+    if os.path.abspath(directory) == os.path.dirname(os.path.abspath(path)):
+        name += "-resharded"
+    tf.io.gfile.makedirs(directory)
+    target = os.path.join(directory, name)
+    temporary = os.path.join(directory, f".resharding-{uuid.uuid4().hex}")
+    tf.io.gfile.makedirs(temporary)
+    try:
+        write_changed(path, os.path.join(temporary, name), values, set(saved.shapes) - without)
+        # A checkpoint exists if its index does, so that is deleted first and moved last.
+        if tf.io.gfile.exists(target + ".index"):
+            tf.io.gfile.remove(target + ".index")
+        files = tf.io.gfile.listdir(temporary)
+        for file in sorted(files, key=lambda file: file.endswith(".index")):
+            tf.io.gfile.rename(
+                os.path.join(temporary, file), os.path.join(directory, file), overwrite=True
+            )
+    finally:
+        tf.io.gfile.rmtree(temporary)
+    return target
+
+
+def write_changed(
+    path: str, target: str, new: Mapping[str, np.ndarray], only: Iterable[str] | None = None
+) -> None:
+    """Writes a copy of a checkpoint to `target`, with new values by name.
+
+    It copies all other values, or those named in `only`.
+    """
+    dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
+    copied = sorted(set(dtypes if only is None else only) - set(new))
+    with tf.Graph().as_default():
+        values: Any = []
+        if copied:
+            values = tf.raw_ops.RestoreV2(
+                prefix=path,
+                tensor_names=copied,
+                shape_and_slices=[""] * len(copied),
+                dtypes=[dtypes[name] for name in copied],
+            )
+        inputs = {name: tf.placeholder(value.dtype, value.shape) for name, value in new.items()}
+        save = tf.raw_ops.SaveV2(
+            prefix=target,
+            tensor_names=[*copied, *new],
+            shape_and_slices=[""] * (len(copied) + len(new)),
+            tensors=[*values, *inputs.values()],
+        )
+        with tf.Session() as session:
+            session.run(save, {inputs[name]: value for name, value in new.items()})

@@ -1,0 +1,195 @@
+"""Slots of optimizers: which variable each belongs to, and which optimizer keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Collection, Iterator, NamedTuple, Sequence
+
+from mtf_gradsync._common import counted, warn_of_unmatched, warn_once
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import patterns_of
+from mtf_gradsync._private.patches import patch
+from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
+
+
+class SlotBook:
+    """Records slots of optimizers without `get_slot`, such as Mesh-TF's.
+
+    A slot is a variable named after the one that it belongs to: "w/adam_m" and "w_slot_v" are the
+    slots "adam_m" and "slot_v" of "w".
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[mtf.Variable, str], mtf.Variable] = {}
+        self._variables: list[mtf.Variable] = []
+
+    def record(
+        self, created: Sequence[mtf.Variable], variables: Sequence[mtf.Variable], scope: str = ""
+    ) -> None:
+        """Adds the variables that an update of `variables` created in a variable scope."""
+        owners = {v.name: v for v in variables}
+        for variable in created:
+            if variable in self._variables:
+                continue
+            self._variables.append(variable)
+            name = _without_scope(variable.name, scope)
+            owner = owner_of(name, owners)
+            if owner is not None:
+                slot = name[len(owner) :].lstrip("/_")
+                self._slots[(owners[owner], slot)] = variable
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Forgets what was recorded when the block raises."""
+        before = dict(self._slots), list(self._variables)
+        try:
+            yield
+        except BaseException:
+            self._slots, self._variables = before
+            raise
+
+    def get(self, variable: mtf.Variable, name: str) -> mtf.Variable | None:
+        """The slot of a variable, or None."""
+        return self._slots.get((variable, name))
+
+    def names(self) -> list[str]:
+        """Names of all slots, sorted."""
+        return sorted({name for _, name in self._slots})
+
+    def variables(self) -> list[mtf.Variable]:
+        """Every variable that was recorded, slot or not, in the order of creation."""
+        return list(self._variables)
+
+
+_OF_ONE = (
+    "Call apply_grads of each in a tf.variable_scope of its own, or use one optimizer for both"
+)
+
+
+class _Keeper(NamedTuple):
+    """An optimizer that keeps a slot, and whether no wrapper is around it."""
+
+    optimizer: Any
+    is_bare: bool
+
+
+class SlotOwners(PlanPart):
+    """Which optimizer or wrapper keeps each slot of a graph.
+
+    Slots are found by their names, so that two optimizers with one variable would share them.
+    """
+
+    def __init__(self) -> None:
+        self._keepers: dict[mtf.Variable, _Keeper] = {}
+
+    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+        """See `PlanPart.begin`."""
+        del lowering
+        return PartLowering()
+
+    def check(
+        self,
+        keeper: Any,
+        slots: Sequence[mtf.Variable],
+        variables: Sequence[mtf.Variable],
+        cure: str = _OF_ONE,
+        is_bare: bool = False,
+    ) -> None:
+        """Raises ValueError if another keeper has one of the slots of `variables` already.
+
+        Where neither has a wrapper of this package around it, that is a warning.
+
+        Args:
+          keeper: the optimizer or wrapper that writes them.
+          slots: the variables that it writes besides `variables`.
+          variables: the variables that it updates.
+          cure: for the error, what to do.
+          is_bare: whether no wrapper is around the keeper.
+        """
+        owners = {v.name for v in variables}
+        scope = tf.get_variable_scope().name
+        for slot in slots:
+            owner = owner_of(_without_scope(slot.name, scope), owners)
+            other = self._keepers.get(slot)
+            if owner is None or other is None or other.optimizer is keeper:
+                continue
+            text = (
+                f"Two optimizers of one graph update {owner!r} and would share its slot "
+                f"{slot.name!r}, which is found by its name, so that each would train on the "
+                f"other's values. {cure}."
+            )
+            if not (is_bare and other.is_bare):
+                raise ValueError(text)
+            warn_once("slots of two optimizers without wrappers", "%s", text)
+        self._keepers = {**dict.fromkeys(slots, _Keeper(keeper, is_bare)), **self._keepers}
+
+
+def check_bare_update(
+    optimizer: Any, updates: Sequence[mtf.Operation], variables: Sequence[mtf.Variable]
+) -> None:
+    """Makes an optimizer the keeper of the slots that its updates write, unless a wrapper calls it.
+
+    Raises ValueError as `SlotOwners.check` does.
+    """
+    plan = StepPlan.of(variables[0].graph) if updates else None
+    if plan is not None and not plan.is_held:  # or the wrapper checks itself
+        written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
+        plan.part(SlotOwners).check(optimizer, written, variables, is_bare=True)
+
+
+def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:
+    """Warns once of an optimizer's patterns that are in no name, and of variables in few bits."""
+    names = {v.name for v in (*variables, *variables[0].graph.trainable_variables)}
+    for argument, patterns in patterns_of(optimizer).items():
+        what = f"{type(optimizer).__name__}: {argument}"
+        if isinstance(patterns, str):
+            text = (
+                "%s=%r is no list, so that each of its letters is looked for in names: give [%r]."
+            )
+            warn_once(f"letters {what} {patterns}", text, what, patterns, patterns)
+        else:
+            warn_of_unmatched(what, patterns, names)
+    narrow = [v for v in variables if v.slice_dtype.is_floating and v.slice_dtype.size < 4]
+    if narrow:
+        dtype = narrow[0].slice_dtype
+        warn_once(
+            "narrow variables",
+            "Stored in %s, so that updates of less than 1/%d of a value are lost: %s. Store "
+            "variables in float32 and compute in %s: mtf.VariableDType(tf.float32, tf.float32, "
+            "tf.%s), in gin utils.get_variable_dtype.slice_dtype = 'float32'.",
+            dtype.name,
+            2 ** (9 if dtype == tf.bfloat16 else 12),
+            counted([v.name for v in narrow if v.slice_dtype == dtype], "variable"),
+            dtype.name,
+            dtype.name,
+        )
+
+
+def check_bare_optimizers() -> None:
+    """Makes Mesh-TensorFlow's optimizers without a wrapper keepers of their slots, too."""
+
+    def check_and_apply(apply: Any) -> Any:
+        def apply_grads(
+            self: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
+        ) -> list[mtf.Operation]:
+            updates = apply(self, grads, variables, *args, **kwargs)
+            if updates:
+                tell_of_names_and_dtypes(self, variables)
+            check_bare_update(self, updates, variables)
+            return updates
+
+        return apply_grads
+
+    patch(mtf.optimize.Optimizer, "apply_grads", check_and_apply)
+
+
+def _without_scope(name: str, scope: str) -> str:
+    return name[len(scope) + 1 :] if scope and name.startswith(scope + "/") else name
+
+
+def owner_of(name: str, owners: Collection[str]) -> str | None:
+    """Returns the longest of the owners' names that `name` extends by a "/" or "_"."""
+    for end in range(len(name) - 1, 0, -1):
+        if name[end] in "/_" and name[:end] in owners:
+            return name[:end]
+    return None

@@ -1,0 +1,256 @@
+"""Variables of a wrapper's state, and notes on how they are read from checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from typing import Any, NamedTuple
+
+from mtf_gradsync._common import check_flag, is_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.session import root_scope
+
+# The last part of an accumulator's name.
+ACCUMULATOR = "gradient_accumulator"
+# The last part of the name of a variable that has a value for each island.
+ISLAND = "island"
+# The collections of a tf graph's `StateNote`s, and of counters of sums that it does not keep,
+# though one with other arguments would. They are not exported, as their keys are no strings.
+STATE_COLLECTION = ("mtf_gradsync state",)
+SUMS_NOT_KEPT = ("mtf_gradsync sums not kept",)
+#: The collection of variables that nothing reads, so that they need not be initialized.
+STAND_INS = ("mtf_gradsync stand-ins",)
+
+_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
+
+
+def check_name(name: Any) -> str:
+    """Returns a name; raises ValueError if TensorFlow takes none such for a variable."""
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
+    return name
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises TypeError for anything but an mtf mesh."""
+    if not isinstance(mesh, mtf.Mesh):
+        raise TypeError(f"mesh must be an mtf.Mesh, such as that of a variable, got {mesh!r}.")
+
+
+class StateNote(NamedTuple):
+    """How a wrapper's variable is read from a checkpoint of another run.
+
+    Attributes:
+      name: the variable's name.
+      num_shard_dims: how many of its dims number the shards, after those of islands; 0 if shards
+        share it.
+      num_island_dims: how many of its first dims number islands.
+      held: the name of the variable of which it has a value for each island, or for the only one;
+        None for any other variable.
+      is_share: whether each shard's value is 1/num_shards of its own, as in the gradient of a mean
+        over all shards. Where the sums have weights, it is not.
+      is_total: whether the values of islands add up to that of the whole batch.
+      one_shape: whether its dims in checkpoints are the same but for those of islands.
+      fill: the value for every shard if the checkpoint has other shards, a number or the name of a
+        scalar variable; None for sums, which keep their total.
+      start: the value if the checkpoint does not have the variable: a number, or the name of a
+        variable of its shape or of a scalar; None if only the program knows.
+      follows: the variable without which, in the checkpoint, it begins at zero.
+      counter: the variable that counts additions, or None. A checkpoint without it has the sums of
+        another wrapper.
+      weight: the variable with the weights of the additions, in a graph where they have some.
+    """
+
+    name: str
+    num_shard_dims: int = 0
+    num_island_dims: int = 0
+    held: str | None = None
+    is_share: bool = False
+    is_total: bool = False
+    one_shape: bool = False
+    fill: float | str | None = None
+    start: float | str | None = 0
+    follows: str | None = None
+    counter: str | None = None
+    weight: str | None = None
+
+
+def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any) -> None:
+    """Records how a variable is read from checkpoints of other runs.
+
+    `how` are fields of `StateNote` other than the name, or a `note` has them.
+    """
+    note = note or StateNote(variable.name, **how)
+    tf.add_to_collection(STATE_COLLECTION, note._replace(name=variable.name))
+
+
+def note_sums_not_kept(counter: str, remedy: str) -> None:
+    """Records that the default graph does not keep the sums that a counter in checkpoints counts.
+
+    `remedy` tells what to do about a checkpoint that has some.
+    """
+    tf.add_to_collection(SUMS_NOT_KEPT, (counter, remedy))
+
+
+class UncheckpointedVariable(mtf.Variable):
+    """A mesh variable without a master: zeros at the start of every session, in no checkpoint.
+
+    Mesh-TF keeps a master copy of each variable on the host; a local accumulator's is as large as
+    all shards' slices together. On a mesh of one processor the master is the only copy, and is
+    kept as a local variable.
+    """
+
+    _master: Any
+
+    def __init__(self, mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType):
+        # Mesh-TF 0.1.21 makes the master in its constructor; a scalar stands in for it.
+        self._whole_shape = shape.to_integer_list
+        self._alone = False
+        super().__init__(
+            mesh,
+            name,
+            mtf.Shape([]),
+            unstacked(dtype),
+            tf.zeros_initializer(),
+            False,
+            collections=[STAND_INS],
+        )
+        self._outputs = [mtf.Tensor(self, shape, dtype)]
+        self._stand_in = self._master
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        self._alone = lowering.mesh_impl(self).size == 1
+        if self._alone and not self._whole_shape:
+            tf.add_to_collection(tf.GraphKeys.LOCAL_VARIABLES, self._stand_in)
+        if self._alone and self._whole_shape:
+            with tf.device(self._stand_in.device), tf.control_dependencies(None):
+                self._master = tf.get_variable(
+                    self.name + "_whole",
+                    self._whole_shape,
+                    self.master_dtype,
+                    tf.zeros_initializer(),
+                    trainable=False,
+                    collections=[tf.GraphKeys.LOCAL_VARIABLES],
+                )
+        super().lower(lowering)
+
+    def get_master(self) -> Any:
+        """Returns zeros to fill the slices with; on one processor the variable itself."""
+        if self._alone:
+            return self._master
+        with tf.device(self._stand_in.device):
+            return tf.zeros(self._whole_shape, self.master_dtype)
+
+    def assign_to_master(self, val: tf.Tensor) -> tf.Operation:
+        """Does nothing: the slices are the only copy."""
+        del val
+        return tf.no_op()
+
+
+def unstacked(dtype: Any, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
+    """Returns dtypes with which Mesh-TF's autostack does not stack a variable.
+
+    `dtype` is a `mtf.VariableDType`, or that of master and slices, and without `activation_dtype`
+    of the value, too. Stacked variables need masters; autostack (0.1.21) compares the attributes of
+    dtypes.
+    """
+    is_one = not isinstance(dtype, mtf.VariableDType)
+    given = mtf.VariableDType(dtype, dtype, activation_dtype) if is_one else dtype
+    result = copy.copy(given)
+    result.unstacked = id(result)
+    return result
+
+
+def scalar_state(
+    mesh: mtf.Mesh,
+    name: str,
+    dtype: tf.DType = tf.int32,
+    checkpointed: bool = True,
+    stacked: bool = True,
+    start: float | str = 0,
+) -> mtf.Variable:
+    """Finds or makes a scalar of a wrapper's state, which is not trained.
+
+    Args:
+      mesh: the mesh.
+      name: its full name, the same in any variable scope; by it checkpoints know the scalar.
+      dtype: its dtype.
+      checkpointed: whether savers of global variables write it; if not, it is zero again in every
+        new session.
+      stacked: whether Mesh-TF's autostack may put it into one variable with others.
+      start: its first value; or the name of a variable in older checkpoints that has its value.
+
+    Raises:
+      TypeError: mesh is no mesh, dtype no dtype of numbers, or start neither a number nor a name.
+      ValueError: name cannot be a variable's, the graph has another variable of that name, dtype
+        does not hold start, or without checkpoints start is not 0.
+    """
+    check_mesh(mesh)
+    check_name(name)
+    try:
+        dtype = tf.as_dtype(dtype).base_dtype
+    except TypeError:
+        raise TypeError(f"dtype must be a dtype such as tf.int32, got {dtype!r}.") from None
+    if not (dtype.is_integer or dtype.is_floating):
+        raise TypeError(f"dtype must be one of numbers, such as tf.int32, got {dtype!r}.")
+    checkpointed, stacked = check_flag("checkpointed", checkpointed), check_flag("stacked", stacked)
+    if not isinstance(start, str):
+        if not is_number(start):
+            raise TypeError(f"start must be a number or the name of a variable, got {start!r}.")
+        if dtype.is_integer and (not dtype.min <= start <= dtype.max or start % 1):
+            raise ValueError(f"start must be a number that {dtype.name} holds, got {start!r}.")
+        if start and not checkpointed:
+            raise ValueError(f"start must be 0 with checkpointed=False, got {start!r}.")
+    return named_state(mesh, name, mtf.Shape([]), dtype, checkpointed, stacked, start=start)
+
+
+def named_state(
+    mesh: mtf.Mesh,
+    name: str,
+    shape: mtf.Shape,
+    dtype: tf.DType = tf.int32,
+    checkpointed: bool = True,
+    stacked: bool = False,
+    start: float | str = 0,
+    in_scope: bool = False,
+    **note: Any,
+) -> mtf.Variable:
+    """Finds or makes a variable of a wrapper's state, which is not trained.
+
+    Args:
+      mesh: the mesh.
+      name: its full name, so that code in any variable scope finds the same variable.
+      shape: its shape.
+      dtype: its dtype, of master, slices and activations.
+      checkpointed: whether savers of global variables write it. If not, it is zero again in
+        every new session and has no master copy on the host.
+      stacked: whether Mesh-TF's autostack may put it into one variable with others.
+      start: its first value if that is a number, else zero; and its value after a checkpoint that
+        does not have it, see `StateNote`.
+      in_scope: whether `name` is a name in the current variable scope instead.
+      **note: other fields of `StateNote`.
+    """
+    with contextlib.nullcontext() if in_scope else root_scope():
+        if not checkpointed:
+            return UncheckpointedVariable(mesh, name, shape, dtype)
+        is_zero = isinstance(start, str) or not start
+        result = mtf.get_variable(
+            mesh,
+            name,
+            shape,
+            dtype if stacked else unstacked(dtype),
+            initializer=tf.zeros_initializer() if is_zero else tf.constant_initializer(start),
+            trainable=False,
+        ).operation
+    if not isinstance(result, mtf.StackedVariable) and (
+        result.shape != shape or result.slice_dtype != dtype
+    ):
+        raise ValueError(
+            f"The graph has a variable {result.name!r} already, of shape "
+            f"{result.shape.to_string} and dtype {result.slice_dtype.name}, in place of "
+            f"{shape.to_string} and {dtype.name}: give one of the two another name."
+        )
+    note_state(result, start=start, **note)
+    return result
