@@ -26,6 +26,7 @@ from benchmarks import (
     timeline,
     training_step,
     two_processes,
+    way,
 )
 
 TABLES = (
@@ -46,6 +47,7 @@ TABLES = (
     plan,
     scale,
     two_processes,
+    way,
     less_communication,
     islands,
     timeline,
