@@ -53,6 +53,7 @@ from mtf_gradsync.optimizers import (
     traits_of,
 )
 from mtf_gradsync.optimizers.average import (
+    AVERAGE,
     NoAveragesError,
     averaged_checkpoint,
     check_averages_kept,
@@ -66,14 +67,16 @@ from mtf_gradsync.optimizers.skips import ReportsSkips
 from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew
 from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, write_changed
 from mtf_gradsync.optimizers.state.savers import ReshardingSaver
-from mtf_gradsync.optimizers.state.slots import owner_of
-from mtf_gradsync.optimizers.state.variables import ISLAND, STAND_INS, STATE_COLLECTION
+from mtf_gradsync.optimizers.state.slots import SlotOwners, owner_of
+from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, ISLAND, STAND_INS, STATE_COLLECTION
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
 from mtf_gradsync.step import HeldSlices, StepPlan, StepWatches, gated_update, is_advanced
 
 __all__ = [
     "ACCEPT_FLAG",
+    "ACCUMULATOR",
+    "AVERAGE",
     "CONFIG_FILE",
     "ESTIMATOR_AVAILABLE",
     "GATHERS",
@@ -101,6 +104,7 @@ __all__ = [
     "ReportsSkips",
     "ReshardingSaver",
     "Saved",
+    "SlotOwners",
     "StepPlan",
     "StepWatches",
     "SyncReplicasOptimizer",

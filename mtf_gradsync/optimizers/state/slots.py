@@ -87,6 +87,10 @@ class SlotOwners(PlanPart):
         del lowering
         return PartLowering()
 
+    def slots(self) -> list[mtf.Variable]:
+        """Returns what optimizers and wrappers write besides the variables that they update."""
+        return list(self._keepers)
+
     def check(
         self,
         keeper: Any,

@@ -13,17 +13,16 @@ from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
 import gin
 import numpy as np
 
-from mtf_gradsync.extension import is_number, tf
-from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder
+from mtf_gradsync.extension import counted, is_number, tf
+from mtf_gradsync.tools.islands.changes import FORMS, Form, Merge, Weight, encoded, wide
+from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, Spec
 from mtf_gradsync.tools.islands.journal import Journal, events_by_step
 from mtf_gradsync.tools.islands.merger import ROUND, Merger, MergerThread, Waiting, poll_seconds_of
-from mtf_gradsync.tools.islands.values import Values
+from mtf_gradsync.tools.islands.values import StepCounts, Values
 from mtf_gradsync.tools.islands.versions import (
-    FORMS,
-    Form,
     MergeSettings,
     contribution_object,
-    encoded,
+    decision_object,
     fragment_of,
     member_object,
     newest_version,
@@ -34,6 +33,7 @@ from mtf_gradsync.tools.islands.versions import (
 logger = logging.getLogger(__name__)
 
 Wait = Literal["grace", "none"]
+Follow = Literal["version", "own"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -46,6 +46,28 @@ class FolderTraffic(NamedTuple):
 
     written: int
     read: int
+
+
+class Sent(NamedTuple):
+    """What an island had when it contributed, until a version has it.
+
+    Attributes:
+      values: of the variables that it contributed.
+      counts: those that schedules go by.
+      tokens: what the contribution stands for.
+      steps: how many updates are in it.
+      residual: what rounding had taken away before, and is in it.
+    """
+
+    values: dict[str, np.ndarray]
+    counts: dict[str, int]
+    tokens: float
+    steps: int
+    residual: dict[str, np.ndarray]
+
+
+# How long an island that is told to stop waits for a version before it contributes the rest.
+_SECONDS_TO_LEAVE = 5.0
 
 
 class Island:
@@ -61,8 +83,8 @@ class Island:
     Args:
       folder: path or URL that all islands and the merger can read and write; see `Folder`.
       name: of this island, the same after a restart; letters, digits, ``.``, ``_`` and ``-``.
-      inner_steps: steps of its own before it contributes (H). It contributes earlier when the
-        merger is about to make a version without it.
+      inner_steps: updates of its own before it contributes (H): steps, where nothing accumulates or
+        skips. It contributes earlier when the merger is about to make a version without it.
       lowering: of the step, for sessions of TensorFlow; see `Values`.
       variables: names of the variables to exchange; default all trainable ones.
       values: in place of both, what reads and writes the values of another kind of session: an
@@ -72,8 +94,11 @@ class Island:
         that sees them, and what the island has learned since it contributed is kept.
       wait_seconds: see `wait`.
       begin_seconds: how long to wait for the first version when the folder has none.
-      form: how a change is sent: "float32", "bfloat16", or "int8" with a scale for every 256
-        numbers. What rounding takes away is added to the next change.
+      form: how a change is sent: "float32", "bfloat16", "int8" with a scale for every 256 numbers,
+        or "int4" with one for every 64. What rounding takes away is added to the next change.
+      follow: "version" sets the global step and the counts of updates, by which schedules go, to
+        what is behind the values of a version that it takes: a joiner goes on where the others are.
+        "own" counts the island's own steps.
       merge: whether a thread of this process is the merger, or waits to become it.
       merge_settings: of that merger; see `MergeSettings`.
       waiting: of that merger; see `Waiting`.
@@ -99,6 +124,7 @@ class Island:
         wait_seconds: float = 60.0,
         begin_seconds: float = 600.0,
         form: Form = "float32",
+        follow: Follow = "version",
         merge: bool = False,
         merge_settings: MergeSettings | None = None,
         waiting: Waiting | None = None,
@@ -112,7 +138,9 @@ class Island:
             )
         if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
             raise ValueError(f"inner_steps must be a whole number of at least 1: {inner_steps!r}.")
-        for argument, choice, allowed in (("wait", wait, get_args(Wait)), ("form", form, FORMS)):
+        choices = {"wait": (wait, get_args(Wait)), "form": (form, FORMS),
+                   "follow": (follow, get_args(Follow))}  # fmt: skip
+        for argument, (choice, allowed) in choices.items():
             if choice not in allowed:
                 raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {choice!r}.")
         for argument, value in (("wait_seconds", wait_seconds), ("begin_seconds", begin_seconds)):
@@ -123,16 +151,26 @@ class Island:
         self.name, self.inner_steps, self.form = name, inner_steps, form
         self.folder = Folder(folder)
         self._values = Values(lowering, variables) if values is None else values
+        # Versions are in float32 or wider, whatever the program's variables are in.
+        self._specs = {
+            name: Spec(shape, str(np.promote_types(_dtype(dtype), np.float32)))
+            for name, (shape, dtype) in self._values.specs.items()
+        }
+        self._follows: Mapping[str, str] = (
+            getattr(self._values, "follows", {}) if follow == "version" else {}
+        )
         self._wait = wait_seconds if wait == "grace" else 0.0
+        self._wait_at_end, self._follow = wait_seconds, follow == "version"
         self._begin_seconds, self._replay = begin_seconds, replay
         self._poll = poll_seconds or poll_seconds_of(self.folder)
         self._looked_at = -float("inf")
         self.traffic = FolderTraffic(0, 0)
-        self._merger = (
+        self._make_merger = lambda: (
             MergerThread(lambda: Merger(self.folder, merge_settings, waiting, keep_all))
             if merge
             else None
         )
+        self._merger = self._make_merger()  # wrong settings are an error at once
         self._life = uuid.uuid4().hex  # tells this process from others of its name
         self._has_left = False
         self.version: int | None = None  # whose values the island goes on from
@@ -141,37 +179,46 @@ class Island:
 
     # What stands between two versions.
 
-    def _start_from(self, values: Mapping[str, np.ndarray], version: int) -> None:
+    def _start_from(self, version: int, counts: Mapping[str, int]) -> None:
         """Forgets all that was learned and not contributed, and goes on from a version."""
-        self._base = dict(values)
         self.version = version
-        self._sent: dict[str, np.ndarray] | None = None  # values when it contributed
-        self._since = 0  # steps since it contributed
+        self._counts_before = dict(counts)
+        self._sent: Sent | None = None
+        self._since = 0  # updates since it contributed
         self._tokens = dict.fromkeys(range(self._fragments), 0.0)
         self._residual: dict[str, np.ndarray] = {}
 
     def begin(self, session: Any, step: int = 0) -> None:
         """Goes on from the newest version in the folder, or offers its values for the first one.
 
+        After `finish`, or where a session was made anew and has older values, it begins again.
+
         Args:
           session: with the island's own values, initialized or restored from its checkpoint.
-          step: how many steps the island has made before.
+          step: how many steps the island has made before. `step` of the island may be more
+            afterwards, as it follows the version.
 
         Raises:
           IslandError: there was no version within `begin_seconds`, or a replay has no journal.
         """
-        self.step = step
+        self.step = self._at = step
+        self._has_left, self.version = False, None
+        self._step_counts = self._counts_of(session)
+        self._waiting_tokens: float | None = None if self._step_counts.waiting else 0.0
         if self._replay:
             self._events = events_by_step(self.folder, self.name)
             self._lack_of(step)
             return self._replay_step(session)
+        self._merger = self._merger or self._make_merger()
         if self._merger:
             self._merger.start()
         self._journal = Journal(self.folder, self.name)
         values = self._values.read(session)
         if newest_version(self.folder) is None:
-            facts = {"island": self.name, "version": None, "tokens": 1.0, "steps": 0}
-            self.folder.store(offer_object(self.name), facts, values)
+            facts = {"island": self.name, "version": None, "tokens": 1.0, "steps": 0,
+                     "counts": self._counts_in(values)}  # fmt: skip
+            offered = {name: wide(values[name]) for name in self._specs}
+            self.folder.store(offer_object(self.name), facts, offered)
         version = self._await_version()
         self.folder.write_json(member_object(self.name), {"version": version, "life": self._life})
         # The merger may have decided on what an earlier life contributed: it stays as it is.
@@ -179,6 +226,21 @@ class Island:
         self._join(session, version, has_sent)
         self._journal.write("joined", step=step, version=version, has_sent=has_sent,
                             bytes=_bytes(self._new))  # fmt: skip
+        # A run that begins takes values as it should; what is overwritten or jumps is said.
+        level = logging.WARNING if self.step != step or step else logging.INFO
+        logger.log(
+            level, "the island %s goes on from version %d, whose values take the place of its own "
+            "of step %d, as step %d", self.name, version, step, self.step,
+        )  # fmt: skip
+
+    def _counts_of(self, session: Any) -> StepCounts:
+        counts = getattr(self._values, "counts", None)
+        return counts(session) if counts else StepCounts()
+
+    def _counts_in(self, values: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the counts that schedules go by, of the island's own steps and of updates."""
+        found = {key: int(values[name]) for key, name in self._follows.items()}
+        return {"step": self.step, **found}
 
     def _has_contribution(self, version: int) -> bool:
         with contextlib.suppress(DamagedObjectError):
@@ -236,16 +298,56 @@ class Island:
 
     def _load(self, versions: range) -> dict[str, np.ndarray]:
         """Returns what the newest of some versions has of the variables that they changed."""
-        specs, newest = self._values.specs, versions[-1]
+        specs, newest = self._specs, versions[-1]
         found = read_values(self.folder, newest, self._fragments, specs, versions[0])
         self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found))
         return found
 
     def _join(self, session: Any, version: int, has_sent: bool) -> None:
-        self._values.write(session, self._new)
-        self._start_from(self._new, version)
+        counts = self._counts_in(self._values.read(session))
+        self._base: dict[str, np.ndarray] = {}
+        self._start_from(version, counts)
+        self._write(session, self._new, {}, self._follow_version(version, counts, counts))
         if has_sent:
-            self._sent = {name: self._base[name] for name in self._turn()}
+            values = {name: self._base[name] for name in self._turn()}
+            self._sent = Sent(values, self._counts_before, 0.0, 0, {})
+
+    def _write(
+        self,
+        session: Any,
+        merged: Mapping[str, np.ndarray],
+        learned: Mapping[str, np.ndarray],
+        more: Mapping[str, Any],
+    ) -> None:
+        """Writes merged values with what was learned since; the next change is from the former."""
+        written: dict[str, Any] = dict(more)
+        for name, value in merged.items():
+            since = learned.get(name, np.zeros((), value.dtype))
+            # Exactly the merged values where nothing was learned since.
+            written[name] = (value + since).astype(_dtype(self._values.specs[name].dtype))
+            is_exact = written[name].dtype == value.dtype
+            self._base[name] = value if is_exact else wide(written[name]) - since
+        self._values.write(session, written)
+
+    def _follow_version(
+        self, version: int, counts: Mapping[str, int], before: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Returns the counters to set so that they are the version's and what came since `before`.
+
+        A counter never goes back.
+        """
+        self._counts_before = dict(counts)
+        if not self._follow:
+            return {}
+        with contextlib.suppress(DamagedObjectError):
+            behind = (self.folder.read_json(decision_object(version)) or {}).get("counts", {})
+            for key in counts.keys() & behind.keys():
+                since = counts[key] - before[key]
+                new = max(counts[key], behind[key] + since)
+                self._counts_before[key] = new - since
+        new = {key: self._counts_before[key] + counts[key] - before[key] for key in counts}
+        self.step += new["step"] - counts["step"]
+        return {name: new[key] for key, name in self._follows.items() if new[key] != counts[key]}
 
     def _turn(self) -> list[str]:
         """The names of the variables that the next version changes."""
@@ -258,6 +360,7 @@ class Island:
         Args:
           session: in which a step has been made.
           tokens: how much that step's loss stands for; what islands contribute is weighted by it.
+            Those of steps that accumulate count with their update, those of skipped steps never.
         """
         if self.version is None:
             raise ValueError(
@@ -266,9 +369,8 @@ class Island:
         if not is_number(tokens) or not 0.0 <= tokens < float("inf"):
             raise ValueError(f"tokens must be a finite number, not negative, got {tokens!r}.")
         self.step += 1
-        self._since += 1
-        for fragment in self._tokens:
-            self._tokens[fragment] += float(tokens)
+        self._at = self.step
+        self._count(session, float(tokens))
         if self._replay:
             return self._replay_step(session)
         newest, is_closing = self._look()
@@ -277,32 +379,65 @@ class Island:
             newest, is_closing = self.version, False
         is_due = self._since >= self.inner_steps // self._fragments or is_closing
         if self._sent is None and is_due and self._contribute(session, is_closing):
-            self._wait_and_take(session)
+            self._wait_and_take(session, self._wait)
+
+    def _count(self, session: Any, tokens: float) -> None:
+        """Counts an update and the tokens that it applies, once it has applied them."""
+        before, now = self._step_counts, self._counts_of(session)
+        self._step_counts = now
+        if self._waiting_tokens is None:  # a checkpoint does not say how many are in its sums
+            self._waiting_tokens = before.waiting * tokens
+        if now.waiting:
+            self._waiting_tokens += tokens if now.waiting != before.waiting else 0.0
+            return
+        tokens += self._waiting_tokens
+        self._waiting_tokens = 0.0
+        if now.skipped > before.skipped:
+            return
+        self._since += 1
+        for fragment in self._tokens:
+            self._tokens[fragment] += tokens
 
     def finish(self, session: Any, waits: bool = True) -> None:
-        """Contributes what is left, takes merged values if they come in time, and says good-bye.
+        """Contributes all that is left, takes merged values if they come in time, says good-bye.
+
+        What it has learned since a contribution that is not merged yet can be contributed when that
+        is: it waits for this up to `wait_seconds`, whatever `wait` is.
 
         Args:
           session: in which steps were made.
-          waits: whether there is time for merged values; they are not taken otherwise.
+          waits: whether there is time for merged values; they are not taken otherwise, unless they
+            come within some seconds and there is more to contribute.
         """
         if self._replay or self._has_left or self.version is None:
             return
-        if self._sent is None and self._since:
-            self._contribute(session, True)
-        if self._sent is not None and waits:
-            self._wait_and_take(session)
+        until = time.monotonic() + (self._wait_at_end if waits else _SECONDS_TO_LEAVE)
+        while self._sent is not None or any(self._tokens.values()):
+            if self._sent is None and not self._contribute(session, True):
+                break
+            if not waits and not any(self._tokens.values()):
+                break  # all is contributed
+            if not self._wait_and_take(session, until - time.monotonic()):
+                break
+        left = max(self._tokens.values())
+        if left:
+            logger.warning(
+                "the island %s ends, and what it has learned from %g tokens since version %d is "
+                "in no contribution: no newer version came in time", self.name, left, self.version,
+            )  # fmt: skip
         self.close()
 
     def close(self) -> None:
         """Says good-bye without a last contribution, and ends this process's merger."""
         if self._merger:
             self._merger.stop()
+            self._merger = None
         if not self._replay and self.version is not None and not self._has_left:
             self._has_left = True
             if self._has_name():
                 self.folder.remove(member_object(self.name))
-            self._journal.write("left", step=self.step, version=self.version)
+            left = max(self._tokens.values())
+            self._journal.write("left", step=self.step, version=self.version, tokens_left=left)
 
     def _look(self) -> tuple[int, bool]:
         """Returns the newest version, and whether the next one is about to be made."""
@@ -319,15 +454,17 @@ class Island:
                 return newest, bool(told.get("closing")) and newest == self.version
         return self.version, False
 
-    def _wait_and_take(self, session: Any) -> None:
-        until = time.monotonic() + self._wait
+    def _wait_and_take(self, session: Any, seconds: float) -> bool:
+        """Takes merged values if they come within some seconds; returns whether it did."""
+        before, until = self.version, time.monotonic() + seconds
         while True:
             self._looked_at = -float("inf")
             newest, _ = self._look()
             if newest > (self.version or 0):
-                return self._take(session, newest)
+                self._take(session, newest)
+                return self.version != before
             if time.monotonic() >= until:
-                return None
+                return False
             time.sleep(min(self._poll, 0.05))
 
     def _contribute(self, session: Any, is_early: bool) -> bool:
@@ -340,44 +477,48 @@ class Island:
         if not self._replay:
             self._check_name()
         now = self._values.read(session)
-        change = {
-            name: (_wide(self._base[name]) - _wide(now[name])).astype(np.float32) for name in names
-        }
+        change = {name: (self._base[name] - wide(now[name])).astype(np.float32) for name in names}
         bad = [name for name, value in change.items() if not np.isfinite(value).all()]
         if bad:
-            self._go_back(session)
+            anew = self._go_back(session)
             if not self._replay:
                 logger.warning(
                     "%s of %s holds numbers that are not finite, after step %d: it goes back to "
-                    "version %d", bad[0], self.name, self.step, self.version,
+                    "version %d%s", bad[0], self.name, self._at, self.version,
+                    f", and {counted(sorted(anew), 'slot')} begin anew" if anew else "",
                 )  # fmt: skip
-                self._journal.write("went_back", step=self.step, version=self.version,
+                self._journal.write("went_back", step=self._at, version=self.version,
                                     variable=bad[0], tokens=tokens)  # fmt: skip
             return False
-        self._sent = {name: now[name] for name in names}
-        steps, self._since, self._tokens[fragment] = self._since, 0, 0.0
-        if self._replay:
-            return True
-        for name, value in self._residual.items():
-            if name in change:
-                change[name] += value
+        counts, steps = self._counts_in(now), self._since
+        residual = {name: self._residual[name] for name in names if name in self._residual}
+        self._sent = Sent({name: now[name] for name in names}, counts, tokens, steps, residual)
+        self._since, self._tokens[fragment] = 0, 0.0
+        for name, value in residual.items():
+            change[name] += value
         tensors, errors = encoded(change, self.form)
         self._residual.update(errors)
+        if self._replay:
+            return True
         facts = {"island": self.name, "version": self.version, "tokens": tokens, "steps": steps,
-                 "form": self.form, "step": self.step}  # fmt: skip
+                 "form": self.form, "counts": counts}  # fmt: skip
         self.traffic = self.traffic._replace(written=self.traffic.written + _bytes(tensors))
         # Before the object: what is merged is in the journal.
         self._journal.write(
-            "contributed", step=self.step, version=self.version, tokens=tokens, steps=steps,
+            "contributed", step=self._at, version=self.version, tokens=tokens, steps=steps,
             early=is_early, bytes=_bytes(tensors),
         )  # fmt: skip
         self.folder.store(contribution_object(self.version, self.name), facts, tensors)
         return True
 
-    def _go_back(self, session: Any) -> None:
-        self._values.write(session, self._base)
+    def _go_back(self, session: Any) -> list[str]:
+        """Goes back to the version's values; returns which slots begin anew, not being finite."""
+        begin_anew = getattr(self._values, "begin_anew", None)
+        anew = begin_anew(session) if begin_anew else {}
+        self._write(session, self._base, {}, anew)
         assert self.version is not None
-        self._start_from(self._base, self.version)
+        self._start_from(self.version, self._counts_in(self._values.read(session)))
+        return list(anew)
 
     def _take(self, session: Any, newest: int) -> None:
         """Takes the values of a newer version, and keeps what was learned and not contributed."""
@@ -388,19 +529,16 @@ class Island:
             logger.warning("%s; training goes on without it", error)
             return
         now = self._values.read(session)
-        new = {}
-        for name, value in merged.items():
-            before = self._base[name]
-            if self._sent is not None and name in self._sent:
-                before = self._sent[name]
-            learned = _wide(now[name]) - _wide(before)
-            # Exactly the merged values where nothing was learned since.
-            new[name] = (_wide(value) + learned).astype(value.dtype)
-        self._values.write(session, new)
-        self._base.update(merged)
+        sent = self._sent.values if self._sent else {}
+        learned = {
+            name: wide(now[name]) - wide(sent.get(name, self._base[name])) for name in merged
+        }
+        counts = self._counts_in(now)
+        before = self._sent.counts if self._sent else self._counts_before
+        self._write(session, merged, learned, self._follow_version(newest, counts, before))
         self.version, self._sent = newest, None
         if not self._replay:
-            self._journal.write("took", step=self.step, version=newest, bytes=_bytes(merged))
+            self._journal.write("took", step=self._at, version=newest, bytes=_bytes(merged))
 
     def _lack_of(self, step: int) -> None:
         first = [e for e in self._events.get(step, []) if e["event"] == "joined"]
@@ -412,7 +550,7 @@ class Island:
 
     def _replay_step(self, session: Any) -> None:
         """Does after a step what the journal says that the island did after it."""
-        for event in self._events.get(self.step, []):
+        for event in self._events.get(self._at, []):
             kind = event["event"]
             if kind == "joined":
                 settings = MergeSettings.of(self.folder)
@@ -424,7 +562,7 @@ class Island:
                 if self.version != event["version"]:
                     raise IslandError(
                         f"Version {event['version']}, which {self.name!r} took after step "
-                        f"{self.step}, cannot be read from {self.folder.url}: a replay needs all "
+                        f"{self._at}, cannot be read from {self.folder.url}: a replay needs all "
                         "versions (keep_all)."
                     )
             elif kind == "contributed":
@@ -437,8 +575,10 @@ def _bytes(values: Mapping[str, np.ndarray]) -> int:
     return sum(value.nbytes for value in values.values())
 
 
-def _wide(value: np.ndarray) -> np.ndarray:
-    return value.astype(np.promote_types(value.dtype, np.float32))
+def _dtype(name: str) -> np.dtype[Any]:
+    import ml_dtypes  # gives numpy the name "bfloat16"
+
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -461,6 +601,7 @@ class ElasticIslands:
     wait_seconds: float = 60.0
     begin_seconds: float = 600.0
     form: Form = "float32"
+    follow: Follow = "version"
     replay: bool = False
     merge: bool = False
     keep_all: bool = False
@@ -472,6 +613,9 @@ class ElasticIslands:
     outer_momentum: float = 0.5
     nesterov: bool = True
     fragments: int = 1
+    weight: Weight = "tokens"
+    merge_rule: Merge = "mean"
+    max_norm: float = 10.0
 
     def island(self, lowering: Any, name: str) -> Island | None:
         """Returns the island for a step that has been lowered; None without a folder.
@@ -481,14 +625,15 @@ class ElasticIslands:
         if not self.folder:
             return None
         settings = MergeSettings(
-            self.outer_learning_rate, self.outer_momentum, self.nesterov, self.fragments
-        )
+            self.outer_learning_rate, self.outer_momentum, self.nesterov, self.fragments,
+            self.weight, self.merge_rule, self.max_norm,
+        )  # fmt: skip
         waiting = Waiting(self.quorum, self.min_grace, self.max_grace, self.max_staleness)
         return Island(
             self.folder, self.name or name, self.inner_steps, lowering=lowering, wait=self.wait,
             wait_seconds=self.wait_seconds, begin_seconds=self.begin_seconds, form=self.form,
-            merge=self.merge, merge_settings=settings, waiting=waiting, keep_all=self.keep_all,
-            replay=self.replay,
+            follow=self.follow, merge=self.merge, merge_settings=settings, waiting=waiting,
+            keep_all=self.keep_all, replay=self.replay,
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import is_number
+from mtf_gradsync.tools.islands.changes import decoded, weight_of
 from mtf_gradsync.tools.islands.folder import (
     SUFFIX,
     DamagedObjectError,
@@ -30,8 +31,8 @@ from mtf_gradsync.tools.islands.folder import (
 from mtf_gradsync.tools.islands.versions import (
     SETTINGS,
     MergeSettings,
+    counts_behind,
     decision_object,
-    decoded,
     fragment_of,
     make_version,
     member_object,
@@ -247,6 +248,7 @@ class Merger:
         refused, self._refused = self._refused, {}
         return {
             "version": newest + 1,
+            "counts": counts_behind((self._decision(newest) or {}).get("counts", {}), there),
             "contributions": there,
             "dropped": late,
             "refused": dict(sorted(refused.items())),
@@ -257,11 +259,14 @@ class Merger:
 
     def _decide_first(self) -> dict[str, Any] | None:
         offers = [self._look_at(f"offers/{name}") for name in self._folder.names("offers")]
-        found = sorted((o for o in offers if o), key=lambda o: o["island"])
+        found = [o for o in offers if o]
         if len(found) < self._waiting.quorum:
             return None
-        return {"version": 0, "contributions": found[:1], "dropped": [], "refused": {},
-                "time": time.time(), "seconds": {"waited": 0.0, "arrivals": {}}}  # fmt: skip
+        # The one that has come furthest.
+        found.sort(key=lambda o: (-o["counts"].get("step", 0), o["island"]))
+        return {"version": 0, "counts": found[0]["counts"], "contributions": found[:1],
+                "dropped": [], "refused": {}, "time": time.time(),
+                "seconds": {"waited": 0.0, "arrivals": {}}}  # fmt: skip
 
     def _decision(self, version: int) -> dict[str, Any] | None:
         """Returns the decision on a version; None where there is none."""
@@ -295,7 +300,9 @@ class Merger:
                 stored = self._folder.load(path)
                 if stored is None:
                     return None
-                self._looked[path] = _described(path, stored)
+                found = _described(path, stored)
+                found["weight"] = weight_of(found["tokens"], found["steps"], self.settings.weight)
+                self._looked[path] = found
                 if stored.facts["version"] is not None:
                     self._check_change(stored)
             except DamagedObjectError as error:
@@ -452,8 +459,9 @@ def _described(path: str, stored: Stored) -> dict[str, Any]:
     for key, value in stored.tensors.items():
         if value.dtype.kind not in "iu" and not np.isfinite(value.astype(np.float32)).all():
             raise DamagedObjectError(f"{path} has a NaN or an infinity in {key!r}")
-    return {"object": path, "island": island, "version": version, "weight": float(tokens),
-            "steps": facts.get("steps"), "checksum": stored.checksum}  # fmt: skip
+    return {"object": path, "island": island, "version": version, "tokens": float(tokens),
+            "steps": facts.get("steps"), "counts": facts.get("counts", {}),
+            "checksum": stored.checksum}  # fmt: skip
 
 
 _LEASE_SECONDS = 10.0

@@ -2,27 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import Beginnings, StepPlan, counted, did_you_mean, mtf, tf, warn_once
+from mtf_gradsync.extension import (
+    ACCUMULATOR,
+    AVERAGE,
+    STATE_COLLECTION,
+    Beginnings,
+    SlotOwners,
+    StepPlan,
+    counted,
+    did_you_mean,
+    mtf,
+    owner_of,
+    tf,
+    warn_once,
+)
 from mtf_gradsync.runtimes.simd.session import ReplicaSession, VariableAccess, lowerings_in
+from mtf_gradsync.tools.islands.changes import MEAN
 from mtf_gradsync.tools.islands.folder import Spec
+
+_WAITING = ("/mini_step", "/count")  # what sums hold that no update has applied
+_SKIPPED = ("/skipped", "/without_data")  # steps whose gradients no update applies
+
+
+class StepCounts(NamedTuple):
+    """What a session's optimizers have counted by the end of a step.
+
+    Attributes:
+      waiting: what is in sums and in no update yet; 0 where nothing is.
+      skipped: steps and sums that no update applies.
+    """
+
+    waiting: int = 0
+    skipped: int = 0
 
 
 class Values:
     """Reads and writes the variables that islands exchange: masters, with the slices behind them.
 
+    Besides those that are trained these are the other floating-point variables of the model, such
+    as means over batches, and moving averages. Their names here begin with `changes.MEAN`.
+
     Make it when the step is built: for sessions of TensorFlow it adds operations to the graph.
 
     Args:
-      lowering: of the step, or several of them, for sessions of TensorFlow (a placement mesh); a
-        `ReplicaSession` knows its own.
+      lowering: of the step, or several of them, for sessions of TensorFlow (a placement mesh), and
+        for all sessions where optimizers accumulate or skip steps.
       variables: names of the variables; default all trainable ones of the graph.
 
+    Attributes:
+      specs: shape and dtype of each variable by name.
+      follows: the counters that schedules go by: variables' names by what others call them, "step"
+        for the global step, and counts of updates.
+
     Raises:
-      ValueError: there are no such variables, or islands of `OuterOptimizer` hold them.
+      ValueError: there are no such variables, or islands of `OuterOptimizer` hold them; or the
+        lowering is missing.
     """
 
     def __init__(self, lowering: Any = None, variables: Sequence[str] | None = None):
@@ -46,62 +84,154 @@ class Values:
                 f"{inside[0]!r} is held by islands of OuterOptimizer: islands that exchange values "
                 "through a folder take their place. Remove OuterOptimizer from the stack."
             )
+        self._lowerings: list[mtf.Lowering] = lowerings_in(lowering)
+        state = {note.name for note in self._graph.get_collection(STATE_COLLECTION)}
+        means = [f"{x}/{AVERAGE}" for x in chosen if f"{x}/{AVERAGE}" in there]
+        if variables is None:
+            means += self._not_trained(there, trainable, state)
+        self._variables = {name: there[name] for name in chosen}
+        self._variables |= {f"{MEAN}{name}": there[name] for name in means}
         self.specs = {
-            name: Spec(tuple(there[name].shape.as_list()), there[name].dtype.base_dtype.name)
-            for name in sorted(chosen)
+            name: Spec(tuple(v.shape.as_list()), v.dtype.base_dtype.name)
+            for name, v in sorted(self._variables.items())
         }
-        whole = [name for name, spec in self.specs.items() if not _is_float(spec)]
+        whole = [name for name, v in self._variables.items() if not v.dtype.is_floating]
         if whole:
             raise ValueError(
                 f"{whole[0]!r} is of {self.specs[whole[0]].dtype}: islands exchange numbers of "
                 "floating point. Give the names of those that they shall as variables=."
             )
-        self._lowerings: list[mtf.Lowering] = lowerings_in(lowering)
-        self._tensors = {name: there[name] for name in self.specs}
+        # What begins anew with values that are not finite.
+        exchanged = {v.op.name for v in self._variables.values()}
+        self._state = {name: v for name, v in there.items() if name not in exchanged}
+        self._trainable = trainable
+        step = tf.train.get_global_step()
+        follows = {} if step is None else {"step": step.op.name}
+        follows |= {name: name for name in sorted(state) if name.endswith("/update_step")}
+        self.follows = {
+            key: name
+            for key, name in follows.items()
+            if getattr(there.get(name), "handle", None) is not None  # those that can be set
+        }
+        self._counters = self._reads_of_counters(
+            [name for name in state if name.endswith((*_WAITING, *_SKIPPED))]
+        )
         self._access: VariableAccess | None = None
         if self._lowerings:
             _warn_of_races(self._lowerings)
             self._to_masters = tf.group(*(x.copy_slices_to_masters() for x in self._lowerings))
             self._to_slices = tf.group(*(x.copy_masters_to_slices() for x in self._lowerings))
-            self._reads = {name: v.read_value() for name, v in self._tensors.items()}
             self._access = VariableAccess(self._graph)
             self._beginnings = Beginnings(self._graph)
         self._is_joined = False
 
+    def _not_trained(
+        self, there: Mapping[str, Any], trainable: Sequence[str], state: set[str]
+    ) -> list[str]:
+        """Names the model's floating-point variables that are no state of an optimizer."""
+        found = {v for low in self._lowerings for v in low.graph.all_variables}
+        plans = [StepPlan.of_graph(low.graph) for low in self._lowerings]
+        slots = {v.name for plan in plans if plan for v in plan.part(SlotOwners).slots()}
+        names = {name for v in found for name in getattr(v, "original_names", [v.name])}
+        return sorted(
+            name
+            for name in (names & set(there)) - set(trainable) - state - slots
+            if there[name].dtype.is_floating and owner_of(name, trainable) is None
+        )
+
+    def _reads_of_counters(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
+        """Adds reads of scalars of the step, which need no copy of all slices."""
+        if names and not self._lowerings:
+            raise ValueError(
+                f"Optimizers of this step count in {sorted(names)[0]!r} which steps they apply, by "
+                "which islands weight: give the step's lowering, Island(..., lowering=lowering)."
+            )
+        reads = {}
+        for lowering in self._lowerings:
+            for variable, laid_out in lowering.variables.items():
+                own = list(getattr(variable, "original_names", [variable.name]))
+                for name in set(own) & set(names):
+                    value = laid_out.laid_out_tensor.all_slices[0].read_value()
+                    reads[name] = tf.reshape(value, [-1])[own.index(name)]
+        return reads
+
+    def counts(self, session: Any) -> StepCounts:
+        """Returns what optimizers have counted; nothing is read where they apply every step."""
+        if not self._counters:
+            return StepCounts()
+        found = session.run(self._counters)
+
+        def total(endings: tuple[str, ...]) -> int:
+            return sum(int(value) for name, value in found.items() if name.endswith(endings))
+
+        return StepCounts(total(_WAITING), total(_SKIPPED))
+
     def read(self, session: Any) -> dict[str, np.ndarray]:
-        """Returns the values of all variables by name."""
+        """Returns the values of all variables by name, and those of `follows`."""
+        return self._read(
+            session, {**self._variables, **{n: self._state[n] for n in self.follows.values()}}
+        )
+
+    def _read(self, session: Any, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
         replicas = _replica_session(session)
         if replicas is not None:
             everything = replicas.variables()
-            return {name: everything[name] for name in self.specs}
-        self._check(session)
+            return {name: everything[v.op.name] for name, v in variables.items()}
+        access = self._checked(session)
         session.run(self._to_masters)
-        return session.run(self._reads)
+        return session.run({name: access.read[v.op.name] for name, v in variables.items()})
 
-    def write(self, session: Any, values: Mapping[str, np.ndarray]) -> None:
-        """Sets the values of some variables, in masters and slices."""
+    def write(self, session: Any, values: Mapping[str, Any]) -> None:
+        """Sets the values of some variables, in masters and slices.
+
+        Names are those of `specs` and `follows`, and of what `begin_anew` returns.
+        """
+        everything = {**self._state, **self._variables}
+        variables = {name: everything[name] for name in values}
+        wanted = {
+            v.op.name: np.asarray(values[name]).astype(v.dtype.base_dtype.as_numpy_dtype)
+            for name, v in variables.items()
+        }
         replicas = _replica_session(session)
         if replicas is not None:
-            replicas.write(values)
+            replicas.write(wanted)
             return
-        self._check(session)
+        access = self._checked(session)
         # The slices of the others are newer than their masters.
         session.run(self._to_masters)
-        assert self._access is not None
         if not self._is_joined:
             # An island joins before its first step: what wrappers derive begins with these values.
             are_equal = session.run(self._beginnings.are_equal)
-            values = {**self._beginnings.marks(are_equal, values), **values}
+            wanted = {**self._beginnings.marks(are_equal, wanted), **wanted}
         self._is_joined = True
-        self._access.set(session, values.items())
+        access.set(session, wanted.items())
         session.run(self._to_slices)
 
-    def _check(self, session: Any) -> None:
+    def begin_anew(self, session: Any) -> dict[str, np.ndarray]:
+        """Returns initial values of slots that are not finite, and of the other slots with them."""
+        now = self._read(session, self._state)
+        bad = {
+            name
+            for name, v in self._state.items()
+            if v.dtype.is_floating and not np.isfinite(now[name].astype(np.float64)).all()
+        }
+        owners = {owner_of(name, self._trainable) for name in bad} - {None}
+        bad |= {
+            name
+            for name in self._state
+            if owner_of(name, self._trainable) in owners and not name.endswith(ACCUMULATOR)
+        }
+        initial = {name: self._state[name].initial_value.name for name in bad}
+        replicas = _replica_session(session)
+        return (session if replicas is None else replicas.tf_session).run(initial)
+
+    def _checked(self, session: Any) -> VariableAccess:
         if self._access is None:
             raise ValueError(
                 "The island has no lowering: give the step's, Island(..., lowering=lowering), to "
                 f"train in a session of TensorFlow; got {session!r}."
             )
+        return self._access
 
 
 def _warn_of_races(lowerings: Sequence[mtf.Lowering]) -> None:
@@ -119,10 +249,6 @@ def _warn_of_races(lowerings: Sequence[mtf.Lowering]) -> None:
                 "Mesh-TensorFlow needs a wrapper, as gs.CrossShardOptimizer(optimizer).",
             )
             return
-
-
-def _is_float(spec: Spec) -> bool:
-    return tf.as_dtype(spec.dtype).is_floating
 
 
 def _replica_session(session: Any) -> ReplicaSession | None:

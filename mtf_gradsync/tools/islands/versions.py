@@ -1,29 +1,29 @@
-"""Versions of the outer values and what they are made of: objects, their names, the arithmetic.
+"""Versions of the outer values and what they are made of: objects and their names.
 
 What a version is depends on its decision and the objects that this names alone, not on when
-anything arrived. The arithmetic is that of Decoupled DiLoCo (Douillard et al. 2026, arXiv
-2604.21428) and of `OuterOptimizer`: SGD with (Nesterov) momentum whose gradient is the mean,
-weighted by tokens, of what each island's values have moved from the version that it began with.
-
-An island's change is sent in float32, bfloat16, or int8 with a scale for each block. What rounding
-takes away is kept and added to the next change (error feedback), as `QuantizedAllReduce` does with
-gradients.
+anything arrived. The arithmetic is that of `changes`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Literal, Mapping, NamedTuple, Sequence, get_args
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence, get_args
 
 import numpy as np
 
 from mtf_gradsync.extension import is_number
+from mtf_gradsync.tools.islands.changes import (
+    MEAN,
+    Change,
+    Merge,
+    OuterStep,
+    Weight,
+    decoded,
+    merged,
+    wide,
+)
 from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder, Spec, Stored
 
 SETTINGS = "settings.json"
-Form = Literal["float32", "bfloat16", "int8"]
-FORMS = get_args(Form)
-BLOCK = 256
-_SCALES = "/scales"
 
 
 class MergeSettings(NamedTuple):
@@ -34,12 +34,21 @@ class MergeSettings(NamedTuple):
       outer_momentum: of SGD, 0 for none.
       nesterov: whether the momentum is Nesterov's.
       fragments: into how many sets the variables are cut, which take turns.
+      weight: what a contribution weighs: its "tokens", or its tokens times its tokens per step
+        ("tokens_per_step").
+      merge: "mean" averages changes; "radial" averages directions and lengths of each variable's
+        change apart.
+      max_norm: how many times as long as usual a change may be; longer ones are scaled down. Usual
+        is the median of the others' and of the island's own before. 0 is no limit.
     """
 
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.5
     nesterov: bool = True
     fragments: int = 1
+    weight: Weight = "tokens"
+    merge: Merge = "mean"
+    max_norm: float = 10.0
 
     def check(self) -> None:
         """Raises ValueError for a setting that makes no sense."""
@@ -53,6 +62,19 @@ class MergeSettings(NamedTuple):
             raise ValueError(
                 f"fragments must be a whole number of at least 1, got {self.fragments!r}."
             )
+        for name, kind in (("weight", Weight), ("merge", Merge)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(kind))}, got "
+                    f"{getattr(self, name)!r}."
+                )
+        if not is_number(self.max_norm) or not (self.max_norm == 0.0 or self.max_norm > 1.0):
+            raise ValueError(f"max_norm must be above 1, or 0 for none, got {self.max_norm!r}.")
+
+    @property
+    def outer_step(self) -> OuterStep:
+        """How changes become a version."""
+        return OuterStep(self.outer_learning_rate, self.outer_momentum, self.nesterov, self.merge)
 
     @classmethod
     def of(cls, folder: Folder) -> MergeSettings | None:
@@ -91,10 +113,25 @@ def member_object(island: str) -> str:
     return f"members/{island}.json"
 
 
+def counts_behind(
+    before: Mapping[str, int], contributions: Sequence[Mapping[str, Any]]
+) -> dict[str, int]:
+    """Returns the counts that schedules go by, as of a version: those of who has come furthest."""
+    found = dict(before)
+    for one in contributions:
+        for name, count in one["counts"].items():
+            found[name] = max(found.get(name, 0), count)
+    return found
+
+
 def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
     """The names of the variables that a version changes; all of them in version 0."""
-    ordered = sorted(names)
-    return ordered if version == 0 else ordered[(version - 1) % fragments :: fragments]
+    if version == 0:
+        return sorted(names)
+    turn = (version - 1) % fragments
+    # What is averaged is dealt out by itself: each fragment has its share of both.
+    means = sorted(name for name in names if name.startswith(MEAN))
+    return sorted(set(names) - set(means))[turn::fragments] + means[turn::fragments]
 
 
 def newest_version(folder: Folder) -> int | None:
@@ -136,43 +173,6 @@ def read_values(
     return values
 
 
-def merged(
-    values: Mapping[str, np.ndarray],
-    momenta: Mapping[str, np.ndarray],
-    parts: Iterator[tuple[float, Mapping[str, np.ndarray]]],
-    settings: MergeSettings,
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Makes the outer step: new values and momenta of the variables in `values`.
-
-    `parts` are weights and changes (values at the begin less those now), in the order in which
-    they are added up, in float64.
-    """
-    total, weights = {name: np.zeros(x.shape) for name, x in values.items()}, 0.0
-    for weight, change in parts:
-        weights += weight
-        for name, sum_of in total.items():
-            sum_of += np.multiply(change[name], weight, dtype=np.float64)
-    new, velocities, momentum = {}, {}, settings.outer_momentum
-    for name, x in values.items():
-        # In place where it can be: these may be the largest arrays that the process has.
-        gradient = total.pop(name)
-        gradient /= weights
-        move = gradient
-        if momentum:
-            velocity = gradient.copy()
-            if name in momenta:
-                velocity += np.multiply(momenta[name], momentum, dtype=np.float64)
-            velocities[name] = velocity.astype(np.float32)
-            move = velocity
-            if settings.nesterov:
-                move *= momentum
-                move += gradient
-        move *= -settings.outer_learning_rate
-        move += x
-        new[name] = move.astype(x.dtype)
-    return new, velocities
-
-
 def make_version(
     folder: Folder, decision: Mapping[str, Any], settings: MergeSettings
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -192,7 +192,8 @@ def make_version(
 
     if version == 0:
         (offer,) = decision["contributions"]
-        return load(offer["object"], offer["checksum"]).tensors, {}
+        tensors = load(offer["object"], offer["checksum"]).tensors
+        return {name: wide(value) for name, value in tensors.items()}, {}
     before = read_values(folder, version - 1, settings.fragments)
     names = fragment_of(version, list(before), settings.fragments)
     momenta: dict[str, np.ndarray] = {}
@@ -204,78 +205,10 @@ def make_version(
         momenta = found.tensors
     specs = {name: Spec.of(before[name]) for name in names}
 
-    def parts() -> Iterator[tuple[float, Mapping[str, np.ndarray]]]:
+    def changes() -> Iterator[Change]:
         for one in decision["contributions"]:
             stored = load(one["object"], one["checksum"])
-            yield one["weight"], decoded(stored, specs)
+            yield Change(one["weight"], one.get("scale", 1.0), decoded(stored, specs))
 
-    return merged({name: before[name] for name in names}, momenta, parts(), settings)
-
-
-def encoded(
-    change: Mapping[str, np.ndarray], form: Form
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the tensors to send for a change, by name, and what rounding took away from it."""
-    sent: dict[str, np.ndarray] = {}
-    errors: dict[str, np.ndarray] = {}
-    for name, value in change.items():
-        wide = value.astype(np.float32)
-        if form == "float32":
-            sent[name] = wide
-            continue
-        if form == "bfloat16":
-            import ml_dtypes
-
-            sent[name] = wide.astype(ml_dtypes.bfloat16)
-            back = sent[name].astype(np.float32)
-        else:
-            sent[name], sent[name + _SCALES] = _in_blocks(wide)
-            back = _from_blocks(sent[name], sent[name + _SCALES], wide.shape)
-        errors[name] = wide - back
-    return sent, errors
-
-
-def decoded(stored: Stored, specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
-    """Returns a contribution's change of the variables in `specs`, in float32.
-
-    Raises DamagedObjectError where it is not of these variables.
-    """
-    form, found = stored.facts.get("form"), {}
-    wanted = set(specs) | ({name + _SCALES for name in specs} if form == "int8" else set())
-    if form not in FORMS or set(stored.tensors) != wanted:
-        raise DamagedObjectError(
-            f"The contribution of {stored.facts.get('island')!r} is in the form {form!r} and of "
-            f"{len(stored.tensors)} tensors: it is not of this program's {len(specs)} variables."
-        )
-    for name, spec in specs.items():
-        value = stored.tensors[name]
-        if form == "int8":
-            scales = stored.tensors[name + _SCALES]
-            if value.size < int(np.prod(spec.shape)) or value.shape != (len(scales), BLOCK):
-                raise _other_shape(name, value, spec)
-            value = _from_blocks(value, scales, spec.shape)
-        if value.shape != spec.shape:
-            raise _other_shape(name, value, spec)
-        found[name] = value.astype(np.float32, copy=False)
-    return found
-
-
-def _other_shape(name: str, value: Any, spec: Spec) -> DamagedObjectError:
-    return DamagedObjectError(
-        f"The change of {name!r} has the shape {list(value.shape)}, and the variable "
-        f"{list(spec.shape)}."
-    )
-
-
-def _in_blocks(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    flat = value.reshape(-1)
-    blocks = np.zeros((-(-flat.size // BLOCK), BLOCK), np.float32)
-    blocks.reshape(-1)[: flat.size] = flat
-    scales = np.abs(blocks).max(axis=1) / np.float32(127.0)
-    divisor = np.where(scales > 0.0, scales, np.float32(1.0))
-    return np.rint(blocks / divisor[:, None]).astype(np.int8), scales.astype(np.float32)
-
-
-def _from_blocks(whole: np.ndarray, scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    wide = whole.astype(np.float32) * scales[:, None]
-    return wide.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+    values = {name: before[name] for name in names}
+    return merged(values, momenta, changes(), settings.outer_step)

@@ -170,7 +170,7 @@ class _Loop:
                 self.save()
                 self.settle()
             raise DataError(f"{error} {self._newest()}") from error
-        self.step += 1
+        before, self.step = self.step, self.step + 1
         # The user wants to see the first step at once.
         ahead = self._runner.steps_ahead if self._on_first_step is None else 0
         while len(self._pending) > ahead:
@@ -178,8 +178,9 @@ class _Loop:
         self.seconds += time.monotonic() - began
         if self._saving and self._saving.done():
             self.settle()
-        self._runner.exchange(is_last=self.step == self._settings.train_steps)
-        if self.step % self._settings.save_checkpoints_steps == 0:
+        self.step = self._runner.exchange(self.step, self._settings.train_steps)
+        every = self._settings.save_checkpoints_steps
+        if self.step // every > before // every:
             self.save()
 
     def recorded(

@@ -147,8 +147,13 @@ class Runner(abc.ABC):
         """Returns whether something besides the loop, such as a hook, wants to stop."""
         return False
 
-    def exchange(self, is_last: bool) -> None:  # noqa: B027
-        """Lets an island exchange values with others after a step, which may be its last one."""
+    def exchange(self, step: int, last: int) -> int:
+        """Lets an island exchange values with others after a step; `last` is that of the run.
+
+        Returns the step that the run is at: an island's may be a later one, of values that it took.
+        """
+        del last
+        return step
 
 
 def fetches_of(graph: TrainGraph) -> dict[str, Any]:
@@ -274,22 +279,24 @@ class GraphRunner(Runner):
                 self._raw(lambda session: island.begin(session, step))
             except IslandError as error:
                 raise TrainingError(str(error)) from error
+            self.first_step = island.step
 
-    def exchange(self, is_last: bool) -> None:
+    def exchange(self, step: int, last: int) -> int:
         """See `Runner`."""
         if self._island is None:
-            return
+            return step
         island, tokens = self._island, float(self._batches.targets)
 
         def after_step(session: Any) -> None:
             island.after_step(session, tokens)
-            if is_last:
+            if island.step >= last:
                 island.finish(session)
 
         try:
             self._raw(after_step)
         except IslandError as error:
             raise TrainingError(str(error)) from error
+        return island.step
 
     def _leave(self, error: Any) -> None:
         """Contributes what an island has learned that was told to stop; after an error nothing."""

@@ -182,7 +182,7 @@ def test_what_rounding_takes_away_is_in_the_next_contribution(folder, form, byte
 
 
 def run_live(folder):
-    """An island that dies and comes back beside one that lags; what the first ends with."""
+    """An island that dies and comes back beside one that lags; the first, and its steps."""
     one, two = begun(folder, ["one", "two"], MergeSettings(0.7, 0.5))
     waiting, rng = Waiting(quorum=1), np.random.RandomState(3)
     saved, step = None, 0
@@ -207,7 +207,7 @@ def run_live(folder):
     again.session.update(values)
     again.begin(step)
     both(again, 11)
-    return again
+    return again, step
 
 
 def pending(folder):
@@ -217,10 +217,12 @@ def pending(folder):
 
 
 def test_replayed_it_ends_in_the_same_bits(folder):
-    live = run_live(folder)
+    live, steps = run_live(folder)
+    # Its steps after step 7 were in a version already, which it followed.
+    assert live.island.step > steps
     replayed = Toy(folder, "one", 2, replay=True).begin()
     rng = np.random.RandomState(3)
-    for step in range(1, live.island.step + 1):
+    for step in range(1, steps + 1):
         replayed.step(float(rng.rand()), tokens=1.0 + step % 3)
         if step % 5 == 0:
             rng.rand()
@@ -262,7 +264,8 @@ def test_one_of_the_islands_may_be_the_merger(folder):
         ({"name": "../one"}, "The name of an island is of letters"),
         ({"inner_steps": 0}, "inner_steps must be a whole number of at least 1"),
         ({"wait": "long"}, "wait must be one of grace, none, got 'long'"),
-        ({"form": "int4"}, "form must be one of float32, bfloat16, int8"),
+        ({"form": "int2"}, "form must be one of float32, bfloat16, int8, int4"),
+        ({"follow": "none"}, "follow must be one of version, own"),
         ({"wait_seconds": -1.0}, "wait_seconds must be a number of seconds"),
         ({"merge": True, "replay": True}, "A replay writes nothing"),
         ({"folder": "nowhere://x"}, "'nowhere://x' cannot be opened"),

@@ -1,0 +1,230 @@
+"""What islands contribute: changes of their values, their weights, and the outer step of both.
+
+A change is what an island's values have moved from the version that it went on from. The outer step
+is that of `OuterOptimizer`, SGD with (Nesterov) momentum (DiLoCo, Douillard et al. 2023), whose
+gradient is the weighted mean of the changes. `MergeSettings` has two parts of Decoupled DiLoCo
+(Douillard et al. 2026, arXiv 2604.21428) as choices: weights of tokens times tokens per step, and
+directions that are averaged apart from lengths. Here a length is that of one variable's change.
+
+What is averaged and not trained (`MEAN`) is the plain weighted mean of what islands have.
+
+A change is sent in float32, bfloat16, or in whole numbers of 8 or 4 bits with a scale for each
+block. What rounding takes away is kept and added to the next change (error feedback), as
+`QuantizedAllReduce` does with gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator, Literal, Mapping, NamedTuple, Sequence, get_args
+
+import numpy as np
+
+from mtf_gradsync.tools.islands.folder import DamagedObjectError, Spec, Stored
+
+Form = Literal["float32", "bfloat16", "int8", "int4"]
+FORMS = get_args(Form)
+Weight = Literal["tokens", "tokens_per_step"]
+Merge = Literal["mean", "radial"]
+# Names of what is averaged and not trained begin so. No variable's name has a ":".
+MEAN = "mean:"
+_SCALES = "/scales"
+
+
+class _Blocks(NamedTuple):
+    """How numbers become whole: the largest one, numbers in a block, and numbers in a byte."""
+
+    largest: int
+    size: int
+    in_a_byte: int
+
+
+_BLOCKS = {"int8": _Blocks(127, 256, 1), "int4": _Blocks(7, 64, 2)}
+
+
+class OuterStep(NamedTuple):
+    """How changes become a new version; see `MergeSettings` for the fields."""
+
+    outer_learning_rate: float
+    outer_momentum: float
+    nesterov: bool
+    merge: Merge = "mean"
+
+
+class Change(NamedTuple):
+    """One island's part of a version.
+
+    Attributes:
+      weight: in the mean.
+      scale: what its trained variables' change is multiplied by, 1 unless it is too long.
+      tensors: the change by name: the values at the begin less those now.
+    """
+
+    weight: float
+    scale: float
+    tensors: Mapping[str, np.ndarray]
+
+
+def wide(value: np.ndarray) -> np.ndarray:
+    """Returns a value in the dtype that versions have: float32, or wider."""
+    return value.astype(np.promote_types(value.dtype, np.float32), copy=False)
+
+
+def weight_of(tokens: float, steps: float, weight: Weight) -> float:
+    """Returns what a contribution of some tokens in some steps weighs."""
+    return tokens if weight == "tokens" else tokens * tokens / max(steps, 1.0)
+
+
+class Length(NamedTuple):
+    """How long a change is, and of how many steps."""
+
+    norm: float
+    steps: float
+
+    @classmethod
+    def of(cls, change: Mapping[str, np.ndarray], steps: float) -> Length:
+        """Returns the length of a change over all variables that are trained."""
+        squares = [
+            float(np.square(value, dtype=np.float64).sum())
+            for name, value in change.items()
+            if not name.startswith(MEAN)
+        ]
+        return cls(float(np.sqrt(sum(squares))), float(steps))
+
+
+def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> float:
+    """Returns what to multiply a change by that may be `max_ratio` times as long as usual.
+
+    Usual is the median of `others`: what others contribute to the same version, and the island
+    itself to earlier ones. Those of fewer steps count as that much longer. It is 1 where nothing is
+    known, or `max_ratio` is 0.
+    """
+    known = [x.norm * max(change.steps / max(x.steps, 1.0), 1.0) for x in others if x.norm]
+    if not known or not max_ratio:
+        return 1.0
+    return min(max_ratio * float(np.median(known)) / max(change.norm, 1e-300), 1.0)
+
+
+def merged(
+    values: Mapping[str, np.ndarray],
+    momenta: Mapping[str, np.ndarray],
+    changes: Iterator[Change],
+    step: OuterStep,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Makes the outer step: new values of the variables in `values`, and momenta of trained ones.
+
+    Changes are added up in their order, in float64. New values are float32 or wider.
+    """
+    total = {name: np.zeros(x.shape) for name, x in values.items()}
+    weights, lengths = 0.0, dict.fromkeys(values, 0.0)
+    for weight, scale, tensors in changes:
+        weights += weight
+        for name, sum_of in total.items():
+            factor = weight if name.startswith(MEAN) else weight * scale
+            if step.merge == "radial" and not name.startswith(MEAN):
+                length = Length.of({name: tensors[name]}, 1).norm
+                lengths[name] += factor * length
+                factor = weight / length if length else 0.0
+            sum_of += np.multiply(tensors[name], factor, dtype=np.float64)
+    new, velocities, momentum = {}, {}, step.outer_momentum
+    for name, x in values.items():
+        # In place where it can be: these may be the largest arrays that the process has.
+        move = total.pop(name)
+        is_mean = name.startswith(MEAN)
+        if step.merge == "mean" or is_mean:
+            move /= weights
+        elif lengths[name]:
+            move *= lengths[name] / weights / max(float(np.sqrt(np.square(move).sum())), 1e-300)
+        if momentum and not is_mean:
+            velocity = move.copy()
+            if name in momenta:
+                velocity += np.multiply(momenta[name], momentum, dtype=np.float64)
+            velocities[name] = velocity.astype(np.float32)
+            if step.nesterov:
+                velocity *= momentum
+                velocity += move
+            move = velocity
+        move *= -1.0 if is_mean else -step.outer_learning_rate
+        move += x
+        new[name] = move.astype(np.promote_types(x.dtype, np.float32))
+    return new, velocities
+
+
+def encoded(
+    change: Mapping[str, np.ndarray], form: Form
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the tensors to send for a change, by name, and what rounding took away from it."""
+    sent: dict[str, np.ndarray] = {}
+    errors: dict[str, np.ndarray] = {}
+    for name, value in change.items():
+        exact = value.astype(np.float32)
+        if form == "float32":
+            sent[name] = exact
+            continue
+        if form == "bfloat16":
+            import ml_dtypes
+
+            sent[name] = exact.astype(ml_dtypes.bfloat16)
+            back = sent[name].astype(np.float32)
+        else:
+            sent[name], sent[name + _SCALES] = _in_blocks(exact, _BLOCKS[form])
+            back = _from_blocks(sent[name], sent[name + _SCALES], _BLOCKS[form], exact.shape)
+        errors[name] = exact - back
+    return sent, errors
+
+
+def decoded(stored: Stored, specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
+    """Returns a contribution's change of the variables in `specs`, in float32.
+
+    Raises DamagedObjectError where it is not of these variables.
+    """
+    form, found = stored.facts.get("form"), {}
+    blocks = _BLOCKS.get(form) if isinstance(form, str) else None
+    wanted = set(specs) | ({name + _SCALES for name in specs} if blocks else set())
+    if form not in FORMS or set(stored.tensors) != wanted:
+        raise DamagedObjectError(
+            f"The contribution of {stored.facts.get('island')!r} is in the form {form!r} and of "
+            f"{len(stored.tensors)} tensors: it is not of this program's {len(specs)} variables."
+        )
+    for name, spec in specs.items():
+        value = stored.tensors[name]
+        if blocks:
+            scales = stored.tensors[name + _SCALES]
+            size = int(np.prod(spec.shape))
+            shape = (-(-size // blocks.size), blocks.size // blocks.in_a_byte)
+            if value.shape != shape or scales.shape != shape[:1]:
+                raise _other_shape(name, value, spec)
+            value = _from_blocks(value, scales, blocks, spec.shape)
+        if value.shape != spec.shape:
+            raise _other_shape(name, value, spec)
+        found[name] = value.astype(np.float32, copy=False)
+    return found
+
+
+def _other_shape(name: str, value: np.ndarray, spec: Spec) -> DamagedObjectError:
+    return DamagedObjectError(
+        f"The change of {name!r} has the shape {list(value.shape)}, and the variable "
+        f"{list(spec.shape)}."
+    )
+
+
+def _in_blocks(value: np.ndarray, blocks: _Blocks) -> tuple[np.ndarray, np.ndarray]:
+    flat = value.reshape(-1)
+    padded = np.zeros((-(-flat.size // blocks.size), blocks.size), np.float32)
+    padded.reshape(-1)[: flat.size] = flat
+    scales = np.abs(padded).max(axis=1, initial=0.0) / np.float32(blocks.largest)
+    divisor = np.where(scales > 0.0, scales, np.float32(1.0))
+    whole = np.rint(padded / divisor[:, None]).astype(np.int8)
+    if blocks.in_a_byte == 2:
+        nibbles = (whole + blocks.largest + 1).view(np.uint8)
+        whole = nibbles[:, 0::2] << 4 | nibbles[:, 1::2]
+    return whole, scales.astype(np.float32)
+
+
+def _from_blocks(
+    whole: np.ndarray, scales: np.ndarray, blocks: _Blocks, shape: tuple[int, ...]
+) -> np.ndarray:
+    if blocks.in_a_byte == 2:
+        nibbles = np.stack([whole >> 4, whole & 15], axis=-1).reshape(len(whole), blocks.size)
+        whole = nibbles.astype(np.int8) - np.int8(blocks.largest + 1)
+    exact = whole.astype(np.float32) * scales[:, None]
+    return exact.reshape(-1)[: int(np.prod(shape))].reshape(shape)
