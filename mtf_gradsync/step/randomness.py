@@ -9,7 +9,7 @@ from typing import Any, Iterator
 from mtf_gradsync._common import mixed
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import patch
-from mtf_gradsync._private.tensorflow import is_in_loop, run_after
+from mtf_gradsync._private.tensorflow import advance_step_after, is_in_loop
 
 _STATELESS = {
     tf.random.uniform: tf.random.stateless_uniform,
@@ -85,7 +85,7 @@ _OF_GRAPH: weakref.WeakKeyDictionary[tf.Graph, _Numbers] = weakref.WeakKeyDictio
 def _words(counter: Any) -> tf.Tensor:
     """Returns the number of steps since the global step moved, and the global step."""
     count = tf.cast(counter.read_value(), tf.int64)
-    _advance_after(counter, count)
+    advance_step_after(counter, [count.op])
     raw = tf.raw_ops
     # Nobody initializes it: it belongs to no collection, and to no checkpoint.
     last = raw.VarHandleOp(
@@ -100,19 +100,3 @@ def _words(counter: Any) -> tf.Tensor:
     words = tf.stack([stands * (before[0] + 1), count])
     with tf.control_dependencies([raw.AssignVariableOp(resource=last, value=words)]):
         return tf.identity(words)
-
-
-def _advance_after(counter: Any, read: tf.Tensor) -> None:
-    """Makes all additions to the global step wait until it was read."""
-    for op in counter.handle.consumers():
-        if op.type == "AssignAddVariableOp" and not is_in_loop(op):
-            run_after(op, read.op)
-    add = counter.assign_add
-
-    def assign_add(*args: Any, **kwargs: Any) -> Any:
-        if tf.get_default_graph() is not read.graph:
-            return add(*args, **kwargs)
-        with tf.control_dependencies([read]):
-            return add(*args, **kwargs)
-
-    counter.assign_add = assign_add

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import simd
+from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
+    advance_step_after,
     advance_step_after_reads,
     checkpoint_initializers,
     collective_sum,
@@ -25,7 +27,6 @@ from mtf_gradsync._private.tensorflow import (
     moving_average_settings,
     number_of_tpu_shards,
     replace_capture,
-    run_after,
     set_attr,
     trace_function,
     variables_of_saver,
@@ -80,12 +81,6 @@ def test_branches_and_loops_have_contexts_of_their_own(fresh_graph):
     assert len({id(context) for context in seen.values()}) == 3
     assert seen["loop in branch"].outer_context is seen["branch"]
     assert [name for name, inside in in_loop.items() if inside] == ["loop in branch"]
-
-
-def test_an_operation_waits_for_another(fresh_graph):
-    first, second = tf.no_op(), tf.no_op()
-    run_after(second, first)
-    assert second.control_inputs == [first]
 
 
 def test_a_program_is_no_loop_branch_or_function(fresh_graph):
@@ -403,6 +398,29 @@ def test_the_step_is_advanced_after_it_was_read(fresh_graph):
         for number in range(100):
             found = session.run([plain, in_model, of_hook, after, in_branch, advance])
             assert found[:4] == [number, number, number, number + 1]
+
+
+def test_increments_that_come_later_wait_and_those_in_loops_do_not(fresh_graph):
+    """For what random numbers draw from, and for hooks: one mechanism, in any order."""
+    step = tf.train.get_or_create_global_step()
+    drawn, another = step.read_value(), step.read_value()
+    in_loop = tf.while_loop(
+        lambda n: n < 3,
+        lambda n: tf.identity(n + 1 + 0 * tf.cast(step.assign_add(1), tf.int32)),
+        [tf.constant(0)],
+    )
+    for read in (drawn, another, drawn):
+        advance_step_after(step, [read.op])
+    advance_step_after_reads(fresh_graph)
+    later = step.assign_add(1)
+    waited_for = walk([later.op], lambda op: [*(x.op for x in op.inputs), *op.control_inputs])
+    assert {drawn.op, another.op} < set(waited_for)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        for number in range(50):
+            assert session.run([drawn, another, later])[:2] == [number, number]
+        assert session.run([in_loop, drawn])[0] == 3
+        assert session.run(step) == 53
 
 
 def test_the_variables_of_a_saver():

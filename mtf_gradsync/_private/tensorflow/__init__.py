@@ -6,6 +6,7 @@ version means something else.
 
 from mtf_gradsync._private.tensorflow.graphs import (
     TracedFunction,
+    advance_step_after,
     advance_step_after_reads,
     calls_function,
     collective_sum,
@@ -15,7 +16,6 @@ from mtf_gradsync._private.tensorflow.graphs import (
     is_in_loop,
     local_devices,
     replace_capture,
-    run_after,
     set_attr,
     trace_function,
     variable_key,
@@ -53,6 +53,7 @@ __all__ = [
     "TPU_PROGRAM_ATTR",
     "MovingAverageSettings",
     "TracedFunction",
+    "advance_step_after",
     "advance_step_after_reads",
     "calls_function",
     "checkpoint_initializers",
@@ -74,7 +75,6 @@ __all__ = [
     "number_of_tpu_shards",
     "optimizers_inside",
     "replace_capture",
-    "run_after",
     "set_attr",
     "summed_together",
     "trace_function",

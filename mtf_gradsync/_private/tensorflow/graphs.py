@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from tensorflow.python.training import training_util
 
+from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import tf
 
 
@@ -19,34 +20,44 @@ def advance_step_after_reads(graph: tf.Graph) -> None:
     """Makes the increments of a graph's global step wait for those that read it in the same step.
 
     Otherwise a hook, or a line that is printed, has now the step before and now the step after.
-    What reads the step after it was advanced, by its own order, does so still. Called again, it
-    orders what has come since.
+    Called again, it orders what has come since.
     """
     step = tf.train.get_global_step(graph)
     if step is None or not hasattr(step, "handle"):  # a ref variable's reads have no operation
         return
-    of_hooks = training_util._get_or_create_global_step_read(graph)
-    uses = step.handle.consumers()
-    increments = [op for op in uses if op.type in ("AssignAddVariableOp", "AssignSubVariableOp")]
-    reads = [op for op in uses if op.type == "ReadVariableOp"]
-    for increment in increments:
-        for read in [*reads, of_hooks.op]:
-            # In a branch it may not run at all, and the increment would not, either.
-            if read._get_control_flow_context() or read in increment.control_inputs:
-                continue
-            if not _is_behind(read, increment):
-                run_after(increment, read)
+    of_hooks = training_util._get_or_create_global_step_read(graph).op
+    reads = [op for op in step.handle.consumers() if op.type == "ReadVariableOp"]
+    advance_step_after(step, [*reads, of_hooks])
 
 
-def _is_behind(operation: tf.Operation, other: tf.Operation) -> bool:
-    """Returns whether an operation waits for another, by inputs or control edges."""
-    seen, todo = set(), [operation]
-    while todo:
-        one = todo.pop()
-        if one not in seen:
-            seen.add(one)
-            todo += [*(x.op for x in one.inputs), *one.control_inputs]
-    return other in seen
+# The attribute of a global step for the operations that its increments wait for.
+_WAITED_FOR = "_mtf_gradsync_waited_for"
+
+
+def advance_step_after(step: Any, reads: Sequence[tf.Operation]) -> None:
+    """Makes the increments of a global step wait for operations, those that come later, too.
+
+    What reads the step after it was advanced, by its own order, does so still. Increments in loops,
+    branches and functions do not wait: to the graph these have a handle of their own.
+    """
+    for increment in step.handle.consumers():
+        is_increment = increment.type in ("AssignAddVariableOp", "AssignSubVariableOp")
+        for read in reads if is_increment else ():
+            if read not in increment.control_inputs:
+                before = walk([read], lambda op: [*(x.op for x in op.inputs), *op.control_inputs])
+                if increment not in before:
+                    increment._add_control_input(read)
+    if not hasattr(step, _WAITED_FOR):
+        setattr(step, _WAITED_FOR, [])
+        add = step.assign_add
+
+        def assign_add(*args: Any, **kwargs: Any) -> Any:
+            is_here = tf.get_default_graph() is step.graph
+            with tf.control_dependencies(getattr(step, _WAITED_FOR) if is_here else []):
+                return add(*args, **kwargs)
+
+        step.assign_add = assign_add
+    getattr(step, _WAITED_FOR).extend(reads)
 
 
 def control_flow_context(graph: tf.Graph) -> Any:
@@ -69,11 +80,6 @@ def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
     context = made._get_control_flow_context()
     is_in_function = getattr(made, "outer_graph", None) is not None
     return is_in_function or (context is not None and context.GetWhileContext() is not None)
-
-
-def run_after(operation: tf.Operation, other: tf.Operation) -> None:
-    """Makes an operation wait for another, which must not need it; neither has run yet."""
-    operation._add_control_input(other)
 
 
 @contextlib.contextmanager
