@@ -12,7 +12,7 @@ from mtf_gradsync.gradients.pending.linear import linear_positions
 from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
-from mtf_gradsync.step.lowering import flat
+from mtf_gradsync.step.plan import flat
 
 Scale = Union[float, mtf.Tensor]
 _SHARED = (

@@ -21,7 +21,7 @@ from mtf_gradsync.gradients.pending.linear import linear_positions, passes_on
 from mtf_gradsync.gradients.stage import MaybeGradients, StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
-from mtf_gradsync.step.lowering import flat
+from mtf_gradsync.step.plan import flat
 
 
 class MadeOfSums:

@@ -10,8 +10,7 @@ from mtf_gradsync.step.branch import (
     is_advanced,
 )
 from mtf_gradsync.step.later import Later, StandIn, ValuesAfter, build_later, built, values_after
-from mtf_gradsync.step.lowering import PartLowering, PlanPart
-from mtf_gradsync.step.plan import StepPlan
+from mtf_gradsync.step.plan import PartLowering, PlanPart, StepPlan
 from mtf_gradsync.step.watch import StepWatches, Watch, Watched, WatchHook
 from mtf_gradsync.step.writes import (
     HeldSlices,

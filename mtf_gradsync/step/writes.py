@@ -14,8 +14,7 @@ from mtf_gradsync.mesh.shared_copies import check_writers, writers_of, writing
 from mtf_gradsync.session import CURE
 from mtf_gradsync.step.branch import Gate
 from mtf_gradsync.step.later import build_later
-from mtf_gradsync.step.lowering import PartLowering, PlanPart
-from mtf_gradsync.step.plan import ControlInputs, StepPlan
+from mtf_gradsync.step.plan import ControlInputs, PartLowering, PlanPart, StepPlan
 
 
 class WriteInPlace(mtf.Operation):

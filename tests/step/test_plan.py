@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import StepPlan
-from mtf_gradsync.step.lowering import Planned
+from mtf_gradsync.step.plan import Planned
 from tests import harness, models
 
 MESH, LAYOUT, _ = harness.MESHES["2"]

@@ -22,7 +22,7 @@ from mtf_gradsync.gradients.pending.linear import (
     runs_on_slices,
     sums_before_broadcast,
 )
-from mtf_gradsync.step.lowering import flat
+from mtf_gradsync.step.plan import flat
 
 
 class Use(NamedTuple):
@@ -108,7 +108,7 @@ class Flow:
         self.operations = {op for t in (*targets, *sums) for op in self.before(t)}
         self.operations.update(t.operation for t in sums)
         used = Counter(t for op in self.operations for t in set(op.inputs))
-        in_order = list(flat(graph.operations))
+        in_order = flat(graph.operations)
         self.carried = _carried_by_loops(in_order)
         for operation in in_order:
             if operation in self.operations or self._is_made_of_pending(operation):

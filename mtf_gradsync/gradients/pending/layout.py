@@ -11,7 +11,7 @@ from mtf_gradsync.gradients.pending.linear import passes_on
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
-from mtf_gradsync.step.lowering import flat
+from mtf_gradsync.step.plan import flat
 
 Axes = frozenset
 # Operations without inputs that bring no data of the batch.

@@ -21,7 +21,7 @@ from mtf_gradsync.gradients.pending.sums import PendingSum, Unsummed, current_co
 from mtf_gradsync.gradients.stage import PartialSum, StageOperation, reduce_partial_sums, share
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
-from mtf_gradsync.step.lowering import flat
+from mtf_gradsync.step.plan import flat
 
 
 class Bucket(NamedTuple):
@@ -168,7 +168,7 @@ class PendingLowering(PartLowering):
 
     def _reduce_captured(self, loop: mtf.WhileLoopOperation) -> None:
         """Reduces the sums that a loop reads from outside, which others may read outside too."""
-        inner = list(flat([*loop_condition(loop).operations, *loop_body(loop).operations]))
+        inner = flat([*loop_condition(loop).operations, *loop_body(loop).operations])
         for tensor in dict.fromkeys(t for op in inner for t in op.inputs):
             lowered = self._tensors.get(tensor)
             if isinstance(lowered, PendingSum):
