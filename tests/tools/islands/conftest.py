@@ -34,10 +34,13 @@ def part_of(feeds: Sequence[dict[str, np.ndarray]], number: int, count: int) -> 
 
 
 class Program:
-    """A program of the model in a graph of its own, and an island of it."""
+    """A program in a graph of its own, and an island of it.
+
+    It trains the model by the optimizer of a name, or is what a function builds.
+    """
 
     def __init__(
-        self, kind: str, mesh: str, opt: str, feed: dict[str, np.ndarray], folder: Any, name: str,
+        self, kind: str, mesh: str, opt: Any, feed: dict[str, np.ndarray], folder: Any, name: str,
         inner_steps: int, **arguments: Any,
     ):  # fmt: skip
         shape, layout, dims = harness.MESHES[mesh]
@@ -45,7 +48,8 @@ class Program:
         def make() -> gs.CrossShardOptimizer:
             return gs.CrossShardOptimizer(models.OPTIMIZERS[opt]())  # in order, as bare is not
 
-        self.built = harness.built(kind, shape, layout, models.train(make, dims), feed)
+        build = opt if callable(opt) else models.train(make, dims)
+        self.built = harness.built(kind, shape, layout, build, feed)
         with self.built.graph.as_default():
             arguments.setdefault("poll_seconds", 0.01)
             self.island = Island(

@@ -164,7 +164,9 @@ def test_a_damaged_version_is_made_again(folder):
     assert Folder(str(folder)).load("versions/00000001.safetensors").checksum == whole.checksum
 
 
-@pytest.mark.parametrize(("form", "bytes_sent"), [("bfloat16", 14), ("int8", 2 * 260)])
+@pytest.mark.parametrize(
+    ("form", "bytes_sent"), [("bfloat16", 14), ("int8", 2 * 260), ("int4", 2 * 36)]
+)
 @pytest.mark.mostly_slow
 def test_what_rounding_takes_away_is_in_the_next_contribution(folder, form, bytes_sent):
     toy = Toy(folder, "one", 1, wait_seconds=60.0, form=form)
@@ -176,7 +178,7 @@ def test_what_rounding_takes_away_is_in_the_next_contribution(folder, form, byte
             toy.step(move)
             total += float(move)
     # One rounding is left, of a change of at most 0.02, and 40 of float32 to values below 8.
-    one = 0.02 * (2**-9 if form == "bfloat16" else 0.5 / 127)
+    one = 0.02 * {"bfloat16": 2**-9, "int8": 0.5 / 127, "int4": 0.5 / 7}[form]
     assert abs(toy.b - (2.0 - total)) < one + 40 * 2**-21
     assert toy.island.traffic.written == 40 * bytes_sent
 

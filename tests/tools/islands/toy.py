@@ -34,7 +34,8 @@ class Toy:
     """An island, and its session of values."""
 
     def __init__(self, folder: Any, name: str, inner_steps: int, **arguments: Any):
-        self.session = new_session()
+        dtype = arguments.pop("dtype", "float32")
+        self.session = {k: v.astype(dtype) for k, v in new_session().items()}
         values = ToyValues({name: Spec.of(value) for name, value in self.session.items()})
         arguments.setdefault("poll_seconds", 1e-9)
         self.island = Island(str(folder), name, inner_steps, values=values, **arguments)
@@ -47,7 +48,7 @@ class Toy:
     def step(self, move: float, tokens: float = 1.0) -> None:
         """Makes a step that takes `move` away from all values."""
         for name, value in self.session.items():
-            self.session[name] = (value - np.float32(move)).astype(np.float32)
+            self.session[name] = (value - np.float32(move)).astype(value.dtype)
         self.island.after_step(self.session, tokens)
 
     @property
