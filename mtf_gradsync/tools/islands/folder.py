@@ -1,35 +1,60 @@
 """The folder that islands exchange values through: objects of tensors, whole or not there at all.
 
-Any folder that `fsspec` reaches will do: a local disk, NFS, ``gs://``, ``s3://``. Who can read and
-write it takes part. Tensors are `safetensors` files, which hold numbers and text and nothing that
-could run. Each carries the SHA-256 of what is in it.
+A folder is a path (a local disk, NFS) or a URL of an object store (``gs://``, ``s3://``, ``az://``)
+as `obstore` opens it. Who can read and write it takes part. Tensors are `safetensors` files, which
+hold numbers and text and nothing that could run. Each carries the SHA-256 of what is in it, and is
+checked before it is used: by its size, its schema, its shapes, its checksum.
+
+Most objects are created, once: of two processes that create one, one does. That needs no locks and
+compares no clocks.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import importlib.util
 import json
 import os
-import posixpath
-import tempfile
+import re
+import stat
+import time
+import urllib.parse
 import uuid
-from typing import Any, Iterator, Mapping, NamedTuple
+from datetime import timedelta
+from typing import Any, Iterator, Mapping, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from mtf_gradsync.extension import install_extra
+from mtf_gradsync._common import install_extra
 
-_TEXT = "mtf_gradsync"  # the key of an object's facts in the metadata of its file
+T = TypeVar("T")
 SUFFIX = ".safetensors"
-# Where a put makes an object appear whole; elsewhere a file is written beside it and renamed.
-_OBJECT_STORES = {"abfs", "abfss", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"}
-_BFLOAT16 = "bfloat16"
+JSON_BYTES = 1 << 26  # no JSON object is larger
+_TEXT, _BFLOAT16 = "mtf_gradsync", "bfloat16"  # keys in the metadata of a file of tensors
+_SET_ASIDE = "damaged"
+# What an object store takes in one request, so that it can say whether the object is new.
+_ONE_PUT = 4 << 30
+# Half-written files of a local disk, and after how many seconds nobody writes them any more.
+_HALF, _HALF_SECONDS = re.compile(r".*#\d+"), 3600.0
+_RETRIES = {
+    "max_retries": 6,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5),
+                "base": 2},
+}  # fmt: skip
+_CLIENT = {"connect_timeout": "5 seconds", "timeout": "15 minutes"}
+# What this process has in memory:// instead of a store.
+_MEMORY: dict[str, Any] = {}
 
 
 class DamagedObjectError(ValueError):
     """An object of the folder is damaged, or is not what its name says."""
+
+
+class FolderError(OSError):
+    """The folder does not do what it was asked to; it may do so later."""
 
 
 class Spec(NamedTuple):
@@ -43,24 +68,42 @@ class Spec(NamedTuple):
         """Returns the spec of an array."""
         return cls(tuple(map(int, value.shape)), str(value.dtype))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of such a tensor."""
+        return int(np.prod(self.shape)) * dtype_of(self.dtype).itemsize
+
 
 class Stored(NamedTuple):
     """What an object holds.
 
     Attributes:
-      facts: what its writer says of it, as JSON has it.
-      tensors: arrays by name.
+      facts: what its writer says of it.
+      tensors: arrays by name, which cannot be written to.
       checksum: of both, SHA-256 in hexadecimal digits.
     """
 
-    facts: dict[str, Any]
+    facts: Any
     tensors: dict[str, np.ndarray]
     checksum: str
 
 
-def checksum(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str:
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Returns numpy's dtype of a name, which may be "bfloat16"."""
+    if name != _BFLOAT16:
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
     """Returns the SHA-256 of facts and tensors, which the order of either does not change."""
-    found = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode())
+    return _checksum(_encoded(facts), tensors)
+
+
+def _checksum(facts: bytes, tensors: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.sha256(facts)
     for name in sorted(tensors):
         value = np.asarray(tensors[name], order="C")
         found.update(json.dumps([name, *Spec.of(value)]).encode())
@@ -68,215 +111,382 @@ def checksum(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str
     return found.hexdigest()
 
 
-class Folder:
-    """A folder, by the URL or path that `fsspec` takes. Names in it are relative, with ``/``.
+def _encoded(value: Any) -> bytes:
+    import msgspec
 
-    Raises ImportError without the islands extra, and ValueError for a URL that no installed package
-    can open.
+    return msgspec.json.encode(value, order="sorted")
+
+
+class Folder:
+    """A folder, by a path or the URL of an object store. Names in it are relative, with ``/``.
+
+    A folder on a disk that is moved away is waited for: what stands in its place meanwhile is not
+    taken for it. Errors of the store are FolderErrors, after some seconds of trying again.
+
+    Raises ImportError without the islands extra, and ValueError for a URL that `obstore` cannot
+    open.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
-        for library in ("fsspec", "safetensors"):
+        for library in ("obstore", "msgspec", "safetensors"):
             if importlib.util.find_spec(library) is None:
                 raise ImportError(
                     f"Islands need {library}: {install_extra('islands')}", name=library
                 )
-        import fsspec
+        import obstore.store
 
         self.url = os.fspath(url)
         if not self.url:
             raise ValueError(f"The folder of the islands needs a path or URL, got {self.url!r}.")
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"The folder {self.url!r} cannot be opened: {error}") from error
-        protocols = self._files.protocol
-        self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)
-        self.is_local = bool(self._protocols & {"file", "local"})
+        scheme, _, rest = self.url.partition("://")
+        self.is_local = not rest or scheme == "file"
+        self._store: Any = None
+        self._inode: tuple[int, int] | None = None  # of a local folder, once it was seen
+        if self.is_local:
+            path = urllib.parse.unquote(rest) if rest else self.url
+            self._root = os.path.abspath(os.path.expanduser(path))
+        elif scheme == "memory":
+            self._store = _MEMORY.setdefault(rest, obstore.store.MemoryStore())
+        else:
+            try:
+                self._store = obstore.store.from_url(
+                    self.url, retry_config=_RETRIES, client_options=_CLIENT
+                )
+            except Exception as error:
+                raise ValueError(
+                    f"The folder {self.url!r} cannot be opened: {_reason(error)}"
+                ) from error
 
     def __repr__(self) -> str:
         return f"Folder({self.url!r})"
 
-    def local_path(self, name: str) -> str:
-        """Returns the path of an object on this machine's file system, where `is_local`."""
-        return self._path(name)
+    # Where objects are.
 
     def _path(self, name: str) -> str:
-        return posixpath.join(self._root, name)
+        return os.path.join(self._root, name)
+
+    def _is_there(self, creates: bool = False) -> bool:
+        """Whether there is a local folder; raises FolderError if it is another than it was."""
+        if not self.is_local:
+            return True
+        import obstore.store
+
+        try:
+            if creates and self._inode is None:
+                os.makedirs(self._root, exist_ok=True)
+            found = os.stat(self._root)
+        except FileNotFoundError:
+            if self._inode is None:
+                return False
+            raise FolderError(f"{self.url} is gone; it was there before") from None
+        except OSError as error:
+            raise FolderError(f"{self.url} cannot be reached: {error}") from error
+        if not stat.S_ISDIR(found.st_mode):
+            raise FolderError(f"{self.url} is a file, and not a folder")
+        inode = (found.st_dev, found.st_ino)
+        if self._inode is None:
+            self._store = obstore.store.LocalStore(self._root)
+            self._inode = inode
+        if self._inode != inode:
+            raise FolderError(
+                f"{self.url} is another folder than before, which was moved away: put that back, "
+                "or start anew to use this one"
+            )
+        return True
+
+    @contextlib.contextmanager
+    def _asking(self, name: str, what: str) -> Iterator[None]:
+        """Makes errors of the store FolderErrors; lets what is not there, or there, be said."""
+        from obstore.exceptions import AlreadyExistsError
+
+        if any(part in ("", ".", "..") for part in name.split("/")):
+            raise DamagedObjectError(f"{name!r} is no name of an object of {self.url}.")
+        try:
+            yield
+        except (FileNotFoundError, AlreadyExistsError, FolderError, DamagedObjectError):
+            raise
+        except Exception as error:
+            raise FolderError(f"{name} in {self.url} cannot be {what}: {_reason(error)}") from error
 
     def names(self, folder: str) -> list[str]:
         """Returns the sorted names of the objects in a folder of it, without those half written."""
-        try:
-            # Others write at the same time: what an earlier look has seen is no answer.
-            self._files.invalidate_cache()
-            found = self._files.ls(self._path(folder), detail=False)
-        except FileNotFoundError:
-            return []
-        names = sorted(posixpath.basename(path.rstrip("/")) for path in found)
-        return [name for name in names if not name.startswith(".")]
+        return sorted(self.marks(folder))
 
-    def read(self, name: str) -> bytes | None:
-        """Returns the bytes of an object; None where there is none."""
-        try:
-            return self._files.cat_file(self._path(name))
-        except FileNotFoundError:
+    def marks(self, folder: str) -> dict[str, str]:
+        """Returns the names of what is in a folder of it, each with a mark of when it was written.
+
+        Objects have marks that differ for each writing, and folders have none. What cannot be an
+        object of a folder on a disk (links, pipes, names that are no text) is passed over.
+        """
+        if not self._is_there():
+            return {}
+        with self._asking(folder, "listed"):
+            return self._local_marks(folder) if self.is_local else self._marks(folder)
+
+    def _local_marks(self, folder: str) -> dict[str, str]:
+        found = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(self._path(folder)):
+                is_text = entry.name.isprintable() and not entry.name.startswith(".")
+                if not is_text or _HALF.fullmatch(entry.name):
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_dir(follow_symlinks=False):
+                        found[entry.name] = ""
+                    elif entry.is_file(follow_symlinks=False):
+                        has = entry.stat(follow_symlinks=False)
+                        found[entry.name] = f"{has.st_ino}-{has.st_mtime_ns}-{has.st_size}"
+        return found
+
+    def _marks(self, folder: str) -> dict[str, str]:
+        import obstore
+
+        found = {}
+        listed = obstore.list_with_delimiter(self._store, folder)
+        for one in listed["objects"]:
+            name = one["path"].rsplit("/", 1)[-1]
+            # A console's marker of a folder is an empty object of the folder's own name.
+            if one["path"].strip("/") != folder and not name.startswith("."):
+                found[name] = f"{one['e_tag']}-{one['last_modified']}-{one['size']}"
+        return found | {p.rstrip("/").rsplit("/", 1)[-1]: "" for p in listed["common_prefixes"]}
+
+    # Bytes.
+
+    def read(self, name: str, most: int | None = JSON_BYTES) -> Any:
+        """Returns the bytes of an object, as a buffer; None where there is none.
+
+        Raises DamagedObjectError for one of more than `most` bytes, or what is no object.
+        """
+        import obstore
+
+        if not self._is_there():
             return None
+        with self._asking(name, "read"):
+            try:
+                # Opening a pipe would wait for ever.
+                if self.is_local and not stat.S_ISREG(os.lstat(self._path(name)).st_mode):
+                    raise DamagedObjectError(f"{name} in {self.url} is refused: it is no file")
+                found = obstore.get(self._store, name)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            size = found.meta["size"]
+            if most is not None and size > most:
+                raise DamagedObjectError(
+                    f"{name} in {self.url} is refused: it has {size:,} bytes, and at most "
+                    f"{most:,} make sense"
+                )
+            return found.bytes()
 
     def write(self, name: str, data: bytes) -> None:
         """Writes an object, which appears whole; one that was there is replaced."""
-        path = self._path(name)
-        if self._protocols & _OBJECT_STORES:
-            self._files.pipe_file(path, data)
-            return
-        parent, last = posixpath.split(path)
-        self._files.makedirs(parent, exist_ok=True)
-        beside = posixpath.join(parent, f".{last}.{uuid.uuid4().hex}")
-        try:
-            if self.is_local:
-                # Not fsspec's: its own goes over another folder, so that renaming may copy.
-                with open(beside, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(beside, path)
-            else:
-                self._files.pipe_file(beside, data)
-                self._files.mv(beside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._files.rm_file(beside)
-            raise
+        import obstore
+
+        self._is_there(creates=True)
+        with self._asking(name, "written"):
+            obstore.put(self._store, name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes an object, which appears whole; returns False, and does nothing, if it is there.
+
+        Of several processes that create an object, one does. An object store that answers too late
+        may have created it: what is there then is compared.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        self._is_there(creates=True)
+        with self._asking(name, "written"):
+            try:
+                if len(data) <= _ONE_PUT:
+                    obstore.put(self._store, name, data, mode="create")
+                elif self.read(name, most=0) is None:
+                    obstore.put(self._store, name, data)
+            except AlreadyExistsError:
+                with contextlib.suppress(DamagedObjectError):
+                    found = self.read(name, most=len(data))
+                    return found is not None and len(found) == len(data) and bytes(found) == data
+                return False
+            return True
 
     def remove(self, name: str) -> None:
         """Removes an object, if it is there."""
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(self._path(name))
+        import obstore
 
-    def remove_half_written(self, folder: str) -> None:
-        """Removes what writers that were killed have left in a folder where nobody writes now."""
-        for path in self._files.glob(posixpath.join(self._path(folder), ".*")):
-            with contextlib.suppress(FileNotFoundError):
-                self._files.rm_file(path)
+        if self._is_there():
+            with self._asking(name, "removed"), contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._store, name)
 
-    def remove_all(self, folder: str) -> None:
-        """Removes a folder of it with all objects, if it is there."""
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rm(self._path(folder), recursive=True)
+    def set_aside(self, name: str) -> str:
+        """Moves what is damaged, so that it can be created again; returns where to."""
+        import obstore
 
-    def read_json(self, name: str) -> Any:
+        aside = f"{_SET_ASIDE}/{name.replace('/', '.')}.{uuid.uuid4().hex[:8]}"
+        self._is_there()
+        with self._asking(name, "set aside"), contextlib.suppress(FileNotFoundError):
+            if self.is_local:  # whatever it is: a directory, a pipe
+                os.makedirs(self._path(_SET_ASIDE), exist_ok=True)
+                os.rename(self._path(name), self._path(aside))
+            else:
+                obstore.copy(self._store, name, aside)
+                obstore.delete(self._store, name)
+        return aside
+
+    def remove_half_written(self) -> None:
+        """Removes what writers that were killed an hour ago have left on a disk."""
+        if not self.is_local or not self._is_there():
+            return
+        for place, _, files in os.walk(self._root):
+            for path in (os.path.join(place, name) for name in files if _HALF.fullmatch(name)):
+                with contextlib.suppress(OSError):
+                    if time.time() - os.lstat(path).st_mtime > _HALF_SECONDS:
+                        os.remove(path)
+
+    # JSON.
+
+    @overload
+    def read_json(self, name: str) -> Any: ...
+    @overload
+    def read_json(self, name: str, kind: type[T]) -> T | None: ...
+    def read_json(self, name: str, kind: Any = Any) -> Any:
         """Returns what a JSON object holds; None where there is none.
 
-        Raises DamagedObjectError for what is no JSON.
+        Raises DamagedObjectError for what is no JSON of this kind.
         """
+        import msgspec
+
         data = self.read(name)
         if data is None:
             return None
         try:
-            return json.loads(data)
-        except ValueError as error:
-            raise DamagedObjectError(f"{name} in {self.url} is no JSON: {error}") from error
+            return msgspec.json.decode(data, type=kind)
+        except (ValueError, RecursionError) as error:
+            raise DamagedObjectError(
+                f"{name} in {self.url} is refused: it is no JSON of its kind: {error}"
+            ) from error
 
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a value as JSON, with sorted keys and a line end."""
-        self.write(name, f"{json.dumps(value, sort_keys=True)}\n".encode())
+        """Writes a value as JSON, with sorted keys."""
+        self.write(name, _encoded(value))
 
-    def store(self, name: str, facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str:
+    def create_json(self, name: str, value: Any) -> bool:
+        """Creates an object of a value as JSON; see `create`."""
+        return self.create(name, _encoded(value))
+
+    # Tensors.
+
+    def store(self, name: str, facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
         """Writes facts and tensors as one object; returns their checksum."""
-        from safetensors.numpy import save
-
-        found = checksum(facts, tensors)
-        text = json.dumps({"facts": dict(facts), "sha256": found}, sort_keys=True)
-        kept, narrow = {}, list[str]()
-        for key, value in tensors.items():
-            if str(value.dtype) == _BFLOAT16:
-                # Numpy has no such dtype of its own; the bits are kept.
-                value, narrow = value.view(np.uint16), [*narrow, key]
-            kept[key] = np.asarray(value, order="C")
-        self.write(name, save(kept, {_TEXT: text, _BFLOAT16: json.dumps(narrow)}))
+        found, data = tensor_object(facts, tensors)
+        self.write(name, data)
         return found
 
     def load(
-        self, name: str, specs: Mapping[str, Spec] | None = None, expected: str | None = None
+        self,
+        name: str,
+        specs: Mapping[str, Spec] | None = None,
+        expected: str | None = None,
+        kind: Any = dict[str, Any],
+        most: int | None = None,
     ) -> Stored | None:
-        """Reads an object, one tensor after the other; None where there is none.
+        """Reads an object; None where there is none.
 
         Args:
           name: of the object.
-          specs: shapes and dtypes that its tensors must have; they are looked at before any tensor
-            is read. None takes what is there.
+          specs: shapes and dtypes that its tensors must have; None takes what is there.
           expected: the checksum that it must have; None takes the one that it carries.
+          kind: of its facts.
+          most: bytes that it may have; by `specs` where they are given, else any number.
 
         Raises:
           DamagedObjectError: the object is damaged, foreign, or another than was expected.
         """
-        from safetensors import SafetensorError, safe_open
-
-        def refuse(reason: Any) -> DamagedObjectError:
-            return DamagedObjectError(f"{name} in {self.url} is refused: {reason}")
-
-        with self._local_copy(name) as path:
-            if path is None:
-                return None
-            try:
-                with safe_open(path, framework="numpy") as file:
-                    metadata = file.metadata() or {}
-                    if _TEXT not in metadata:
-                        raise refuse("it was not written by an island or a merger")
-                    text = json.loads(metadata[_TEXT])
-                    narrow = json.loads(metadata.get(_BFLOAT16, "[]"))
-                    facts, found = text["facts"], text["sha256"]
-                    keys = list(file.keys())
-                    if specs is not None:
-                        _check_specs(file, keys, specs, narrow, refuse)
-                    tensors = {key: _as_stored(file.get_tensor(key), key in narrow) for key in keys}
-            except DamagedObjectError:
-                raise
-            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-                raise refuse(error) from error
-        if checksum(facts, tensors) != found:
-            raise refuse("its checksum is not that of its content")
-        if expected is not None and found != expected:
-            raise refuse(f"its checksum is {found[:12]}..., and {expected[:12]}... was expected")
-        return Stored(facts, tensors, found)
-
-    @contextlib.contextmanager
-    def _local_copy(self, name: str) -> Iterator[str | None]:
-        path = self._path(name)
-        if self.is_local:
-            yield path if os.path.exists(path) else None
-            return
-        with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as own:
-            copy = os.path.join(own, "object")
-            try:
-                self._files.get_file(path, copy)
-            except FileNotFoundError:
-                copy = ""
-            yield copy or None
+        if specs is not None:
+            most = sum(spec.nbytes for spec in specs.values()) + JSON_BYTES
+        data = self.read(name, most)
+        if data is None:
+            return None
+        try:
+            found = _loaded(memoryview(data), specs, kind)
+            if expected is not None and found.checksum != expected:
+                raise ValueError(
+                    f"its checksum is {found.checksum[:12]}..., and {expected[:12]}... was expected"
+                )
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedObjectError(f"{name} in {self.url} is refused: {error}") from error
+        return found
 
 
-def _as_stored(value: np.ndarray, is_narrow: bool) -> np.ndarray:
-    if not is_narrow:
-        return value
-    import ml_dtypes
+def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, bytes]:
+    """Returns the checksum and the bytes of an object of facts and tensors."""
+    from safetensors.numpy import save
 
-    return value.view(ml_dtypes.bfloat16)
+    text = _encoded(facts)
+    found = _checksum(text, tensors)
+    # Numpy has no bfloat16 of its own; the bits are kept.
+    narrow = sorted(key for key, value in tensors.items() if str(value.dtype) == _BFLOAT16)
+    kept = {
+        key: np.asarray(value.view(np.uint16) if key in narrow else value, order="C")
+        for key, value in tensors.items()
+    }
+    metadata = {_TEXT: text.decode(), "sha256": found, _BFLOAT16: json.dumps(narrow)}
+    return found, save(kept, metadata)
 
 
-def _check_specs(
-    file: Any, keys: list[str], specs: Mapping[str, Spec], narrow: list[str], refuse: Any
-) -> None:
-    if set(keys) != set(specs):
-        missing, more = sorted(set(specs) - set(keys)), sorted(set(keys) - set(specs))
-        raise refuse(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's variables")
-    for key in keys:
-        piece = file.get_slice(key)
-        dtype = _BFLOAT16 if key in narrow else _NAMES.get(piece.get_dtype(), piece.get_dtype())
-        found = Spec(tuple(piece.get_shape()), dtype)
+def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> Stored:
+    """Reads a file of tensors without copying it; raises ValueError for a wrong one.
+
+    The `safetensors` library would copy it twice, or map it: then a disk that fails ends the
+    process.
+    """
+    import msgspec
+
+    class Tensor(msgspec.Struct):
+        dtype: str
+        shape: tuple[int, ...]
+        data_offsets: tuple[int, int]
+
+    begin = 8 + int.from_bytes(data[:8], "little")
+    if not 8 < begin <= len(data):
+        raise ValueError("it is no file of tensors")
+    header = msgspec.json.decode(data[8:begin], type=dict[str, Any])
+    metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
+    if _TEXT not in metadata:
+        raise ValueError("it was not written by an island or a merger")
+    narrow = msgspec.json.decode(metadata.get(_BFLOAT16, "[]"), type=list[str])
+    there, ends = {}, collections.Counter[str]()
+    for key, one in msgspec.convert(header, dict[str, Tensor]).items():
+        dtype = _BFLOAT16 if key in narrow else _NAMES[one.dtype]
+        spec = there[key] = Spec(one.shape, dtype)
+        begin_at, ends[key] = one.data_offsets
+        if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
+            raise ValueError(f"{key!r} is not where its header says")
+    if specs is not None:
+        _check_specs(there, specs)
+    tensors = {}
+    for key, spec in there.items():
+        part = data[begin + ends[key] - spec.nbytes : begin + ends[key]]
+        tensors[key] = np.frombuffer(part, dtype_of(spec.dtype)).reshape(spec.shape)
+    text = metadata[_TEXT].encode()
+    if _checksum(text, tensors) != metadata.get("sha256"):
+        raise ValueError("its checksum is not that of its content")
+    return Stored(msgspec.json.decode(text, type=kind), tensors, metadata["sha256"])
+
+
+def _check_specs(there: Mapping[str, Spec], specs: Mapping[str, Spec]) -> None:
+    if set(there) != set(specs):
+        missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
+        raise ValueError(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
+    for key, found in there.items():
         if found != specs[key]:
-            raise refuse(
+            raise ValueError(
                 f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
                 f"has {specs[key].dtype} of shape {list(specs[key].shape)}"
             )
+
+
+def _reason(error: Exception) -> str:
+    """Returns what an error of the store says, without what only its authors read."""
+    return str(error).split("\n\nDebug source:")[0].strip()
 
 
 # The names of dtypes in safetensors, and numpy's.

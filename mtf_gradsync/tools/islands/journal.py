@@ -40,11 +40,13 @@ class Journal:
 
 def read_journal(folder: Folder, island: str) -> list[list[dict[str, Any]]]:
     """Returns the events of an island, in order, a list for each life of its process."""
+    import msgspec
+
     lives: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for name in folder.names(f"journal/{island}"):
         data = folder.read(f"journal/{island}/{name}") or b""
         try:
-            lives[name.split("-")[0]] += [json.loads(line) for line in data.splitlines()]
+            lives[name.split("-")[0]] += msgspec.json.Decoder(dict[str, Any]).decode_lines(data)
         except ValueError as error:
             raise DamagedObjectError(
                 f"journal/{island}/{name} in {folder.url} is damaged: {error}"

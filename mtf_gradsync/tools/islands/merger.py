@@ -153,8 +153,7 @@ class Merger:
         Raises MergerError if another merger has the folder.
         """
         with lease(self._folder, sleep) as check:
-            for place in ("decisions", "momenta", "versions"):  # where only a merger writes
-                self._folder.remove_half_written(place)
+            self._folder.remove_half_written()
             self._folder.write_json(SETTINGS, self.settings._asdict())
             self._finish_begun(on_version)
             if self._newest is not None:
@@ -365,7 +364,9 @@ class Merger:
                         self._folder.remove(f"{folder}/{name}")
             for path in [*(c["object"] for c in gone), *decision["refused"]]:
                 self._folder.remove(path)
-            self._folder.remove_all(f"contributions/{oldest - _VERSIONS_LOOKED_AT - 1:08d}")
+            late = f"contributions/{oldest - _VERSIONS_LOOKED_AT - 1:08d}"
+            for name in self._folder.names(late):
+                self._folder.remove(f"{late}/{name}")
         for one in gone:
             self._seen.pop(one["object"], None)
             if not self._keep_all:
@@ -549,7 +550,7 @@ def _locked(folder: Folder, stack: contextlib.ExitStack) -> bool:
         import fcntl
     except ImportError:  # no POSIX
         return True
-    path = folder.local_path(_LOCK)
+    path = folder._path(_LOCK)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     file = stack.enter_context(open(path, "a"))  # noqa: SIM115
     try:

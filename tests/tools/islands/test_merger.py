@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import time
 
 import numpy as np
@@ -67,8 +68,9 @@ def test_a_version_is_the_mean_weighted_by_tokens(folder):
 
 def test_what_a_killed_merger_has_half_written_goes(folder):
     (toy,) = begun(folder, ["one"])
-    half = folder / "versions" / ".00000001.safetensors.0123"
+    half = folder / "versions" / "00000001.safetensors#1"
     half.write_bytes(b"half")
+    os.utime(half, (0.0, 0.0))
     toy.step(1.0)
     toy.step(1.0)
     merge(folder, 1)
