@@ -16,6 +16,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
 )
 from mtf_gradsync._private.patches import (
     call_around_lowering,
+    configurable_when_named,
     explain_mesh_tensors_to_tensorflow,
     keep_apart_when_combined,
     keep_summaries_in_meta_graphs,
@@ -58,15 +59,28 @@ from mtf_gradsync.optimizers.state.savers import (
 from mtf_gradsync.optimizers.state.slots import check_bare_optimizers
 from mtf_gradsync.reduce import (
     FusedAllReduce,
-    LowRankAllReduce,
-    QuantizedAllReduce,
     placement_mesh_impl,
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 from mtf_gradsync.step.randomness import draw_by_step
 
+# Where programs run, and what people do with them, by the names that these rooms have always had.
+_ROOMS = {
+    "simd": "mtf_gradsync.runtimes.simd",
+    "xla": "mtf_gradsync.runtimes.xla",
+    "processes": "mtf_gradsync.runtimes.processes",
+    "cluster": "mtf_gradsync.runtimes.cluster",
+    "train": "mtf_gradsync.tools.train",
+    "estimator": "mtf_gradsync.tools.estimator",
+    "timelines": "mtf_gradsync.tools.timelines",
+    "verification": "mtf_gradsync.tools.verification",
+    "planning": "mtf_gradsync.tools.planning",
+    "islands": "mtf_gradsync.tools.islands",
+}
+
 if TYPE_CHECKING:
+    from mtf_gradsync.reduce import LowRankAllReduce, QuantizedAllReduce
     from mtf_gradsync.runtimes import simd as simd
     from mtf_gradsync.runtimes import xla as xla
     from mtf_gradsync.runtimes.cluster import Cluster, join_cluster
@@ -77,6 +91,25 @@ if TYPE_CHECKING:
     from mtf_gradsync.tools.timelines import Timeline, TimelineError
     from mtf_gradsync.tools.timelines.timeline import timeline
     from mtf_gradsync.tools.verification.verify import verify
+else:  # a type checker that saw `__getattr__` would take any name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
+            "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
+            "Cluster": "mtf_gradsync.runtimes.cluster",
+            "join_cluster": "mtf_gradsync.runtimes.cluster",
+            "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.runtimes.processes.members",
+            "ProcessesError": "mtf_gradsync.runtimes.processes.members",
+            "plan": "mtf_gradsync.tools.planning",
+            "Timeline": "mtf_gradsync.tools.timelines",
+            "TimelineError": "mtf_gradsync.tools.timelines",
+            "timeline": "mtf_gradsync.tools.timelines",
+            "verify": "mtf_gradsync.tools.verification",
+            **_ROOMS,
+        },
+    )
+find_moved({f"{__name__}.{name}": place for name, place in _ROOMS.items()})
 
 note_meshes()
 note_gradients()
@@ -93,41 +126,15 @@ check_what_savers_restore()
 restore_in_pipelines()
 keep_state_where_values_come_from_checkpoints()
 
-# Where programs run, and what people do with them, is loaded when it is first used.
-__getattr__, __dir__ = lazy_names(
-    __name__,
+configurable_when_named(
     {
-        "Cluster": "mtf_gradsync.runtimes.cluster",
-        "join_cluster": "mtf_gradsync.runtimes.cluster",
-        "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.runtimes.processes.members",
-        "ProcessesError": "mtf_gradsync.runtimes.processes.members",
-        "plan": "mtf_gradsync.tools.planning",
-        "Timeline": "mtf_gradsync.tools.timelines",
-        "TimelineError": "mtf_gradsync.tools.timelines",
-        "timeline": "mtf_gradsync.tools.timelines",
-        "verify": "mtf_gradsync.tools.verification",
-        "simd": "mtf_gradsync.runtimes.simd",
-        "xla": "mtf_gradsync.runtimes.xla",
-        "estimator": "mtf_gradsync.tools.estimator",
-        "islands": "mtf_gradsync.tools.islands",
-    },
-)
-# Programs import these rooms by the names that they had before they stood on floors, too.
-find_moved(
-    {
-        "mtf_gradsync.simd": "mtf_gradsync.runtimes.simd",
-        "mtf_gradsync.xla": "mtf_gradsync.runtimes.xla",
-        "mtf_gradsync.processes": "mtf_gradsync.runtimes.processes",
-        "mtf_gradsync.cluster": "mtf_gradsync.runtimes.cluster",
-        "mtf_gradsync.train": "mtf_gradsync.tools.train",
-        "mtf_gradsync.estimator": "mtf_gradsync.tools.estimator",
-        "mtf_gradsync.timelines": "mtf_gradsync.tools.timelines",
-        "mtf_gradsync.verification": "mtf_gradsync.tools.verification",
-        "mtf_gradsync.planning": "mtf_gradsync.tools.planning",
-        "mtf_gradsync.islands": "mtf_gradsync.tools.islands",
+        "BestAllReduce": "mtf_gradsync.reduce.choice",
+        "HierarchicalAllReduce": "mtf_gradsync.reduce.hierarchical",
+        "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
+        "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
+        "SpecBuilder": "mtf_gradsync.tools.estimator.builder",
     }
 )
-
 __all__ = [
     "LOST_PROCESS_EXIT_CODE",
     "AdamWOptimizer",

@@ -27,8 +27,10 @@ from mtf_gradsync._common import (
     warn_of_unmatched,
     warn_once,
 )
+from mtf_gradsync._private.lazy import lazy_names
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, forget_mesh, restored_lowering
+from mtf_gradsync._private.patches import late_configurable, load_configurables
 from mtf_gradsync._private.tensorflow import (
     GATHERS,
     PASSES_ON,
@@ -136,6 +138,9 @@ __all__ = [
     "is_advanced",
     "is_number",
     "is_whole_number",
+    "late_configurable",
+    "lazy_names",
+    "load_configurables",
     "mean_loss",
     "mesh_text",
     "mixed",

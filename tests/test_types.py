@@ -64,6 +64,17 @@ CompressedAllReduce(wire_dtype=tf.bfloat16)
 CompressedAllReduce(wire_dtype="float8")  # wrong
 HierarchicalAllReduce([("ring", 1, 1024), ("add_n/add_n", 2, -1)])
 HierarchicalAllReduce("add_n/adn")  # wrong
+gs.LowRankAllReduce(rank="2")  # wrong
+gs.reduce.BestAllReduce().all_reduce
+gs.reduce.NothingAllReduce  # wrong
+gs.xla.session
+gs.xla.sesion  # wrong
+gs.simd.nothing  # wrong
+gs.islands.Folder("gs://islands")
+gs.islands.nothing  # wrong
+gs.plan(1)  # wrong
+gs.nothing  # wrong
+gs.verify(1)  # wrong
 estimator.Estimator(print, runtime="cpu_replicas")
 estimator.Estimator(print, runtime="cpu")  # wrong
 """

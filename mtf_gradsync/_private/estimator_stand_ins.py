@@ -1,4 +1,4 @@
-"""Estimator's specs and configs as plain data, for TensorFlows without Estimator.
+"""What stands in for Estimator where TensorFlow has none: specs and configs as plain data.
 
 With them `mtf_gradsync.estimator.Estimator` runs a model_fn that was written for Estimator or
 TPUEstimator. Fields and defaults are TensorFlow 2.15's.
@@ -6,8 +6,17 @@ TPUEstimator. Fields and defaults are TensorFlow 2.15's.
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
 from types import MappingProxyType
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, NoReturn, Sequence
+
+import tensorflow as tf2
+import tensorflow.compat.v1 as tf
+from tensorflow.python import tpu as tpu_package
+
+_LAST_WITH_ESTIMATOR = "2.15"
 
 
 class ModeKeys:
@@ -172,3 +181,143 @@ class ServingInputReceiver(NamedTuple):
 
     features: Any
     receiver_tensors: Any
+
+
+# Names that programs subclass, use in annotations, or call. Others raise AttributeError.
+_ESTIMATOR_CLASSES = (
+    "BestExporter",
+    "Estimator",
+    "EvalSpec",
+    "Exporter",
+    "FinalExporter",
+    "Head",
+    "LatestExporter",
+    "TrainSpec",
+    "train_and_evaluate",
+)
+
+
+class EstimatorRemovedError(RuntimeError):
+    """A program used something that needs Estimator, which this TensorFlow no longer has."""
+
+
+def _removed_message(what: str) -> str:
+    return (
+        f"{what} is not available: this is TensorFlow {tf2.__version__}, and Estimator left "
+        f"TensorFlow after {_LAST_WITH_ESTIMATOR}. Put mtf_gradsync.estimator.Estimator in its "
+        "place, which runs the same model_fn, or install tensorflow<2.16."
+    )
+
+
+def _removed_class(name: str, module: str) -> type:
+    """Returns a class that can be imported and subclassed; constructing it raises."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        del cls, args, kwargs
+        raise EstimatorRemovedError(_removed_message(f"{module}.{name}"))
+
+    doc = f"Stand-in for {module}.{name}; constructing it raises EstimatorRemovedError."
+    return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": doc})
+
+
+class _InputPipelineConfig:
+    """TPUConfig's input modes, with the values that TensorFlow 2.15 gives them."""
+
+    PER_SHARD_V1 = 1
+    PER_HOST_V1 = 2
+    PER_HOST_V2 = 3
+    BROADCAST = 4
+    SLICED = 5
+
+
+_TPU_CONFIG = {
+    "InputPipelineConfig": _InputPipelineConfig,
+    "RunConfig": TPURunConfig,
+    "TPUConfig": TPUConfig,
+}
+_TPU = {"TPUEstimatorSpec": TPUEstimatorSpec, **_TPU_CONFIG}
+
+
+class _StandInModule(types.ModuleType):
+    """A module that raises an error for unknown attributes, which says why they are missing."""
+
+    is_mtf_gradsync_stand_in = True
+
+    def __getattr__(self, name: str) -> Any:
+        # The import system, inspect and copy read dunder names, not users.
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        raise AttributeError(_removed_message(f"{self.__name__}.{name}"))
+
+
+def _stand_in_module(name: str, members: dict[str, Any]) -> types.ModuleType:
+    module = _StandInModule(name, "Stand-in for a module that this TensorFlow does not have.")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+    for key, value in members.items():
+        setattr(module, key, value)
+    return module
+
+
+def _estimator_stand_in() -> types.ModuleType:
+    """Returns a ``tf.estimator`` with the session hooks of ``tf.train`` and stand-in classes."""
+    name = "tensorflow.compat.v1.estimator"
+    members: dict[str, Any] = {"ModeKeys": ModeKeys}
+    # In TensorFlow 2.15 these names of tf.estimator are the very objects of tf.train.
+    hooks = (
+        "CheckpointSaverHook",
+        "CheckpointSaverListener",
+        "FeedFnHook",
+        "FinalOpsHook",
+        "GlobalStepWaiterHook",
+        "LoggingTensorHook",
+        "NanLossDuringTrainingError",
+        "NanTensorHook",
+        "ProfilerHook",
+        "SecondOrStepTimer",
+        "SessionRunArgs",
+        "SessionRunContext",
+        "SessionRunHook",
+        "SessionRunValues",
+        "StepCounterHook",
+        "StopAtStepHook",
+        "SummarySaverHook",
+        "VocabInfo",
+    )
+    members.update({hook: getattr(tf.train, hook) for hook in hooks if hasattr(tf.train, hook)})
+    members.update({cls: _removed_class(cls, name) for cls in _ESTIMATOR_CLASSES})
+    export = {
+        "PredictOutput": PredictOutput,
+        "ServingInputReceiver": ServingInputReceiver,
+    }
+    tpu = {"TPUEstimator": _removed_class("TPUEstimator", f"{name}.tpu"), **_TPU}
+    members.update(
+        EstimatorSpec=EstimatorSpec,
+        RunConfig=RunConfig,
+        WarmStartSettings=WarmStartSettings,
+        export=_stand_in_module(f"{name}.export", export),
+        tpu=_stand_in_module(f"{name}.tpu", tpu),
+    )
+    return _stand_in_module(name, members)
+
+
+def restore_estimator(modules: list[Any]) -> None:
+    """Gives all modules of the list that have no ``estimator`` the same stand-in."""
+    made = [module.estimator for module in modules if hasattr(module, "estimator")]
+    stand_in: Any = next((one for one in made if isinstance(one, _StandInModule)), None)
+    for module in modules:
+        if not hasattr(module, "estimator"):
+            stand_in = module.estimator = stand_in or _estimator_stand_in()
+
+
+def restore_tpu_module(name: str) -> None:
+    """Registers a stand-in for ``tensorflow.python.tpu.<name>``, of the config or the Estimator."""
+    place = f"{tpu_package.__name__}.{name}"
+    if place in sys.modules:
+        return
+    of_estimator = {
+        "TPUEstimator": _removed_class("TPUEstimator", place),
+        "TPUEstimatorSpec": TPUEstimatorSpec,
+    }
+    module = _stand_in_module(place, _TPU_CONFIG if name == "tpu_config" else of_estimator)
+    sys.modules[place] = module
+    setattr(tpu_package, name, module)

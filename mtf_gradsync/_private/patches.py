@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-from typing import Any, Callable, NoReturn
+import sys
+from typing import Any, Callable, Mapping, NoReturn, TypeVar
 
+import gin
 from tensorflow.python.framework.ops import register_proto_function
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -33,6 +36,48 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     made.__signature__ = inspect.signature(there)
     setattr(made, _PATCHES, (*before, this))
     setattr(owner, name, made)
+
+
+_Function = TypeVar("_Function")
+# Names that gin may bind whose modules are not loaded yet, and these modules.
+_when_named: dict[str, str] = {}
+
+
+def configurable_when_named(places: Mapping[str, str]) -> None:
+    """Makes gin load the module of a configurable when a configuration names it.
+
+    Args:
+      places: the names of configurables, without their modules in gin, and their modules in Python,
+        which register them by `late_configurable`.
+    """
+    _when_named.update(places)
+
+    def with_loading(find: Any) -> Any:
+        def matching_selectors(selector: str) -> list[str]:
+            place = _when_named.get(selector.split(".")[-1])
+            if place and place not in sys.modules:
+                importlib.import_module(place)
+            return find(selector)
+
+        return matching_selectors
+
+    patch(gin.config._REGISTRY, "matching_selectors", with_loading)
+
+
+def load_configurables() -> None:
+    """Loads what `configurable_when_named` has left for later, so that gin knows it all."""
+    for place in _when_named.values():
+        importlib.import_module(place)
+
+
+def late_configurable(*args: Any, **kwargs: Any) -> Callable[[_Function], _Function]:
+    """As `gin.configurable`, also once gin's configuration is locked, as a parsed one is."""
+
+    def register(function: _Function) -> _Function:
+        with gin.unlock_config():
+            return gin.configurable(*args, **kwargs)(function)
+
+    return register
 
 
 def call_around_lowering(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterable, Literal, NamedTuple, Sequence
+from typing import Any, Iterable, NamedTuple, Sequence
 
 from mtf_gradsync._common import check_flag, check_whole_number, counted, is_number
 from mtf_gradsync._private.libraries import tf
@@ -13,9 +13,7 @@ from mtf_gradsync._private.tensorflow import (
     number_of_tpu_shards,
     optimizers_inside,
 )
-from mtf_gradsync.compat_v1.rules import OffMesh
-
-AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
+from mtf_gradsync.compat_v1.rules import AllReduceFn, OffMesh, Reduction
 
 
 class _State(NamedTuple):
@@ -268,10 +266,6 @@ def _local(value: tf.Tensor, name: str) -> tf.Variable:
         name=name,
         use_resource=True,
     )
-
-
-#: `tf.compat.v1.losses.Reduction.SUM` and `.MEAN`.
-Reduction = Literal["weighted_sum", "weighted_mean"]
 
 
 class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):

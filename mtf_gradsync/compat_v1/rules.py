@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, NoReturn, Protocol, Sequence, Union
+from typing import (
+    Any,
+    Callable,
+    Iterable,
+    Literal,
+    Mapping,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    Sequence,
+    Union,
+)
 
 import numpy as np
 
@@ -31,6 +42,10 @@ class V1Optimizer(Protocol):
 MeshOptimizerLike = Union[AppliesGradients, Callable[..., AppliesGradients]]
 V1OptimizerLike = Union[V1Optimizer, Callable[..., V1Optimizer]]
 OptimizerLike = Union[MeshOptimizerLike, V1OptimizerLike]
+#: Gets the sums of gradients and their variables; returns what takes the place of the sums.
+AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
+#: `tf.compat.v1.losses.Reduction.SUM` and `.MEAN`.
+Reduction = Literal["weighted_sum", "weighted_mean"]
 # The default of learning_rate arguments: None is a learning rate that pipelines pass on.
 NOT_GIVEN = object()
 # Where the class of tf.compat.v1.train has another name than Keras's with "Optimizer" behind.

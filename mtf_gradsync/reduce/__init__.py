@@ -1,10 +1,13 @@
-"""Strategies that reduce gradients over the mesh."""
+"""Strategies that reduce gradients over the mesh.
 
+Those that a program has to name are loaded when it names them, here or in gin's configuration.
+"""
+
+from typing import TYPE_CHECKING
+
+from mtf_gradsync._private.lazy import lazy_names
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.reduce.choice import BestAllReduce, choose_the_best
 from mtf_gradsync.reduce.compressed import CompressedAllReduce, GradientStrategy
-from mtf_gradsync.reduce.hierarchical import AllReduceSpec, HierarchicalAllReduce
-from mtf_gradsync.reduce.low_rank import LowRankAllReduce
 from mtf_gradsync.reduce.one_level import (
     AllReduce,
     CollectiveAllReduce,
@@ -13,7 +16,6 @@ from mtf_gradsync.reduce.one_level import (
     RingAllReduce,
 )
 from mtf_gradsync.reduce.placement_mesh import PlacementMeshImpl, placement_mesh_impl
-from mtf_gradsync.reduce.quantized import QuantizedAllReduce
 from mtf_gradsync.reduce.strategy import (
     Compression,
     GradientOfCores,
@@ -21,6 +23,24 @@ from mtf_gradsync.reduce.strategy import (
     Strategy,
     check_strategy,
 )
+
+if TYPE_CHECKING:
+    from mtf_gradsync.reduce.choice import BestAllReduce, choose_the_best
+    from mtf_gradsync.reduce.hierarchical import AllReduceSpec, HierarchicalAllReduce
+    from mtf_gradsync.reduce.low_rank import LowRankAllReduce
+    from mtf_gradsync.reduce.quantized import QuantizedAllReduce
+else:  # a type checker that saw `__getattr__` would take any name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "AllReduceSpec": "mtf_gradsync.reduce.hierarchical",
+            "BestAllReduce": "mtf_gradsync.reduce.choice",
+            "HierarchicalAllReduce": "mtf_gradsync.reduce.hierarchical",
+            "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
+            "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
+            "choose_the_best": "mtf_gradsync.reduce.choice",
+        },
+    )
 
 __all__ = [
     "AllReduce",

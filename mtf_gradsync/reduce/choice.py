@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple, Sequence
 
-import gin
-
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.mesh.devices import KNOWN_KINDS, Topology, topology_of
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.hierarchical import HierarchicalAllReduce
@@ -74,7 +73,7 @@ def choose_the_best(
     return choice.strategy
 
 
-@gin.configurable(module="mtf_gradsync")
+@late_configurable(module="mtf_gradsync")
 class BestAllReduce(Strategy):
     """Reduces by the strategy that `choose_the_best` picks when the graph is lowered.
 

@@ -6,10 +6,9 @@ import functools
 import itertools
 from typing import Any, Callable, List, Literal, NamedTuple, Sequence, Tuple, Union
 
-import gin
-
 from mtf_gradsync._common import INT32_MAX, check_whole_number, elements, is_whole_number, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.mesh.groups import ProcessorGroups, axis_number
@@ -268,7 +267,7 @@ _Entry = Union[
 Spec = Union[_Entry, List[_Entry]]
 
 
-@gin.configurable(module="mtf_gradsync")
+@late_configurable(module="mtf_gradsync")
 class HierarchicalAllReduce(Strategy):
     """Sums in two levels: within inner groups first, then over the slow links between them.
 

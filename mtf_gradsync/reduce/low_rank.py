@@ -6,11 +6,11 @@ import functools
 import math
 from typing import Any, Callable, NamedTuple, Sequence
 
-import gin
 import numpy as np
 
 from mtf_gradsync._common import check_flag, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.groups import ProcessorGroups
@@ -156,7 +156,7 @@ class _Matrix(NamedTuple):
         return self.rank * (self.rows + self.columns)
 
 
-@gin.configurable(module="mtf_gradsync")
+@late_configurable(module="mtf_gradsync")
 class LowRankAllReduce(GradientStrategy):
     """Sends gradients as low-rank factors of matrices: PowerSGD.
 

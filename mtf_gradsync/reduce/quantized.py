@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Sequence
 
-import gin
 import numpy as np
 
 from mtf_gradsync._common import check_flag, check_whole_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import cross_replica_gather, cross_replica_rows
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import memories
@@ -209,7 +209,7 @@ class QuantizationErrors(NamedTuple):
     of: tuple[Any, ...]
 
 
-@gin.configurable(module="mtf_gradsync")
+@late_configurable(module="mtf_gradsync")
 class QuantizedAllReduce(GradientStrategy):
     """Sends gradients as quantized blocks: about a quarter of the bytes of float32.
 

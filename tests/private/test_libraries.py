@@ -19,8 +19,9 @@ import tensorflow as tf2
 from tensorflow.python.framework import ops
 
 import mtf_gradsync
-from mtf_gradsync._private import libraries
-from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, EstimatorRemovedError, mtf, tf
+from mtf_gradsync._private import estimator_stand_ins, libraries
+from mtf_gradsync._private.estimator_stand_ins import EstimatorRemovedError
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
 from tests.runtimes.cluster.processes import Processes
 
 TF_VERSION = tuple(int(part) for part in tf2.__version__.split(".")[:2])
@@ -125,7 +126,7 @@ def test_conversion_function_is_the_one_of_tensorflow():
 def test_only_modules_without_estimator_get_the_stand_in():
     has = types.SimpleNamespace(estimator="existing")
     first, second = types.SimpleNamespace(), types.SimpleNamespace()
-    libraries._restore_estimator([has, first, second])
+    estimator_stand_ins.restore_estimator([has, first, second])
     assert has.estimator == "existing"
     assert first.estimator is second.estimator
     assert first.estimator.SessionRunHook is tf.train.SessionRunHook

@@ -8,6 +8,8 @@ from typing import Any, Iterable
 
 import gin
 
+from mtf_gradsync.extension import load_configurables
+
 
 def bindings() -> dict[tuple[str, str, str], Any]:
     """What gin's configuration binds: (scope, configurable, parameter) -> value, not evaluated."""
@@ -103,6 +105,7 @@ _BINDING = re.compile(r"^([^\s#=]+) = (.*(?:\n[ \])}].*)*)", re.MULTILINE)
 
 def registered() -> dict[str, list[str]]:
     """The parameters of all configurables that gin knows, by full name."""
+    load_configurables()
     found = {}
     for name, entry in gin.config._REGISTRY.items():
         try:

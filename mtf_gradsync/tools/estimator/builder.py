@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping, Sequence
 
-import gin
 import tensorflow as tf2
 
 from mtf_gradsync.extension import (
@@ -16,6 +15,7 @@ from mtf_gradsync.extension import (
     check_flag,
     in_sums_now,
     is_advanced,
+    late_configurable,
     mean_loss,
     mtf,
     placement_mesh_impl,
@@ -39,7 +39,7 @@ _SCALAR = tf.SummaryMetadata(
 )
 
 
-@gin.configurable(module="mtf_gradsync.estimator", denylist=["mode", "params", "config"])
+@late_configurable(module="mtf_gradsync.estimator", denylist=["mode", "params", "config"])
 class SpecBuilder:
     """Builds the specs that a model_fn returns, for a model on a mesh.
 

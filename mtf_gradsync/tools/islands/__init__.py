@@ -1,12 +1,8 @@
-"""Islands that come and go: programs that train apart and meet in a folder.
+"""Islands that come and go: programs that train apart and meet in a folder."""
 
-Names are imported when they are first asked for: a merger needs no TensorFlow.
-"""
+from typing import TYPE_CHECKING
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+from mtf_gradsync.extension import lazy_names
 
 if TYPE_CHECKING:
     from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder
@@ -20,23 +16,27 @@ if TYPE_CHECKING:
         replay,
     )
     from mtf_gradsync.tools.islands.versions import MergeSettings
+else:  # a type checker that saw `__getattr__` would take any name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "DamagedObjectError": "mtf_gradsync.tools.islands.folder",
+            "ElasticIslands": "mtf_gradsync.tools.islands.island",
+            "Folder": "mtf_gradsync.tools.islands.folder",
+            "FolderTakenError": "mtf_gradsync.tools.islands.merger",
+            "Island": "mtf_gradsync.tools.islands.island",
+            "IslandError": "mtf_gradsync.tools.islands.island",
+            "IslandHook": "mtf_gradsync.tools.islands.island",
+            "MergeSettings": "mtf_gradsync.tools.islands.versions",
+            "Merger": "mtf_gradsync.tools.islands.merger",
+            "MergerError": "mtf_gradsync.tools.islands.merger",
+            "Waiting": "mtf_gradsync.tools.islands.merger",
+            "plot_status": "mtf_gradsync.tools.islands.journal",
+            "read_status": "mtf_gradsync.tools.islands.journal",
+            "replay": "mtf_gradsync.tools.islands.merger",
+        },
+    )
 
-_MODULE_OF = {
-    "DamagedObjectError": "folder",
-    "ElasticIslands": "island",
-    "Folder": "folder",
-    "FolderTakenError": "merger",
-    "Island": "island",
-    "IslandError": "island",
-    "IslandHook": "island",
-    "MergeSettings": "versions",
-    "Merger": "merger",
-    "MergerError": "merger",
-    "Waiting": "merger",
-    "plot_status": "journal",
-    "read_status": "journal",
-    "replay": "merger",
-}
 __all__ = [
     "DamagedObjectError",
     "ElasticIslands",
@@ -53,9 +53,3 @@ __all__ = [
     "read_status",
     "replay",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

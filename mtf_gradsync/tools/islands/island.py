@@ -10,10 +10,9 @@ import time
 import uuid
 from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
 
-import gin
 import numpy as np
 
-from mtf_gradsync.extension import counted, is_number, tf
+from mtf_gradsync.extension import counted, is_number, late_configurable, tf
 from mtf_gradsync.tools.islands.changes import FORMS, Form, Merge, Weight, encoded, wide
 from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, Spec
 from mtf_gradsync.tools.islands.journal import Journal, events_by_step
@@ -581,7 +580,7 @@ def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-@gin.configurable(module="mtf_gradsync")
+@late_configurable(module="mtf_gradsync")
 @dataclasses.dataclass(frozen=True)
 class ElasticIslands:
     """The island that a run is, as gin binds it: a run with a folder is one of the islands there.
