@@ -5,8 +5,14 @@ from typing import TYPE_CHECKING
 from mtf_gradsync.extension import lazy_names
 
 if TYPE_CHECKING:
+    from mtf_gradsync.tools.islands.elastic import (
+        DataPart,
+        ElasticIslands,
+        IslandHook,
+        claim_part,
+    )
     from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder
-    from mtf_gradsync.tools.islands.island import ElasticIslands, Island, IslandError, IslandHook
+    from mtf_gradsync.tools.islands.island import Island, IslandError
     from mtf_gradsync.tools.islands.journal import plot_status, read_status
     from mtf_gradsync.tools.islands.merger import (
         FolderTakenError,
@@ -21,16 +27,18 @@ else:  # a type checker that saw `__getattr__` would take any name
         __name__,
         {
             "DamagedObjectError": "mtf_gradsync.tools.islands.folder",
-            "ElasticIslands": "mtf_gradsync.tools.islands.island",
+            "DataPart": "mtf_gradsync.tools.islands.elastic",
+            "ElasticIslands": "mtf_gradsync.tools.islands.elastic",
             "Folder": "mtf_gradsync.tools.islands.folder",
             "FolderTakenError": "mtf_gradsync.tools.islands.merger",
             "Island": "mtf_gradsync.tools.islands.island",
             "IslandError": "mtf_gradsync.tools.islands.island",
-            "IslandHook": "mtf_gradsync.tools.islands.island",
+            "IslandHook": "mtf_gradsync.tools.islands.elastic",
             "MergeSettings": "mtf_gradsync.tools.islands.versions",
             "Merger": "mtf_gradsync.tools.islands.merger",
             "MergerError": "mtf_gradsync.tools.islands.merger",
             "Waiting": "mtf_gradsync.tools.islands.merger",
+            "claim_part": "mtf_gradsync.tools.islands.elastic",
             "plot_status": "mtf_gradsync.tools.islands.journal",
             "read_status": "mtf_gradsync.tools.islands.journal",
             "replay": "mtf_gradsync.tools.islands.merger",
@@ -39,6 +47,7 @@ else:  # a type checker that saw `__getattr__` would take any name
 
 __all__ = [
     "DamagedObjectError",
+    "DataPart",
     "ElasticIslands",
     "Folder",
     "FolderTakenError",
@@ -49,6 +58,7 @@ __all__ = [
     "Merger",
     "MergerError",
     "Waiting",
+    "claim_part",
     "plot_status",
     "read_status",
     "replay",

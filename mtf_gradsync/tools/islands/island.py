@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import re
 import time
@@ -12,8 +11,8 @@ from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
 
 import numpy as np
 
-from mtf_gradsync.extension import counted, is_number, late_configurable, tf
-from mtf_gradsync.tools.islands.changes import FORMS, Form, Merge, Weight, encoded, wide
+from mtf_gradsync.extension import counted, is_number
+from mtf_gradsync.tools.islands.changes import FORMS, Form, encoded, wide
 from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, Spec
 from mtf_gradsync.tools.islands.journal import Journal, events_by_step
 from mtf_gradsync.tools.islands.merger import ROUND, Merger, MergerThread, Waiting, poll_seconds_of
@@ -34,6 +33,14 @@ logger = logging.getLogger(__name__)
 Wait = Literal["grace", "none"]
 Follow = Literal["version", "own"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_island_name(name: Any) -> None:
+    """Raises ValueError for what cannot be a part of the names of objects."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"The name of an island is of letters, digits, '.', '_' and '-', got {name!r}."
+        )
 
 
 class IslandError(RuntimeError):
@@ -131,10 +138,7 @@ class Island:
         replay: bool = False,
         poll_seconds: float | None = None,
     ):
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(
-                f"The name of an island is of letters, digits, '.', '_' and '-', got {name!r}."
-            )
+        check_island_name(name)
         if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
             raise ValueError(f"inner_steps must be a whole number of at least 1: {inner_steps!r}.")
         choices = {"wait": (wait, get_args(Wait)), "form": (form, FORMS),
@@ -578,97 +582,3 @@ def _dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes  # gives numpy the name "bfloat16"
 
     return np.dtype(getattr(ml_dtypes, name, name))
-
-
-@late_configurable(module="mtf_gradsync")
-@dataclasses.dataclass(frozen=True)
-class ElasticIslands:
-    """The island that a run is, as gin binds it: a run with a folder is one of the islands there.
-
-    See `Island`, `MergeSettings` and `Waiting` for the fields, of which the last ones are for the
-    merger where `merge` is True.
-
-    Attributes:
-      folder: path or URL that all islands know; "" for a run by itself.
-      name: of this island; default the name of the run's directory.
-    """
-
-    folder: str = ""
-    name: str = ""
-    inner_steps: int = 50
-    wait: Wait = "grace"
-    wait_seconds: float = 60.0
-    begin_seconds: float = 600.0
-    form: Form = "float32"
-    follow: Follow = "version"
-    replay: bool = False
-    merge: bool = False
-    keep_all: bool = False
-    quorum: int = 1
-    min_grace: float = 1.0
-    max_grace: float = 60.0
-    max_staleness: int = 0
-    outer_learning_rate: float = 0.7
-    outer_momentum: float = 0.5
-    nesterov: bool = True
-    fragments: int = 1
-    weight: Weight = "tokens"
-    merge_rule: Merge = "mean"
-    max_norm: float = 10.0
-
-    def island(self, lowering: Any, name: str) -> Island | None:
-        """Returns the island for a step that has been lowered; None without a folder.
-
-        Raises ValueError for a field that makes no sense.
-        """
-        if not self.folder:
-            return None
-        settings = MergeSettings(
-            self.outer_learning_rate, self.outer_momentum, self.nesterov, self.fragments,
-            self.weight, self.merge_rule, self.max_norm,
-        )  # fmt: skip
-        waiting = Waiting(self.quorum, self.min_grace, self.max_grace, self.max_staleness)
-        return Island(
-            self.folder, self.name or name, self.inner_steps, lowering=lowering, wait=self.wait,
-            wait_seconds=self.wait_seconds, begin_seconds=self.begin_seconds, form=self.form,
-            follow=self.follow, merge=self.merge, merge_settings=settings, waiting=waiting,
-            keep_all=self.keep_all, replay=self.replay,
-        )  # fmt: skip
-
-
-class IslandHook(tf.train.SessionRunHook):
-    """Runs an `Island` in a monitored session, as of an Estimator.
-
-    Args:
-      island: made in the graph, with its lowering.
-      tokens: a number, or a tensor of the graph, that says how much a step's loss stands for.
-    """
-
-    def __init__(self, island: Island, tokens: Any = 1.0):
-        self._island, self._tokens = island, tokens
-        self._has_begun = False
-
-    def begin(self) -> None:
-        """See ``tf.train.SessionRunHook``."""
-        self._step = tf.train.get_global_step()
-        self._has_begun = False
-
-    def before_run(self, run_context: Any) -> Any:
-        """Begins the island before the first step, when other hooks have restored variables."""
-        if not self._has_begun:
-            step = run_context.session.run(self._step) if self._step is not None else 0
-            self._island.begin(run_context.session, int(step))
-            self._has_begun = True
-        fetched = None if is_number(self._tokens) else {"tokens": self._tokens}
-        return tf.train.SessionRunArgs(fetched)
-
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Lets the island exchange after a step."""
-        found = run_values.results
-        tokens = float(found["tokens"]) if found else self._tokens
-        self._island.after_step(run_context.session, tokens)
-
-    def end(self, session: Any) -> None:
-        """Contributes what is left at the end."""
-        if self._has_begun:
-            self._island.finish(session)

@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, Sequence
 import gin
 
 # All that gin files bind: nothing can be registered once a configuration is read.
-import mtf_gradsync.tools.islands.island
+import mtf_gradsync.tools.islands.elastic
 import mtf_gradsync.tools.train.data.datasets
 import mtf_gradsync.tools.train.data.vocabulary
 import mtf_gradsync.tools.train.evaluation

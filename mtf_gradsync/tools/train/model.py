@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Callable, Collection, NamedTuple, get_args
 
 from mtf_gradsync.extension import ConfigError, mtf, tf
+from mtf_gradsync.tools.islands.elastic import ALL_DATA, DataPart
 from mtf_gradsync.tools.train.config import (
     LearningRate,
     MeshSettings,
@@ -221,6 +222,7 @@ class TrainingJob(NamedTuple):
       reports: whether the step returns what its optimizers report.
       noise_scale: whether it estimates the gradient noise scale, in sequences.
       examples_before: how many examples steps were made of before, if no checkpoint says it.
+      part: the part of the data that a run learns from which is an island.
     """
 
     model: ModelSettings
@@ -233,6 +235,7 @@ class TrainingJob(NamedTuple):
     noise_scale: bool = False
     examples_before: int = 0
     schedule_step: Callable[[Any], Any] | None = None
+    part: DataPart = ALL_DATA
 
     @property
     def tokens_per_step(self) -> int:
@@ -254,6 +257,7 @@ class TrainingJob(NamedTuple):
             self.model.vocab_sizes,
             self.model.reads,
             self.model.seed,
+            self.part,
         )
 
 

@@ -35,7 +35,13 @@ from mtf_gradsync.runtimes.starting import (
     remove_leftovers,
 )
 from mtf_gradsync.tools._private.gin import unread
-from mtf_gradsync.tools.islands import ElasticIslands, Folder, Island, read_status
+from mtf_gradsync.tools.islands import (
+    ElasticIslands,
+    Folder,
+    Island,
+    IslandError,
+    read_status,
+)
 from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.timelines import Timeline, TimelineError
 from mtf_gradsync.tools.train.config import RunConfig, check_callable, check_positive
@@ -367,7 +373,8 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
         say(f"{improvement}: the run has ended (train.run.max_steps_without_decrease)")
     if not is_finished:
         say(f"steps run on {checked.runtime}")
-    job = job._replace(examples_before=step * job.model.batch_size)
+    part = _of_islands(lambda: ElasticIslands().part(directory.absolute().name))
+    job = job._replace(examples_before=step * job.model.batch_size, part=part)
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
         if start.path:
@@ -381,9 +388,12 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
         _say_what_checkpoints_round(graph.lowering, say)
         if config.evaluate_with_averages:
             _check_averages_kept()
-        island = _island(graph, directory)
+        name = directory.absolute().name
+        island = _of_islands(lambda: ElasticIslands().island(graph.lowering, name))
         if island:
-            say(f"this run is the island {island.name!r} of {island.folder.url}")
+            of = f", and learns from part {part.part} of {part.parts} of the data"
+            of = of if part.parts > 1 else ""
+            say(f"this run is the island {island.name!r} of {island.folder.url}{of}")
         if start.path:
             start = _adapted(start, accept_differences, say, f"going on from {start.path},")
         elif config.init_checkpoint:
@@ -466,11 +476,11 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
             )
 
 
-def _island(graph: TrainGraph, directory: Path) -> Island | None:
-    """Returns the island that gin makes of a run, or None."""
+def _of_islands(make: Callable[[], Any]) -> Any:
+    """Returns what gin's settings for islands make of a run."""
     try:
-        return ElasticIslands().island(graph.lowering, directory.absolute().name)
-    except (ImportError, ValueError) as error:
+        return make()
+    except (ImportError, ValueError, IslandError) as error:
         raise ConfigError(f"ElasticIslands: {error}") from error
 
 

@@ -1,6 +1,7 @@
 """Runs of ``mtf-gradsync train`` that are islands."""
 
 import signal
+from unittest import mock
 
 import gin
 import numpy as np
@@ -9,9 +10,14 @@ import pytest
 from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.starting import choose_checkpoint
+from mtf_gradsync.tools.islands import Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.merger import replay
+from mtf_gradsync.tools.train.data.batches import TrainingBatches
+from mtf_gradsync.tools.train.held_out import METRICS_FILE
+from mtf_gradsync.tools.train.metrics import read_metrics
+from tests.tools.islands.conftest import merging
 from tests.tools.train.conftest import NO_EVAL, train_tiny
 
 
@@ -29,6 +35,15 @@ def values_of(directory):
     path = choose_checkpoint(str(directory), False, pytest.fail).path
     reader = tf.train.load_checkpoint(path)
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+@gin.configurable(module="tests.islands")
+def falling(step, total_train_steps):
+    """A rate that falls to the end of the run."""
+    return 0.03 * (1.0 - tf.cast(step, tf.float32) / total_train_steps)
+
+
+SCHEDULE = "train.run.learning_rate_schedule = @falling"
 
 
 @gin.configurable(module="tests.islands")
@@ -92,6 +107,56 @@ def test_a_run_that_is_stopped_contributes_what_it_has(folder, tmp_path, after_s
     (last,) = Folder(str(folder)).names("contributions/00000001")
     stored = Folder(str(folder)).load(f"contributions/00000001/{last}")
     assert (stored.facts["island"], stored.facts["steps"]) == ("run", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "runtime", ["cpu_replicas", "placement_mesh", pytest.param("xla", marks=pytest.mark.xla)]
+)
+def test_a_run_that_joins_has_its_own_data_and_goes_on_where_others_are(
+    runtime, folder, tmp_path, after_step
+):
+    seen = {}
+
+    def watched(name):
+        original = TrainingBatches.next
+
+        def next_batch(self):
+            found = original(self)
+            (targets,) = found.values()
+            seen.setdefault(name, []).extend(x.tobytes() for x in targets)
+            return found
+
+        where = [f"train.run.runtime = '{runtime}'", SCHEDULE]
+        with mock.patch.object(TrainingBatches, "next", next_batch):
+            return train_tiny(tmp_path / name, *where, *bindings(folder, "wait_seconds = 20.0"))
+
+    def rates(name):
+        rows = read_metrics(tmp_path / name / METRICS_FILE)
+        return {row["step"]: row["learning_rate"] for row in rows}
+
+    with merging(folder, waiting=Waiting(min_grace=0.0)):
+        after_step(8, lambda: signal.raise_signal(signal.SIGTERM))
+        first, _, said = watched("a")
+        after_step(None)
+        while read_status(Folder(str(folder))).decisions[-1]["counts"]["step"] < 8:
+            pass
+        gin.clear_config()
+        second, _, said_by_second = watched("b")
+    assert (first.step, second.step) == (8, 12)
+    of = f"of {folder}, and learns from part"
+    assert any(f"the island 'a' {of} 0 of 17 of the data" in line for line in said)
+    assert any(f"the island 'b' {of} 1 of 17 of the data" in line for line in said_by_second)
+    # Not 12 steps, but what the version had left.
+    assert (len(seen["a"]), len(seen["b"])) == (8 * 8, 4 * 8)
+    assert not set(seen["a"]) & set(seen["b"])
+    for name, steps in (("a", range(1, 9)), ("b", range(9, 13))):
+        found = rates(name)
+        assert list(found) == list(steps)
+        np.testing.assert_allclose(
+            list(found.values()), [0.03 * (13 - step) / 12 for step in steps], rtol=1e-6
+        )
+    assert int(values_of(tmp_path / "b")["global_step"]) == 12
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mtf_gradsync.extension import ConfigError, TrainingError, first_line, tf
+from mtf_gradsync.tools.islands.elastic import ALL_DATA, DataPart
 from mtf_gradsync.tools.train.data.datasets import MODEL_FEATURES, mapped
 
 
@@ -55,12 +56,16 @@ class TrainingBatches:
         vocab_sizes: Mapping[str, int],
         wanted: Callable[[str], bool] = lambda name: True,
         seed: int = 0,
+        part: DataPart = ALL_DATA,
     ):
         """Makes the data set, of single examples: vectors of integers by feature name.
 
         A make_dataset that takes an argument `start` gets an int64 scalar, and returns the examples
         from that number on, counted from 0, without end. Of any other data set the examples before
         are drawn and dropped when a run goes on, with a progress bar.
+
+        Examples are those of `part`. A make_dataset with arguments `part` and `parts` gets them and
+        returns its part; of any other data set, repeated, every `parts`-th example is taken.
 
         Features that are not `wanted` are dropped. feature_length returns the length of a feature,
         and vocab_sizes has the number of ids of each that holds ids. `seed` is that of TensorFlow
@@ -74,13 +79,17 @@ class TrainingBatches:
         with tf.Graph().as_default() as graph:
             tf.set_random_seed(seed)
             self._drawn: tf.Variable | None = None
-            takes_start = "start" in inspect.signature(make_dataset).parameters
+            taken = inspect.signature(make_dataset).parameters
+            takes_start, takes_part = "start" in taken, {"part", "parts"} <= set(taken)
+            given: dict[str, Any] = part._asdict() if takes_part else {}
+            cuts = part.parts > 1 and not takes_part
             if takes_start:
                 self._skipped = tf.placeholder(tf.int64, [])
-                dataset = make_dataset(start=self._skipped)
+                start = self._skipped * part.parts if cuts else self._skipped
+                dataset = make_dataset(start=start, **given)
             else:
                 # First, since the seeds of its operations depend on how many there are before.
-                dataset = make_dataset()
+                dataset = make_dataset(**given)
                 self._skipped = tf.placeholder(tf.int64, [])
             specs = _specs(dataset, wanted)
             self._shapes = {
@@ -92,7 +101,10 @@ class TrainingBatches:
                     shape[1] = feature_length(name)
             size = tf.data.experimental.cardinality(dataset)
             # Examples are skipped, not batches, which may have had another size.
-            rest = dataset if takes_start else self._after_skipped(dataset.repeat())
+            rest = dataset if takes_start else dataset.repeat()
+            if cuts:
+                rest = rest.shard(part.parts, part.part)
+            rest = rest if takes_start else self._after_skipped(rest)
             rest = mapped(rest, lambda example: self._example(example, specs))
             batches = rest.batch(batch_size, drop_remainder=True).prefetch(2)
             iterator = tf.data.make_initializable_iterator(batches)

@@ -43,6 +43,8 @@ def python_topics(
     seed: int = 0,
     held_out_every: int = 10,
     start: Any = 0,
+    part: int = 0,
+    parts: int = 1,
 ) -> tf.data.Dataset:
     """Returns language-model examples from Python's own documentation.
 
@@ -54,12 +56,17 @@ def python_topics(
       seed: seed of the random places. The n-th window is a function of seed and n alone.
       held_out_every: about one topic in this many is held out.
       start: the number of the first window of "train"; an int64 tf scalar, or a number.
+      part: with `parts`, gives every `parts`-th window of "train", from number `part` on; `start`
+        counts those.
+      parts: see `part`.
 
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.
     """
     documents = split_documents(read_python_topics(), dataset_split, held_out_every=held_out_every)
-    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed, start)
+    return text_windows(
+        documents, sequence_length, vocabulary, dataset_split, seed, start, part, parts
+    )
 
 
 @gin.configurable(module="mtf_gradsync.train")
@@ -71,6 +78,8 @@ def text_files(
     seed: int = 0,
     held_out_every: int = 10,
     start: Any = 0,
+    part: int = 0,
+    parts: int = 1,
 ) -> tf.data.Dataset:
     """Returns language-model examples from text files; otherwise as `python_topics`.
 
@@ -83,12 +92,17 @@ def text_files(
       held_out_every: about one file in this many is held out; of few files, or of unequal lengths,
         the last part of each.
       start: the number of the first window of "train"; an int64 tf scalar, or a number.
+      part: with `parts`, gives every `parts`-th window of "train", from number `part` on; `start`
+        counts those.
+      parts: see `part`.
 
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.
     """
     documents = split_documents(read_files(files), dataset_split, held_out_every=held_out_every)
-    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed, start)
+    return text_windows(
+        documents, sequence_length, vocabulary, dataset_split, seed, start, part, parts
+    )
 
 
 def text_windows(
@@ -98,12 +112,15 @@ def text_windows(
     dataset_split: str,
     seed: int,
     start: Any = 0,
+    part: int = 0,
+    parts: int = 1,
 ) -> tf.data.Dataset:
     """Cuts documents, with an end-of-document id after each, into ``{"targets": int32[length]}``.
 
     The length is that of "targets" in sequence_length. The split "train" has random windows without
-    end, from number `start` on; any other has all windows once, side by side. Documents are UTF-8;
-    the vocabulary encodes long ones piece by piece, cut behind lines.
+    end: those of number `part`, `part + parts` and so on, from the one at `start` on. Any other has
+    all windows once, side by side. Documents are UTF-8; the vocabulary encodes long ones piece by
+    piece, cut behind lines.
     """
     length = sequence_length["targets"]
     ids = _ids(documents, vocabulary)
@@ -111,7 +128,7 @@ def text_windows(
         raise ConfigError(too_short(dataset_split, len(ids), length))
     read = _reader(ids, length)
     if dataset_split == "train":
-        return _random_windows(read, len(ids) - length + 1, seed, start)
+        return _random_windows(read, len(ids) - length + 1, seed, start * parts + part, parts)
     windows = tf.data.Dataset.range(-(-len(ids) // length))
     return mapped(windows, lambda n: {"targets": read(n * length)})
 
@@ -182,7 +199,7 @@ def _reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Tensor]:
 
 
 def _random_windows(
-    read: Callable[[tf.Tensor], tf.Tensor], num_begins: int, seed: int, start: Any
+    read: Callable[[tf.Tensor], tf.Tensor], num_begins: int, seed: int, start: Any, every: int
 ) -> tf.data.Dataset:
     index = tf.int32 if num_begins <= tf.int32.max else tf.int64
 
@@ -193,7 +210,7 @@ def _random_windows(
         )
         return {"targets": read(begin)}
 
-    return mapped(tf.data.Dataset.range(start, np.iinfo(np.int64).max), window)
+    return mapped(tf.data.Dataset.range(start, np.iinfo(np.int64).max, every), window)
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:

@@ -106,7 +106,7 @@ def test_nothing_is_left_to_register_once_a_config_is_read():
         for path in sorted((package / room).rglob("*.py"))
         if "@gin.configurable" in path.read_text("utf-8")
     ]
-    assert {"mtf_gradsync.tools.train.data.datasets", "mtf_gradsync.tools.islands.island"} < set(
+    assert {"mtf_gradsync.tools.train.data.datasets", "mtf_gradsync.tools.islands.elastic"} < set(
         named
     )
     program = f"""

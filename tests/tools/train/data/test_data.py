@@ -1,3 +1,4 @@
+import inspect
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.tools.islands import DataPart
 from mtf_gradsync.tools.train.data import batches as batches_module
 from mtf_gradsync.tools.train.data import datasets as data
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
@@ -161,6 +163,63 @@ def test_a_data_set_that_takes_a_start_goes_there_at_once(monkeypatch, capfd):
     assert "draws the 30 examples of the steps before" in shown
     assert "argument `start`" in shown
     assert re.search(r"skipping: .*/30 ", shown)
+
+
+def numbers(start=None, part=0, parts=1):
+    """Examples that hold their number; with a `start` without end, else 10 of them."""
+    if start is None:
+        found = tf.data.Dataset.range(part, 10, parts)
+    else:
+        found = tf.data.Dataset.range(start * parts + part, 1 << 40, parts)
+    return found.map(lambda n: {"targets": tf.fill([2], n + 1)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda start, part, parts: numbers(start, part, parts),
+        lambda start: numbers(start),
+        lambda part, parts: numbers(None, part, parts),
+        lambda: numbers(),
+    ],
+    ids=["takes both", "takes a start", "takes a part", "takes neither"],
+)
+@pytest.mark.parametrize("before", [0, 6])
+def test_parts_of_a_data_set_are_apart(make, before):
+    """Each of three islands has every third example, also when it goes on."""
+    takes = inspect.signature(make).parameters
+    for part in range(3):
+        which = DataPart(part, 3)
+        with TrainingBatches(make, 2, lambda name: 2, {"targets": 1 << 40}, part=which) as batches:
+            (feed,) = batches.placeholders().values()
+            batches.begin(3, before)
+            found = np.concatenate([batches.next()[feed][:, 0] - 1 for _ in range(5)])
+        own = np.arange(before, before + 10)
+        if "start" in takes:
+            expected = own * 3 + part
+        elif "part" in takes:
+            expected = np.resize(np.arange(part, 10, 3), 16)[own]
+        else:
+            # 3 is prime to 10: after three passes over its parts an island had all examples.
+            expected = (own * 3 + part) % 10
+            assert set(found) == set(range(10))
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_windows_of_parts_are_those_of_the_whole():
+    def targets(**how):
+        made = data.read_batches(
+            lambda: data.text_windows(TEXTS, {"targets": 8}, ByteVocabulary(), "train", 0, **how),
+            batch_size=4, max_batches=3,
+        )  # fmt: skip
+        return np.concatenate([x["targets"] for x in made])
+
+    whole = np.concatenate([targets(start=4 * 3 * n) for n in range(3)])
+    for part in range(3):
+        np.testing.assert_array_equal(targets(part=part, parts=3), whole[part::3])
+        np.testing.assert_array_equal(
+            targets(start=2, part=part, parts=3)[:8], whole[6 + part :: 3][:8]
+        )
 
 
 def test_features_that_no_model_reads_are_dropped():

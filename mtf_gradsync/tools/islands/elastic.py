@@ -1,0 +1,169 @@
+"""How a run is an island: settings for gin, its part of the data, and a hook for sessions."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, NamedTuple
+
+from mtf_gradsync.extension import check_whole_number, is_number, late_configurable, tf
+from mtf_gradsync.tools.islands.changes import Form, Merge, Weight
+from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.island import Follow, Island, IslandError, Wait, check_island_name
+from mtf_gradsync.tools.islands.merger import Waiting
+from mtf_gradsync.tools.islands.versions import MergeSettings
+
+logger = logging.getLogger(__name__)
+
+
+class DataPart(NamedTuple):
+    """Every `parts`-th example of a data set, from number `part` on; by default all of them."""
+
+    part: int = 0
+    parts: int = 1
+
+
+ALL_DATA = DataPart()
+
+
+def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> DataPart:
+    """Returns the part of the data that an island learns from, so that no two have the same.
+
+    An island claims the first free number in the folder, once: it has the same after a restart. An
+    island beyond the last part shares one, which is said.
+
+    Args:
+      folder: of the islands.
+      island: its name.
+      parts: how many parts there are.
+      claims: whether to claim one if the island has none.
+
+    Raises:
+      ValueError: an argument makes no sense.
+      IslandError: the island has no part, and claims none.
+    """
+    check_island_name(island)
+    check_whole_number("parts", parts, 1)
+    if parts == 1:
+        return ALL_DATA
+    number = 0
+    while True:
+        name = f"parts/{number:05d}.json"
+        if claims and folder.create_json(name, {"island": island}):
+            break
+        found = folder.read_json(name)
+        if not claims and found is None:
+            raise IslandError(f"{folder.url} does not say which part of the data {island!r} had.")
+        if isinstance(found, dict) and found.get("island") == island:
+            break
+        number += 1
+    if number >= parts:
+        logger.warning(
+            "%d islands have begun in %s, and the data have %d parts: %s learns from the same part "
+            "as another. Give more (ElasticIslands.parts)", number + 1, folder.url, parts, island,
+        )  # fmt: skip
+    return DataPart(number % parts, parts)
+
+
+@late_configurable(module="mtf_gradsync")
+@dataclasses.dataclass(frozen=True)
+class ElasticIslands:
+    """The island that a run is, as gin binds it: a run with a folder is one of the islands there.
+
+    See `Island`, `MergeSettings` and `Waiting` for the fields, of which the last ones are for the
+    merger where `merge` is True.
+
+    Attributes:
+      folder: path or URL that all islands know; "" for a run by itself.
+      name: of this island; default the name of the run's directory.
+      parts: into how many parts the data are cut, of which this island learns from one; see
+        `claim_part`. 1 is all data for each island. A prime number is a good one: then islands that
+        go on have all data in turn. Data sets that do not take parts themselves are read whole.
+    """
+
+    folder: str = ""
+    name: str = ""
+    inner_steps: int = 50
+    wait: Wait = "grace"
+    wait_seconds: float = 60.0
+    begin_seconds: float = 600.0
+    form: Form = "float32"
+    follow: Follow = "version"
+    replay: bool = False
+    merge: bool = False
+    keep_all: bool = False
+    quorum: int = 1
+    min_grace: float = 1.0
+    max_grace: float = 60.0
+    max_staleness: int = 0
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.5
+    nesterov: bool = True
+    fragments: int = 1
+    weight: Weight = "tokens"
+    merge_rule: Merge = "mean"
+    max_norm: float = 10.0
+    parts: int = 17
+
+    def part(self, name: str) -> DataPart:
+        """Returns the part of the data that a run learns from; all without a folder."""
+        if not self.folder:
+            return ALL_DATA
+        return claim_part(Folder(self.folder), self.name or name, self.parts, not self.replay)
+
+    def island(self, lowering: Any, name: str) -> Island | None:
+        """Returns the island for a step that has been lowered; None without a folder.
+
+        Raises ValueError for a field that makes no sense.
+        """
+        if not self.folder:
+            return None
+        settings = MergeSettings(
+            self.outer_learning_rate, self.outer_momentum, self.nesterov, self.fragments,
+            self.weight, self.merge_rule, self.max_norm,
+        )  # fmt: skip
+        waiting = Waiting(self.quorum, self.min_grace, self.max_grace, self.max_staleness)
+        return Island(
+            self.folder, self.name or name, self.inner_steps, lowering=lowering, wait=self.wait,
+            wait_seconds=self.wait_seconds, begin_seconds=self.begin_seconds, form=self.form,
+            follow=self.follow, merge=self.merge, merge_settings=settings, waiting=waiting,
+            keep_all=self.keep_all, replay=self.replay,
+        )  # fmt: skip
+
+
+class IslandHook(tf.train.SessionRunHook):
+    """Runs an `Island` in a monitored session, as of an Estimator.
+
+    Args:
+      island: made in the graph, with its lowering.
+      tokens: a number, or a tensor of the graph, that says how much a step's loss stands for.
+    """
+
+    def __init__(self, island: Island, tokens: Any = 1.0):
+        self._island, self._tokens = island, tokens
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """See ``tf.train.SessionRunHook``."""
+        self._step = tf.train.get_global_step()
+        self._has_begun = False
+
+    def before_run(self, run_context: Any) -> Any:
+        """Begins the island before the first step, when other hooks have restored variables."""
+        if not self._has_begun:
+            step = run_context.session.run(self._step) if self._step is not None else 0
+            self._island.begin(run_context.session, int(step))
+            self._has_begun = True
+        fetched = None if is_number(self._tokens) else {"tokens": self._tokens}
+        return tf.train.SessionRunArgs(fetched)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Lets the island exchange after a step."""
+        found = run_values.results
+        tokens = float(found["tokens"]) if found else self._tokens
+        self._island.after_step(run_context.session, tokens)
+
+    def end(self, session: Any) -> None:
+        """Contributes what is left at the end."""
+        if self._has_begun:
+            self._island.finish(session)
