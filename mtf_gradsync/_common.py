@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import numbers
 import re
 from pathlib import Path
@@ -73,6 +74,27 @@ def check_whole_number(
         what = f"{name} must be a whole number from {least} to {upper}, got {value!r}."
         raise ValueError(f"{what} {more}".rstrip())
     return int(value)
+
+
+#: The normal numbers of float32, the dtype of what a step computes with numbers of the program.
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+
+
+def check_number(
+    name: str, value: Any, what: str, below: float = math.inf, above: bool = False
+) -> float:
+    """Returns an argument as Python's float.
+
+    Raises ValueError, by which the argument must be `what`, unless it is a number of 0 or more
+    (with `above`, more than 0) and less than `below`; and if float32 does not hold the number.
+    """
+    if not is_number(value) or not 0 <= value < below or (above and value == 0):
+        raise ValueError(f"{name} must be {what}, got {value!r}.")
+    if value and not FLOAT32_MIN <= value <= FLOAT32_MAX:
+        raise ValueError(
+            f"{name} must be a number that float32 holds, from 1.2e-38 to 3.4e+38, got {value!r}."
+        )
+    return float(value)
 
 
 def check_flag(name: str, value: Any) -> bool:

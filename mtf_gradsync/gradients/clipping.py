@@ -7,7 +7,7 @@ from typing import Any, Container, NamedTuple, Sequence, Union
 
 import numpy as np
 
-from mtf_gradsync._common import check_flag, is_number, walk, warn_once
+from mtf_gradsync._common import FLOAT32_MAX, check_flag, check_number, is_number, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
 from mtf_gradsync.gradients.arguments import Bounds, is_tensor, scalar_of_step
@@ -78,8 +78,8 @@ class ScaleGradients(StageOperation):
 def check_clip_norm(clip_norm: Any) -> None:
     """Raises ValueError or TypeError if clip_norm is neither a positive number nor a scalar."""
     if is_number(clip_norm):
-        if not clip_norm > 0:
-            raise ValueError(f"clip_norm must be greater than 0, got {clip_norm!r}.")
+        # What float32 does not hold is no limit, or it would make every gradient 0.
+        check_number("clip_norm", min(clip_norm, FLOAT32_MAX), "greater than 0", above=True)
     elif not is_tensor(clip_norm):
         raise TypeError(
             "clip_norm must be a number, or a scalar tensor or variable of TensorFlow or Mesh-TF, "

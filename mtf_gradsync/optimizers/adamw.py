@@ -9,7 +9,7 @@ from typing import Any, Sequence
 
 import gin
 
-from mtf_gradsync._common import elements, is_number
+from mtf_gradsync._common import check_number, elements, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
 from mtf_gradsync.gradients.stage import check_grads_and_variables
@@ -72,18 +72,11 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
           ValueError: an argument is out of range, or an expression is not regular.
         """
         self.learning_rate = _checked_rate(learning_rate)
-        for name, value, most in (
-            ("weight_decay_rate", weight_decay_rate, math.inf),
-            ("beta_1", beta_1, 1.0),
-            ("beta_2", beta_2, 1.0),
-            ("epsilon", epsilon, math.inf),
-        ):
-            if not is_number(value) or not 0 <= value < most:
-                upper = "" if most == math.inf else f" up to {most:g} (not included)"
-                raise ValueError(f"{name} must be a number from 0{upper}, got {value!r}.")
-        self.weight_decay_rate = float(weight_decay_rate)
-        self.beta_1, self.beta_2 = float(beta_1), float(beta_2)
-        self.epsilon = float(epsilon)
+        what, beta = "a number from 0", "a number from 0 up to 1 (not included)"
+        self.weight_decay_rate = check_number("weight_decay_rate", weight_decay_rate, what)
+        self.beta_1 = check_number("beta_1", beta_1, beta, below=1.0)
+        self.beta_2 = check_number("beta_2", beta_2, beta, below=1.0)
+        self.epsilon = check_number("epsilon", epsilon, what)
         self.exclude_from_weight_decay = _checked_patterns(exclude_from_weight_decay)
 
     def apply_grads(
@@ -169,9 +162,7 @@ def _weight(beta: float, count: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
 
 def _checked_rate(rate: Any) -> Any:
     if is_number(rate):
-        if not _RATES.hold(rate):
-            raise ValueError(f"learning_rate must be {_RATES}, got {rate!r}.")
-        return float(rate)
+        return check_number("learning_rate", rate, str(_RATES))
     if not is_scalar(rate) or not rate.dtype.is_floating:
         raise TypeError(
             "learning_rate must be a number or a floating scalar, a tf or mtf tensor or variable, "

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence, Union
 
 import gin
 
-from mtf_gradsync._common import check_flag, check_whole_number, is_number
+from mtf_gradsync._common import check_flag, check_number, check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import losses_behind
@@ -105,7 +105,8 @@ class OuterSteps(Stage):
             self._state = self._state._replace(weight=self._make_weight(mesh))
         elif gradients.weights is not None:
             self._has_data = mtf.greater(gradients.weights.total, 0.0)
-        held = [hold_by_islands(v, islands.shard_dims, is_derived=True) for v in self._variables]
+        dims, weight = islands.shard_dims, f"{wrapper.name}/weight"
+        held = [hold_by_islands(v, dims, mean_weight=weight) for v in self._variables]
         self._outer = {v: OuterVariable(v) for v in self._variables}
         if wrapper.outer_momentum:
             self._momenta = {
@@ -250,7 +251,7 @@ class OuterSteps(Stage):
         dims = list(self._islands.shard_dims)
         shape = mtf.Shape([*dims, mtf.Dimension("fragments", self._wrapper.fragments)])
         name = f"{self._wrapper.name}/weight"
-        return named_state(mesh, name, shape, tf.float32, stacked=False, num_shard_dims=len(dims))
+        return named_state(mesh, name, shape, tf.float32, num_island_dims=len(dims), is_total=True)
 
     def _make_skips(self) -> Skips:
         wrapper, state = self._wrapper, self._state
@@ -357,7 +358,8 @@ class OuterSteps(Stage):
             return list(differences)
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
-        sums = step.reduce_now(given, reduction, extra=True).present
+        is_mean = self._state.weight is None  # with weights the sum is that of all tokens
+        sums = step.reduce_now(given, reduction, extra=True, is_mean=is_mean).present
         step.write_state()
         if count is None:
             return [x * (1.0 / islands.num_shards) for x in sums]
@@ -593,14 +595,11 @@ class OuterOptimizer(ReportsSkips):
         between = inner_steps // fragments
         why = f"there is an outer step every inner_steps / fragments = {between} updates"
         limit = check_limit(max_steps_without_update, between, why)
-        if not is_number(outer_learning_rate) or not outer_learning_rate > 0:
-            raise ValueError(
-                f"outer_learning_rate must be greater than 0, got {outer_learning_rate!r}."
-            )
-        if not is_number(outer_momentum) or not 0 <= outer_momentum < 1:
-            raise ValueError(
-                f"outer_momentum must be from 0 up to 1 (not included), got {outer_momentum!r}."
-            )
+        outer_learning_rate = check_number(
+            "outer_learning_rate", outer_learning_rate, "greater than 0", above=True
+        )
+        what, below = "from 0 up to 1 (not included)", 1 - 2.0**-25  # float32 rounds that to 1
+        outer_momentum = check_number("outer_momentum", outer_momentum, what, below=below)
         nesterov = check_flag("nesterov", nesterov)
         leave_out_not_finite = check_flag("leave_out_not_finite", leave_out_not_finite)
         names = None if outer_dims is None else as_dim_names(outer_dims, "outer_dims")
@@ -614,8 +613,7 @@ class OuterOptimizer(ReportsSkips):
             self.traits = self.traits._replace(needs_shards=False, makes_islands=False)
         self._check_order()
         self.inner_steps, self.fragments = inner_steps, fragments
-        self.outer_learning_rate = float(outer_learning_rate)
-        self.outer_momentum = float(outer_momentum)
+        self.outer_learning_rate, self.outer_momentum = outer_learning_rate, outer_momentum
         self.nesterov, self.leave_out_not_finite = nesterov, leave_out_not_finite
         self._limit = limit if leave_out_not_finite else None
         for inner in self._wrappers()[1:]:

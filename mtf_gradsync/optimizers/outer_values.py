@@ -201,13 +201,13 @@ def hold_by_islands(
     variable: mtf.Variable,
     island_dims: Sequence[mtf.Dimension],
     note: StateNote | None = None,
-    is_derived: bool = False,
+    mean_weight: str | None = None,
 ) -> mtf.Variable:
     """Gives a variable that is not lowered yet a value for each island, and returns the holder.
 
-    All islands begin with the variable's initial value; with `is_derived`, for a variable that
-    keeps a master of its own, with the value that it has when training begins. `note` is that of
-    the variable, if it has one.
+    All islands begin with the variable's initial value. With `mean_weight` the variable keeps a
+    master of its own, and they begin with the value that it has when training begins; as in
+    `StateNote` it names the weights of islands. `note` is that of the variable, if it has one.
     """
     name, dims = f"{variable.name}/{ISLAND}", list(island_dims)
     shape = mtf.Shape([*dims, *variable.shape.dims])
@@ -237,9 +237,10 @@ def hold_by_islands(
         def initial(to: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
             return tf.broadcast_to(tf.cast(master.initial_value, dtype), to)
 
-        holder = derived_variable(variable, make) if is_derived else make(initial)
+        holder = derived_variable(variable, make) if mean_weight else make(initial)
         note = note or StateNote(variable.name, one_shape=True, start=None)
-        note_state(holder, note._replace(num_island_dims=len(dims), held=variable.name))
+        how = {"num_island_dims": len(dims), "held": variable.name, "mean_weight": mean_weight}
+        note_state(holder, note._replace(**how))
     keep_unstacked(variable, unstacked(variable.dtype))
     StepPlan.of(variable.graph).part(Islands).hold(variable, holder)
     return holder

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import gin
 import numpy as np
 
-from mtf_gradsync._common import is_number, warn_once
+from mtf_gradsync._common import check_number, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.gradients.clipping import clipping_of
@@ -212,10 +211,8 @@ def gradient_noise_scale(
     References:
       McCandlish et al., "An empirical model of large-batch training", 2018, appendix A.1
     """
-    if not is_number(batch_size) or not (math.isfinite(batch_size) and batch_size > 0):
-        raise ValueError(f"batch_size must be finite and greater than 0, got {batch_size!r}.")
-    if not is_number(decay) or not 0 <= decay < 1:
-        raise ValueError(f"decay must be at least 0 and less than 1, got {decay!r}.")
+    check_number("batch_size", batch_size, "finite and greater than 0", above=True)
+    check_number("decay", decay, "at least 0 and less than 1", below=1.0)
     if axes is not None:
         check_axes(axes)
     check_name(name)

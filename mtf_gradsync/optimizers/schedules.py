@@ -8,7 +8,7 @@ from typing import Any, Callable, Collection, Sequence, Union
 import gin
 import numpy as np
 
-from mtf_gradsync._common import check_whole_number, is_number, some_of
+from mtf_gradsync._common import check_number, check_whole_number, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step, within
 from mtf_gradsync.gradients.stage import on_mesh
@@ -106,8 +106,7 @@ def adafactor_decay_rate_per_update(
     """
     passes = check_whole_number("backward_passes_per_step", backward_passes_per_step, 1, _CONSTANT)
     offset = check_whole_number("offset", offset, 0)
-    if not is_number(exponent) or not 0 <= exponent < float("inf"):
-        raise ValueError(f"exponent must be a number of 0 or more, got {exponent!r}.")
+    exponent = check_number("exponent", exponent, "a number of 0 or more")
     update_step = tf.train.get_or_create_global_step() // passes - offset
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
 

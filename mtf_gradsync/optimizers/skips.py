@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
 import gin
 import numpy as np
 
-from mtf_gradsync._common import check_whole_number, is_number
+from mtf_gradsync._common import FLOAT32_MAX, check_number, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients import global_norm, not_finite
@@ -549,8 +549,8 @@ class skip_large_updates:
         Raises:
           ValueError: max_norm is not greater than 0.
         """
-        if not is_number(max_norm) or not max_norm > 0:
-            raise ValueError(f"max_norm must be greater than 0, got {max_norm!r}.")
+        limit = min(max_norm, FLOAT32_MAX) if is_number(max_norm) else max_norm
+        check_number("max_norm", limit, "greater than 0", above=True)
         self.max_norm = max_norm
 
     def __call__(self, grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:

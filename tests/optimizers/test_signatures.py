@@ -1,5 +1,6 @@
 """Names, order and defaults of every wrapper's arguments, for Python, gin and the command."""
 
+import functools
 import inspect
 
 import gin
@@ -164,3 +165,36 @@ def test_gin_knows_the_arguments(name):
         finally:
             gin.clear_config()
     assert registered()[f"mtf_gradsync.{name}"] == [key for key, _ in SIGNATURES[name]]
+
+
+def outer(**given):
+    return gs.OuterOptimizer(mtf.optimize.SgdOptimizer(0.1), 4, outer_dims=(), **given)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (outer, "outer_learning_rate", 1e39),
+        (outer, "outer_learning_rate", 1e-46),
+        (outer, "outer_learning_rate", float("inf")),
+        (outer, "outer_momentum", 1 - 1e-9),  # 1 in float32
+        (outer, "outer_momentum", 1e-46),
+        (lambda learning_rate: gs.AdamWOptimizer(learning_rate), "learning_rate", 1e39),
+        (functools.partial(gs.AdamWOptimizer, 0.1), "weight_decay_rate", 1e39),
+        (functools.partial(gs.AdamWOptimizer, 0.1), "epsilon", 1e-46),
+        (functools.partial(gs.ClipByGlobalNormOptimizer, outer()), "clip_norm", 1e-46),
+        (gs.skip_large_updates, "max_norm", 1e-46),
+        (functools.partial(gs.LossScaleOptimizer, outer()), "loss_scale", 1e39),
+        (functools.partial(gs.LossScaleOptimizer, outer()), "multiplier", 1e39),
+        (functools.partial(gs.reduce.CompressedAllReduce, None, "bfloat16"), "prescale", 1e39),
+        (functools.partial(gs.adafactor_decay_rate_per_update, 4), "exponent", 1e39),
+    ],
+)
+def test_numbers_that_float32_does_not_hold_are_refused(make, name, value):
+    with pytest.raises(ValueError, match=rf"{name} must be .*, got {value!r}".replace("+", r"\+")):
+        make(**{name: value})
+
+
+def test_limits_beyond_float32_are_no_limits():
+    assert gs.skip_large_updates(1e39).max_norm == 1e39
+    assert gs.ClipByGlobalNormOptimizer(outer(), 1e39)

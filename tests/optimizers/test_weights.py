@@ -679,6 +679,8 @@ def mesh_tensor(name, size):
         (accumulation("local"), "many", TypeError, "weights must be how much .*; got 'many'"),
         (accumulation("local"), -1, ValueError, "a number of 0 or more; got -1"),
         (accumulation("local"), float("nan"), ValueError, "0 or more; got nan"),
+        (accumulation("local"), 1e39, ValueError, "a number that float32 holds, .* got 1e.39"),
+        (accumulation("local"), 1e-46, ValueError, "a number that float32 holds, .* got 1e-46"),
         (accumulation("local"), lambda mesh: tf.constant([1.0, 2.0]), ValueError, "got the shape"),
         (accumulation("local"), lambda mesh: tf.constant(True), TypeError, "got the dtype bool"),
         (accumulation("local"), mesh_tensor("token", 8), ValueError, "name them in batch_dims"),

@@ -426,14 +426,18 @@ class StepBuilder(StepConditions):
         return finished(gradients, self._opt)
 
     def reduce_now(
-        self, gradients: GradientSet, reduction: Reduction, extra: bool = False
+        self,
+        gradients: GradientSet,
+        reduction: Reduction,
+        extra: bool = False,
+        is_mean: bool = False,
     ) -> GradientSet:
         """Reduces gradients over the mesh, never to parts, without division and casts.
 
         `extra` is for values that are not the step's gradients: a strategy may keep state for both,
-        under names of their own.
+        under names of their own. With `is_mean` their sum is divided by the number of shards.
         """
-        gradients = self._by_strategy.reduce(gradients, reduction, extra)
+        gradients = self._by_strategy.reduce(gradients, reduction, extra, is_mean)
         dims = dims_to_sum(gradients.present, gradients.owners)
         sums = sum_gradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
         return gradients.with_present(sums, Form.REDUCED)

@@ -160,8 +160,10 @@ _logger = logging.getLogger("mtf_gradsync")
 class _Maker(StateMaker):
     """Makes the variables of a strategy's state, and records them."""
 
-    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str):
-        self.name, self._if_taken = name, if_taken
+    def __init__(
+        self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str, is_mean: bool
+    ):
+        self.name, self._if_taken, self._is_mean = name, if_taken, is_mean
         self._gradients, self._slots = gradients, slots
         self.made: list[mtf.Variable | PieceOfState] = []
         self.compression: Compression | None = None
@@ -179,7 +181,7 @@ class _Maker(StateMaker):
         owners = {v.name: v for v in self._gradients.variables}
         owner = owners.get(owner_of(name, owners) or "")
         piece = owner if isinstance(owner, VariablePiece) else None
-        note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
+        note: dict[str, Any] = {"num_shard_dims": len(shard_dims), "is_mean": self._is_mean}
         if piece is not None and tuple(shape.dims) == tuple(piece.shape.dims) and shard_dims:
             # A piece of the variable's state, so that checkpoints do not depend on the pieces.
             if name not in piece.errors:
@@ -237,7 +239,11 @@ class StrategyReductions:
         self.compressions: list[Compression] = []
 
     def reduce(
-        self, gradients: GradientSet, reduction: Reduction, extra: bool = False
+        self,
+        gradients: GradientSet,
+        reduction: Reduction,
+        extra: bool = False,
+        is_mean: bool = False,
     ) -> GradientSet:
         """Reduces gradients that are pending over replica axes, if the strategy reduces gradients.
 
@@ -245,7 +251,8 @@ class StrategyReductions:
         there and back. A variable's gradient is reduced once in a step.
 
         With `extra`, the values are not the step's gradients. A strategy may keep state for both:
-        names of state end with the wrapper's where they are taken.
+        names of state end with the wrapper's where they are taken. `is_mean` says whether sums are
+        divided by the number of shards: state for each then keeps its mean on another number.
 
         Raises:
           ValueError: the mesh is not known, there are several, or the graph has a variable of a
@@ -277,7 +284,8 @@ class StrategyReductions:
             variables, given = [v for v, _ in pairs], [g for _, g in pairs]
             some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
             if_taken = reduction.name if extra else ""
-            maker = _Maker(gradients, "/".join([reduction.name, *some]), self._slots, if_taken)
+            name = "/".join([reduction.name, *some])
+            maker = _Maker(gradients, name, self._slots, if_taken, is_mean)
             described = [
                 GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
                 for g, v in zip(given, variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync._common import is_number, walk
+from mtf_gradsync._common import check_number, is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import computed_from, gradients_calls
 from mtf_gradsync.gradients.arguments import is_tensor
@@ -173,9 +173,9 @@ def check_weights(weights: Any, names: Sequence[str]) -> Any:
     if isinstance(weights, mtf.Variable):
         weights = weights.value
     if is_number(weights):
-        if not 0 <= weights < math.inf:
+        if weights < 0 or not math.isfinite(weights):
             raise ValueError(f"{wanted}; got {weights!r}.")
-        return float(weights)
+        return check_number("weights", weights, "a number of 0 or more")
     is_mesh = isinstance(weights, mtf.Tensor)
     if not is_tensor(weights):
         raise TypeError(f"{wanted}; got {weights!r}.")

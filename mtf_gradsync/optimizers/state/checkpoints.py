@@ -159,7 +159,7 @@ class Saved:
         source = self.find(note.held or name, of_islands=note.held is not None)
         if source is None or (note.counter and not self.find(note.counter)):
             return None if note.start is None else Change(None, (), None, shape, dtype, note)
-        saved_shape, islands = self.shapes[source], self._islands_of(source)
+        saved_shape, islands = self.shapes[source], self._islands_of(source, note)
         rest = shape[note.num_island_dims + note.num_shard_dims :]
         dims = len(saved_shape) - len(islands) - len(rest)
         fits = dims >= 0 and saved_shape[len(islands) + dims :] == rest
@@ -172,9 +172,10 @@ class Saved:
         looks_alike = is_alike and not is_empty
         return Change(source, saved_shape, dims if fits else None, shape, dtype, note, looks_alike)
 
-    def _islands_of(self, name: str) -> tuple[int, ...]:
+    def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
         """Returns the first dims of a variable, those of islands."""
-        return self.islands if name.endswith(f"/{ISLAND}") else ()
+        is_own = note is not None and note.held is None and note.num_island_dims > 0
+        return self.islands if is_own or name.endswith(f"/{ISLAND}") else ()
 
     def _had_weights(self, note: StateNote) -> bool:
         """Whether what islands have in the checkpoint adds up: weights, and sums with weights."""
@@ -184,6 +185,13 @@ class Saved:
         """Returns the sum of a scalar over the islands; 0.0 where it is missing."""
         found = name and self.find(name)
         return float(np.sum(self.read(found), dtype=np.float64)) if found else 0.0
+
+    def _weights(self, name: str | None, islands: int) -> np.ndarray | None:
+        """Returns the weights of islands; None where they have equal ones, or several each."""
+        if name not in self.shapes or math.prod(self.shapes[name]) != islands:
+            return None
+        weights = self.read(name).reshape(islands).astype(np.float64)
+        return weights if weights.sum() > 0 else None
 
     def _updates(self) -> int | None:
         """Returns the number of updates of the innermost optimizer; None if nothing counts them."""
@@ -234,13 +242,13 @@ class Saved:
         note, name, dims = change.note, change.saved_name, change.num_shard_dims
         assert name is not None
         assert dims is not None, "it does not fit"
-        islands = self._islands_of(name)
+        islands = self._islands_of(name, note)
         old, new = math.prod(islands), math.prod(change.shape[: note.num_island_dims])
         of_island = change.shape[note.num_island_dims :]
         old_shards = math.prod(change.saved_shape[len(islands) : len(islands) + dims])
         new_shards = math.prod(of_island[: note.num_shard_dims])
         # To that which is alone in a batch and adds up, and from there to that of the graph.
-        times, by = 1.0, 1.0
+        times, by = (new_shards, old_shards) if note.is_mean else (1.0, 1.0)
         if not self._had_weights(note):
             times, by = times * (old_shards if note.is_share else 1), by * old
         elif not note.is_total:  # the mean, as large as the sum of so many
@@ -250,7 +258,11 @@ class Saved:
             times, by = times * new, by * (new_shards if note.is_share else 1)
         value = self.read(name)
         values = value.reshape((old, *value.shape[len(islands) :]))
-        if old != new:
+        weights = self._weights(note.mean_weight, old)
+        if old != new and weights is not None:
+            mean = np.tensordot(weights / weights.sum(), values.astype(np.float64), 1)
+            values, times, by = mean[None], 1.0, 1.0
+        elif old != new:
             values, by = values.sum(0, np.float64, keepdims=True), by * new
         if times != by:
             values = values.astype(np.float64) * times / by

@@ -145,11 +145,12 @@ def _checks_of_shapes() -> list[tf.Operation]:
     """
     graph = tf.get_default_graph()
     notes = graph.get_collection(STATE_COLLECTION)
-    by_shard = {note.name for note in notes if note.num_shard_dims or note.held}
+    dims = {note.name: (note.num_shard_dims, note.num_island_dims, note.held) for note in notes}
     checks = []
     for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
         handle = getattr(variable, "handle", None)  # Ref variables have none.
-        if variable.op.name in by_shard and handle is not None and handle.dtype == tf.resource:
+        is_resource = handle is not None and handle.dtype == tf.resource
+        if is_resource and any(dims.get(variable.op.name, ())):
             with tf.device(variable.device):
                 shape = tf.raw_ops.VariableShape(input=handle)
                 fits = tf.reduce_all(tf.equal(shape, variable.shape.as_list()))

@@ -51,6 +51,10 @@ class StateNote(NamedTuple):
       is_share: whether each shard's value is 1/num_shards of its own, as in the gradient of a mean
         over all shards. Where the sums have weights, it is not.
       is_total: whether the values of islands add up to that of the whole batch.
+      is_mean: whether shards of another number keep the mean of their values, and not the sum: what
+        the shards have is averaged over them.
+      mean_weight: the variable with the weights of islands, by which other islands begin with the
+        weighted mean; None for equal weights.
       one_shape: whether its dims in checkpoints are the same but for those of islands.
       fill: the value for every shard if the checkpoint has other shards, a number or the name of a
         scalar variable; None for sums, which keep their total.
@@ -68,6 +72,8 @@ class StateNote(NamedTuple):
     held: str | None = None
     is_share: bool = False
     is_total: bool = False
+    is_mean: bool = False
+    mean_weight: str | None = None
     one_shape: bool = False
     fill: float | str | None = None
     start: float | str | None = 0

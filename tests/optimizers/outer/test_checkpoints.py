@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.test_outer_steps import ALL, batches
@@ -167,6 +167,48 @@ def test_another_number_of_islands_goes_on_where_a_round_has_ended(mesh, tmp_pat
             np.testing.assert_array_equal(island, mean)
         if name.removesuffix("/island") in saved:
             np.testing.assert_array_equal(mean, saved[name.removesuffix("/island")])
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    ("reducer", "mesh"),
+    [(gs.QuantizedAllReduce(4), "2"), (gs.LowRankAllReduce(1, start_step=0), "8")],
+    ids=["4 bits", "rank 1"],
+)
+def test_errors_of_the_reducer_keep_their_mean_on_other_islands(reducer, mesh, tmp_path):
+    """An outer step is the mean of what islands send, so that their errors are part of a mean."""
+
+    def wide(mesh):
+        shape, layout, dims = MESHES[mesh]
+
+        def build(mesh, inputs):
+            batch, rows, columns = (mtf.Dimension(*x) for x in (("batch", 8), ("i", 64), ("o", 64)))
+            x = mtf.import_tf_tensor(mesh, inputs["x"], [batch, rows])
+            w = mtf.get_variable(mesh, "w", [rows, columns], initializer=tf.ones_initializer())
+            y = mtf.einsum([x, w], [batch, columns])
+            loss = mtf.reduce_mean(mtf.square(y) * mtf.range(mesh, columns, tf.float32))
+            opt = gs.OuterOptimizer(
+                mtf.optimize.SgdOptimizer(0.001), 1, reducer=reducer, mesh_shape=shape,
+                layout=layout, batch_dims=dims, outer_dims=dims,
+            )  # fmt: skip
+            return opt.minimize(loss), {}
+
+        return harness.built("simd", shape, layout, build, feed)
+
+    feed = {"x": np.random.RandomState(0).uniform(-1, 1, [8, 64]).astype("f")}
+    made = wide("4")
+    with session_of(made) as session:
+        train(made, session, [feed])
+        saved = session.variables()
+        path = session.save(str(tmp_path / "round"))
+    with session_of(wide(mesh)) as session:
+        session.restore(path)
+        found = session.variables()
+    (name,) = [name for name in saved if name.endswith("error")]
+    assert np.abs(saved[name]).max() > 0
+    assert found[name].shape == (int(mesh), 64, 64)
+    new, old = (x[name].mean(0, dtype="d") for x in (found, saved))
+    np.testing.assert_allclose(new, old, rtol=0, atol=2**-22 * np.abs(saved[name]).max())
 
 
 def test_a_checkpoint_of_a_plain_run_starts_all_islands(mesh_kind, tmp_path):

@@ -243,6 +243,51 @@ def test_weights_that_begin_or_end_with_other_islands(islands, tmp_path):
                 np.testing.assert_allclose(found, right, **TOLERANCE, err_msg=f"{other} {then}")
 
 
+@pytest.mark.parametrize("kind", ["simd", "placement", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.mostly_slow
+def test_a_round_with_weights_goes_on_with_other_islands(kind, tmp_path):
+    """They begin with the islands' mean by weights, and with equal parts of the weights."""
+    feeds, rate = batches(3), 0.5
+
+    def in_rounds(islands):
+        shape, _, of_two = MESHES["same"]
+        return program(
+            kind,
+            lambda: gs.OuterOptimizer(
+                mtf.optimize.SgdOptimizer(RATE), 3, rate, 0.0, mesh_shape=shape, layout=LAYOUT,
+                batch_dims=DIMS, outer_dims={1: (), 2: (of_two,), 8: DIMS}[islands],
+            ),
+            "same",
+            is_weighted=True,
+        )  # fmt: skip
+
+    (path,) = write(in_rounds(8), tmp_path, feeds, [2]).values()
+    saved = {n: tf.train.load_variable(path, n) for n in ("w/island", "OuterOptimizer/weight")}
+    weight = saved["OuterOptimizer/weight"].reshape(EXAMPLES).astype(float)
+    np.testing.assert_array_equal(weight, sum(feed["tokens"] for feed in feeds[:2]))
+    mean = weight @ saved["w/island"].reshape(EXAMPLES, D).astype(float) / weight.sum()
+    for islands in (1, 2):
+        made = in_rounds(islands)
+        with session_of(made) as session:
+            session.restore(path)
+            begun = session.variables()
+            train(made, session, feeds[2:])
+            found = session.variables()["w"]
+        for value in begun["w/island"].reshape(islands, D):
+            np.testing.assert_allclose(value, mean, rtol=2**-22)
+        if islands > 1:
+            parts = np.full([islands, 1], weight.sum() / islands)
+            np.testing.assert_array_equal(begun["OuterOptimizer/weight"], parts)
+        moved, total = np.zeros(D), 0.0
+        for part in np.split(np.arange(EXAMPLES), islands):
+            feed = {name: x[part] for name, x in feeds[2].items()}
+            tokens = feed["tokens"].astype(float)
+            own = weight.sum() / islands + tokens.sum()
+            moved += own * (1.0 - (mean - RATE * gradient(mean, feed, tokens)))
+            total += own
+        np.testing.assert_allclose(found, 1.0 - rate * moved / total, **TOLERANCE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", [*itertools.product([None, 1], ["half", "other axis", "one"])])
 def test_contributions_go_on_inside_outer_steps_and_without(stack, tmp_path):
