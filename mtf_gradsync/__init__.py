@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.runtimes import simd as simd
     from mtf_gradsync.runtimes import xla as xla
     from mtf_gradsync.runtimes.cluster import Cluster, join_cluster
+    from mtf_gradsync.runtimes.copies import CopiesError, watch_copies
     from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
     from mtf_gradsync.tools import estimator as estimator
     from mtf_gradsync.tools import islands as islands
@@ -99,6 +100,8 @@ else:  # a type checker that saw `__getattr__` would take any name
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
             "Cluster": "mtf_gradsync.runtimes.cluster",
             "join_cluster": "mtf_gradsync.runtimes.cluster",
+            "CopiesError": "mtf_gradsync.runtimes.copies",
+            "watch_copies": "mtf_gradsync.runtimes.copies",
             "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.runtimes.processes.members",
             "ProcessesError": "mtf_gradsync.runtimes.processes.members",
             "plan": "mtf_gradsync.tools.planning",
@@ -141,6 +144,7 @@ __all__ = [
     "AverageOptimizer",
     "ClipByGlobalNormOptimizer",
     "Cluster",
+    "CopiesError",
     "CrossShardOptimizer",
     "FusedAllReduce",
     "GradientAccumulationOptimizer",
@@ -177,4 +181,5 @@ __all__ = [
     "sum_shards",
     "timeline",
     "verify",
+    "watch_copies",
 ]

@@ -29,8 +29,13 @@ from mtf_gradsync._common import (
 )
 from mtf_gradsync._private.lazy import lazy_names
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, forget_mesh, restored_lowering
-from mtf_gradsync._private.patches import late_configurable, load_configurables
+from mtf_gradsync._private.mesh_tensorflow import (
+    SLICES_COLLECTION,
+    forget_mesh,
+    restored_lowering,
+    variables_of_cores,
+)
+from mtf_gradsync._private.patches import late_configurable, load_configurables, patch
 from mtf_gradsync._private.tensorflow import (
     GATHERS,
     PASSES_ON,
@@ -39,7 +44,14 @@ from mtf_gradsync._private.tensorflow import (
     give_initializer,
 )
 from mtf_gradsync.compat_v1 import NOT_GIVEN, AppliesGradients
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, as_layout, as_mesh_shape, mesh_text
+from mtf_gradsync.mesh.axes import (
+    LayoutLike,
+    MeshShapeLike,
+    as_layout,
+    as_mesh_shape,
+    is_simd,
+    mesh_text,
+)
 from mtf_gradsync.mesh.devices import place_of, process_of
 from mtf_gradsync.optimizers import (
     ClipByGlobalNormOptimizer,
@@ -73,7 +85,14 @@ from mtf_gradsync.optimizers.state.slots import SlotOwners, owner_of
 from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, ISLAND, STAND_INS, STATE_COLLECTION
 from mtf_gradsync.reduce import placement_mesh_impl
 from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
-from mtf_gradsync.step import HeldSlices, StepPlan, StepWatches, gated_update, is_advanced
+from mtf_gradsync.step import (
+    HeldSlices,
+    StepPlan,
+    StepWatches,
+    gated_update,
+    is_advanced,
+    lowerings_of,
+)
 
 __all__ = [
     "ACCEPT_FLAG",
@@ -137,15 +156,18 @@ __all__ = [
     "install_extra",
     "is_advanced",
     "is_number",
+    "is_simd",
     "is_whole_number",
     "late_configurable",
     "lazy_names",
     "load_configurables",
+    "lowerings_of",
     "mean_loss",
     "mesh_text",
     "mixed",
     "mtf",
     "owner_of",
+    "patch",
     "place_of",
     "placement_mesh_impl",
     "process_of",
@@ -160,6 +182,7 @@ __all__ = [
     "tf",
     "traits_of",
     "updates_before",
+    "variables_of_cores",
     "walk",
     "warn_of_unmatched",
     "warn_once",

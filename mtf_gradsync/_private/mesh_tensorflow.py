@@ -71,6 +71,14 @@ def master_of(variable: mtf.Variable) -> tf.Variable:
     return variable._master
 
 
+def variables_of_cores(replicated: Any) -> list[tf.Variable]:
+    """Returns the tf variable of each core, in physical order, of a SIMD mesh's laid-out variable.
+
+    `replicated` is the one slice that the laid-out variable shows.
+    """
+    return replicated._vars
+
+
 def give_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
     """Gives a laid-out variable another operation that copies its master to its slices."""
     laid_out_variable._copy_master_to_slices = copy

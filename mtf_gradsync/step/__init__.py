@@ -20,6 +20,7 @@ from mtf_gradsync.step.writes import (
     WriteOrder,
     after_lowering,
     before_lowering,
+    lowerings_of,
     write_in_order,
     write_slices,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "built",
     "gated_update",
     "is_advanced",
+    "lowerings_of",
     "values_after",
     "write_in_order",
     "write_slices",

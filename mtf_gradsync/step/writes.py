@@ -306,9 +306,19 @@ def after_lowering(lowering: mtf.Lowering, first: int) -> None:
     `first` is how many operations TensorFlow's graph had before the lowering.
     """
     check_writers(lowering.variables.values(), first)
+    tf.add_to_collection(_LOWERINGS, lowering)
     plan = StepPlan.of_graph(lowering.graph)
     if plan is not None:
         plan.end(lowering)
+
+
+# The collection of a tf graph's lowerings; it is not exported, as its key is no string.
+_LOWERINGS = ("mtf_gradsync lowerings",)
+
+
+def lowerings_of(graph: tf.Graph) -> list[mtf.Lowering]:
+    """Returns the lowerings that were made in a graph of TensorFlow's."""
+    return graph.get_collection(_LOWERINGS)
 
 
 class Islands(PlanPart):

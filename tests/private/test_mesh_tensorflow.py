@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 
+from mtf_gradsync import simd
 from mtf_gradsync._private import mesh_tensorflow
 from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
@@ -426,3 +427,13 @@ def test_steps_are_built_before_a_graph_is_rewritten_or_lowered(autostack):
     lowering = mtf.Lowering(mesh.graph, {mesh: mesh_impl}, autostack=autostack)
     assert [*first.build(), *second.build()] == added
     assert all(op in lowering.operations for op in added)
+
+
+def test_a_slice_of_a_simd_mesh_knows_the_variable_of_each_core():
+    with tf.Graph().as_default(), simd.tpu_program("all:2", "rows:all") as program:
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        v = mtf.get_variable(mesh, "v", mtf.Shape([ROWS]))
+        lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
+        (one,) = lowering.variables[v.operation].laid_out_tensor.all_slices
+        names = [x.op.name for x in private.variables_of_cores(one)]
+    assert [name.rpartition("_slice_")[2] for name in names] == ["0", "1"]

@@ -8,7 +8,7 @@ import contextlib
 import tempfile
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Iterable, Mapping, Sequence, TypeVar
+from typing import Any, Callable, Iterable, Mapping, Sequence, TypeVar
 
 import numpy as np
 
@@ -97,6 +97,7 @@ class ReplicaSession(abc.ABC):
         self._ops = ops
         self._access: VariableAccess | None = None
         self._is_stepped = False
+        self._checks: list[Callable[[], None]] = []
 
     def __enter__(self: _Session) -> _Session:
         return self
@@ -146,6 +147,24 @@ class ReplicaSession(abc.ABC):
         self._bring_masters_up_to_date()
         return self._session.run(self._ops.masters)
 
+    def checksums(self) -> dict[tuple[str, ...], list[Any]] | None:
+        """Computes a checksum of each core's copy of each variable, on the cores.
+
+        Returns:
+          For the names of the tf variables of all cores, in physical order, their checksums; None
+          where TensorFlow has the values, for operations of the graph to read.
+        """
+        return None
+
+    def copies_of(self, names: Sequence[str]) -> list[np.ndarray] | None:
+        """Returns values of tf variables on the cores; see `checksums` for None."""
+        del names
+        return None
+
+    def check_before_save(self, check: Callable[[], None]) -> None:
+        """Has a function called before each checkpoint: an error that it raises prevents it."""
+        self._checks.append(check)
+
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
         """Returns the value of a variable, which may be given by name, assembled from its slices.
 
@@ -175,6 +194,7 @@ class ReplicaSession(abc.ABC):
           ValueError: when the graph has no variables.
         """
         self._ops.check_has_variables()
+        self._run_checks()
         self._bring_masters_up_to_date()
         return self._write(path, saver, global_step)
 
@@ -190,6 +210,7 @@ class ReplicaSession(abc.ABC):
           A future of what `save` returns or raises.
         """
         self._ops.check_has_variables()
+        self._run_checks()
         self._bring_masters_up_to_date()
         return saver.begin_save(self._session, path, global_step)
 
@@ -290,6 +311,10 @@ class ReplicaSession(abc.ABC):
                 "session was made; make the session after the whole graph is built."
             ) from error
         return name
+
+    def _run_checks(self) -> None:
+        for check in self._checks:
+            check()
 
     def _bring_masters_up_to_date(self) -> None:
         """Copies the slices into the masters."""

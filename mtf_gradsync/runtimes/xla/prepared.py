@@ -15,7 +15,7 @@ from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated
 from mtf_gradsync.runtimes.simd.facts import GraphFacts
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import MasterOps, VariableAccess
-from mtf_gradsync.runtimes.xla.devices import Cores
+from mtf_gradsync.runtimes.xla.devices import Cores, checksums_on
 from mtf_gradsync.runtimes.xla.executable import Cache, CoreModule, loaded, lowered
 from mtf_gradsync.runtimes.xla.outside import Outside
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, ReplicaProgram, replica_program
@@ -175,6 +175,30 @@ class DeviceVariables:
                 values.update(zip(key, per_core))
         self._access.set(self._session, ((n, with_own_types(v)) for n, v in values.items()))
         self._newer -= keys
+
+    def checksums(self) -> dict[tuple[str, ...], list[Any]]:
+        """Computes a checksum of each value on each core, where it lies.
+
+        Returns:
+          For each value on the devices, by its names in TensorFlow: the checksums of all cores.
+        """
+        keys = sorted(self._on_devices)
+        if not keys:
+            return {}
+        local = checksums_on(self._cores.devices, [self._on_devices[key] for key in keys])
+        (of_cores,) = self._cores.gather([local])
+        return {key: [sums[n] for sums in of_cores] for n, key in enumerate(keys)}
+
+    def values_on_cores(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Returns the values on the cores that hold these variables of TensorFlow.
+
+        Several cores may hold one: then `names` are those of all cores.
+        """
+        key = next(key for key in self._on_devices if names[0] in key)
+        local = [np.asarray(array) for array in self._on_devices[key].arrays]
+        (of_cores,) = self._cores.gather([local])
+        places = range(len(key)) if len(set(key)) == 1 else map(key.index, names)
+        return [of_cores[place] for place in places]
 
     def wait(self) -> None:
         """Waits until the devices have computed all values of variables."""

@@ -309,6 +309,17 @@ class XlaSession(ReplicaSession):
         self._variables.forget(touched.written)
         return dict(zip(names, values))
 
+    def checksums(self) -> dict[tuple[str, ...], list[Any]]:
+        """See `ReplicaSession.checksums`; with several processes, all of them have to call it."""
+        self._look_until(self._dispatched)
+        with devices_errors():
+            return self._variables.checksums()
+
+    def copies_of(self, names: Sequence[str]) -> list[np.ndarray]:
+        """See `ReplicaSession.copies_of`; with several processes, all of them have to call it."""
+        with devices_errors():
+            return self._variables.values_on_cores(names)
+
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
         """See `ReplicaSession.begin_save`; several processes write before they go on."""
         if self._cores.is_alone:

@@ -497,6 +497,8 @@ class RunConfig:
       seed: seed of the initial values, and of data sets that are shuffled without one.
       runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
         fastest that is installed.
+      watch_copies_steps: compare the copies of variables and slots on all cores every this many
+        steps and before each checkpoint, and end the run if they differ; None compares nothing.
       timeline_steps: record this many steps, a few after the run's first, and show where their time
         went in the report; 0 records none.
     """
@@ -533,3 +535,4 @@ class RunConfig:
     seed: int = 0
     runtime: RuntimeName = "fastest"
     timeline_steps: int = 0
+    watch_copies_steps: int | None = None

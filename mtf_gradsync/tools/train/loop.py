@@ -10,6 +10,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync.extension import ConfigError, NoUpdateError, TrainingError, first_line, tf
 from mtf_gradsync.runtimes._signals import StopSignal
+from mtf_gradsync.runtimes.copies import CopiesError
 from mtf_gradsync.runtimes.means import Measured, StepMeans
 from mtf_gradsync.tools.timelines import Timeline, TimelineError
 from mtf_gradsync.tools.train.data.batches import DataError
@@ -46,6 +47,7 @@ class LoopSettings(NamedTuple):
     parameters: int
     saves_beside_steps: bool = True
     timeline_steps: int = 0
+    watch_copies_steps: int | None = None
 
 
 class LoopResult(NamedTuple):
@@ -178,6 +180,9 @@ class _Loop:
         self.seconds += time.monotonic() - began
         if self._saving and self._saving.done():
             self.settle()
+        every = self._settings.watch_copies_steps
+        if every and self.step % every == 0:
+            self._runner.check_copies()
         self.step = self._runner.exchange(self.step, self._settings.train_steps)
         every = self._settings.save_checkpoints_steps
         if self.step // every > before // every:
@@ -220,6 +225,8 @@ class _Loop:
         """Returns the error to show the user for an error that a step has raised."""
         if isinstance(error, NoUpdateError):
             return self._no_update(error)
+        if isinstance(error, CopiesError):
+            return TrainingError(f"{error} {self._newest()}")
         if isinstance(error, tf.errors.InvalidArgumentError):
             self._check_waits()
         return TrainingError(
@@ -239,6 +246,8 @@ class _Loop:
             return
         self.settle()
         self._check_waits()
+        if self._settings.watch_copies_steps:
+            self._runner.check_copies()
         self._recorder.leave_means(self.step, self._means)
         self._saving, self._begun_at = self._runner.begin_save(self.step), self.step
         if not self._settings.saves_beside_steps:

@@ -25,6 +25,7 @@ from mtf_gradsync.extension import (
 )
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._signals import Interruption
+from mtf_gradsync.runtimes.copies import watch_copies
 from mtf_gradsync.runtimes.saving import check_configuration, differences_text, initialize_from
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import (
@@ -307,6 +308,7 @@ def check_schedule(config: RunConfig) -> None:
     check_positive("perplexity_eval_steps", config.perplexity_eval_steps)
     check_positive("log_steps", config.log_steps)
     check_positive("max_steps_without_decrease", config.max_steps_without_decrease, optional=True)
+    check_positive("watch_copies_steps", config.watch_copies_steps, optional=True)
     for name in ("keep_best", "max_steps_without_decrease"):
         if getattr(config, name) and config.eval_dataset_fn is None:
             raise ConfigError(
@@ -468,6 +470,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
                     # A checkpoint that is scored is read before the next step.
                     saves_beside_steps=config.eval_dataset_fn is None,
                     timeline_steps=config.timeline_steps,
+                    watch_copies_steps=config.watch_copies_steps,
                 ),
                 recorder,
                 on_checkpoint,
@@ -502,11 +505,12 @@ def training_graph(
         island: Island | None = None,
     ) -> Runner:
         given = graph, batches, model_dir, start, config.keep_checkpoint_max
+        copies = None if config.watch_copies_steps is None else watch_copies()
         if cores is not None:
-            return SimdProgramRunner(*given, cores, (), island)
+            return SimdProgramRunner(*given, cores, (), island, copies)
         hooks = [hook() for hook in config.hooks]
         place = OnDevices(session, runtime.target)
-        return PlacementMeshRunner(*given, place, hooks, island)
+        return PlacementMeshRunner(*given, place, hooks, island, copies)
 
     return graph, None if cores is None else cores.program, runner
 

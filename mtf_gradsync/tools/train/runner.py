@@ -19,6 +19,7 @@ from mtf_gradsync.extension import (
     traits_of,
 )
 from mtf_gradsync.runtimes import sessions, simd, xla
+from mtf_gradsync.runtimes.copies import CopiesHook
 from mtf_gradsync.runtimes.saving import TrainingSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import Start
@@ -147,6 +148,13 @@ class Runner(abc.ABC):
         """Returns whether something besides the loop, such as a hook, wants to stop."""
         return False
 
+    @abc.abstractmethod
+    def check_copies(self) -> None:
+        """Raises CopiesError unless all cores' copies of each variable are equal.
+
+        It waits for the steps that were dispatched.
+        """
+
     def exchange(self, step: int, last: int) -> int:
         """Lets an island exchange values with others after a step; `last` is that of the run.
 
@@ -228,12 +236,13 @@ class GraphRunner(Runner):
         place: OnDevices | OnCores,
         hooks: Sequence[Any] = (),
         island: Island | None = None,
+        copies: CopiesHook | None = None,
     ):
         """Adds a saver and watches to the default graph, which has to be that of `graph`.
 
         Checkpoints go to `model_dir`; None for `keep_checkpoint_max` keeps all. `place` makes the
         sessions, which begin with `start`; `hooks` are for sessions of a placement mesh. `island`
-        exchanges values after steps.
+        exchanges values after steps, and `copies` compares those of the cores.
         """
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
@@ -249,7 +258,9 @@ class GraphRunner(Runner):
         self._session: Any = None
         self._lowering = graph.lowering
         self._place, self._hooks = place, hooks
-        self._island = island
+        self._island, self._copies = island, copies
+        if copies:
+            copies.begin()
         self.steps_ahead = place.steps_ahead
         self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
 
@@ -307,6 +318,11 @@ class GraphRunner(Runner):
             self._raw(lambda session: island.finish(session, waits=False))
         else:
             island.close()
+
+    def check_copies(self) -> None:
+        """See `Runner`."""
+        if self._copies:
+            self._raw(self._copies.check)
 
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""

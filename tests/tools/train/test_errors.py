@@ -3,10 +3,12 @@
 import shutil
 
 import gin
+import numpy as np
 import pytest
 
 from mtf_gradsync._common import TrainingError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.simd.session import VariableAccess
 from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.data.batches import DataError, TrainingBatches
@@ -85,3 +87,41 @@ def test_a_finished_run_that_was_moved_is_evaluated_where_it_is(train, tmp_path)
     again, _, said = train("train.run.train_steps = 2", model_dir="moved")
     assert any("has all 2 steps already" in line for line in said)
     assert again.held_out is not None
+
+
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [
+        # Step 6 has a checkpoint, before which they are compared, too.
+        (100, "have parted by global step 6"),
+        (5, "have parted by global step 5"),
+    ],
+)
+@pytest.mark.mostly_slow
+def test_copies_that_part_end_the_run_before_they_are_saved(
+    train, tmp_path, monkeypatch, every, said
+):
+    original = SimdProgramRunner.dispatch
+
+    def dispatch(self):
+        result = original(self)
+        if result()["step"] == 5:
+            session = self._session.tf_session
+            access = VariableAccess(session.graph)
+            name = next(name for name in access.read if name.endswith("_slice_1"))
+            value = np.array(session.run(access.read[name]))
+            value.reshape(-1)[0] += 1
+            access.set(session, [(name, value)])
+        return result
+
+    monkeypatch.setattr(SimdProgramRunner, "dispatch", dispatch)
+    with pytest.raises(TrainingError) as error:
+        train(
+            NO_EVAL,
+            f"train.run.watch_copies_steps = {every}",
+            "train.run.save_checkpoints_steps = 3",
+        )
+    assert said in str(error.value)
+    assert "core 1 has other bits than core 0" in str(error.value)
+    assert str(error.value).endswith("The newest checkpoint is of step 3.")
+    assert choose_checkpoint(str(tmp_path / "run"), False, pytest.fail).step == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import Any, Iterator, Sequence
+from typing import Any, ContextManager, Iterator, Sequence
 
 import numpy as np
 
@@ -171,14 +171,20 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> DeviceValues:
     client = devices[0].client
     if hasattr(client, "buffer_from_pyval"):  # jaxlib 0.4
         return DeviceValues([client.buffer_from_pyval(v, d) for v, d in zip(values, devices)])
-    # jax would otherwise convert 64-bit numbers to 32 bits.
+    with keeping_64_bits():
+        return DeviceValues([jax.device_put(v, d) for v, d in zip(values, devices)])
+
+
+def keeping_64_bits() -> ContextManager[None]:
+    """Returns a context manager in which jax does not convert 64-bit numbers to 32 bits."""
+    import jax
+
     enable_x64: Any = getattr(jax, "enable_x64", None)
     if enable_x64 is None:
         from jax import experimental
 
         enable_x64 = experimental.enable_x64
-    with enable_x64(True):
-        return DeviceValues([jax.device_put(v, d) for v, d in zip(values, devices)])
+    return enable_x64(True)
 
 
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:

@@ -1,0 +1,333 @@
+"""Compares the copies of variables that cores hold while a training runs, and ends it if they part.
+
+Each core of a mesh has its own copy of what the mesh does not split: variables, slots, counters.
+All copies are updated alike, and nothing in a step compares them. A copy that parts, by a fault of
+memory or a race, spoils every later gradient.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync.extension import (
+    HeldSlices,
+    check_whole_number,
+    counted,
+    is_simd,
+    lowerings_of,
+    mtf,
+    patch,
+    tf,
+    variables_of_cores,
+    warn_once,
+)
+from mtf_gradsync.runtimes.simd.session import ReplicaSession
+
+# The collection of the hooks that watch a tf graph; it is not exported, as its key is no string.
+_COLLECTION = ("mtf_gradsync watched copies",)
+_DOCS = "docs/guides/watch.md"
+_VARIABLE = "variable"
+
+
+class CopiesError(RuntimeError):
+    """Copies of a variable that must be equal are not.
+
+    Attributes:
+      variable: the variable's name.
+      cores: the cores that hold another value than most others.
+      step: the global step at which it was found; of a graph without one, the number of runs.
+    """
+
+    def __init__(self, variable: str, cores: Sequence[int], step: int, text: str):
+        super().__init__(text)
+        self.variable, self.cores, self.step = variable, tuple(cores), step
+
+
+def watch_copies(every: int = 100) -> CopiesHook:
+    """Makes a session hook that compares the copies of each variable and slot on all cores.
+
+    It compares checksums of their bits, which each device computes where the copies lie: a NaN on
+    all copies is no difference, and -0.0 on one of them is. State that belongs to one shard, as
+    accumulated gradients do, is compared among the cores that share it. Give the hook to
+    `tf.train.MonitoredTrainingSession` or `Estimator.train`; without hooks, call its `begin` before
+    the session is opened, and `after_step` after each step.
+
+    Args:
+      every: compare after every this many runs of the session. They are also compared before a
+        `tf.train.Saver`, or a session of this package, writes a checkpoint, and at the end.
+
+    Returns:
+      The hook. Copies that differ raise a `CopiesError`, and no checkpoint is written of them.
+
+    Raises:
+      ValueError: every is not a whole number of 1 or more.
+    """
+    return CopiesHook(check_whole_number("every", every))
+
+
+class CopiesHook(tf.train.SessionRunHook):
+    """Compares copies of variables between steps; `watch_copies` makes it."""
+
+    def __init__(self, every: int):
+        self.every = every
+        self._runs = 0
+        self._graph: tf.Graph | None = None
+        self._copies: list[_Copies] = []
+        self._sums: list[tuple[tf.Tensor, list[str]]] = []
+        self._reads: dict[str, tf.Tensor] = {}
+        self._step: tf.Tensor | None = None
+
+    def begin(self) -> None:
+        """Adds what it needs to the default graph, in which the step is lowered.
+
+        Raises ValueError if nothing is.
+        """
+        self._graph = graph = tf.get_default_graph()
+        lowerings = lowerings_of(graph)
+        if not lowerings:
+            raise ValueError(
+                "watch_copies finds no mtf.Lowering in the default graph: make it (or its session) "
+                "after the step is lowered, within the graph."
+            )
+        with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope("watch_copies"):
+            by_device: dict[str, dict[str, tf.Tensor]] = {}
+            for lowering in lowerings:
+                for variable in lowering.variables:
+                    for copies, slices in _copies_of(lowering, variable).items():
+                        self._copies.append(copies)
+                        for key, one in zip(copies.keys, slices):
+                            with tf.device(one.device):
+                                value = self._reads[key] = one.read_value()
+                                by_device.setdefault(one.device, {})[key] = _checksum(value)
+            for device, sums in by_device.items():
+                with tf.device(device):
+                    self._sums.append((tf.stack(list(sums.values())), list(sums)))
+            step = tf.train.get_global_step(graph)
+            self._step = None if step is None else step.read_value()
+        if not self._copies:
+            warn_once(
+                "no copies to watch",
+                "watch_copies: no two cores hold copies of a variable of their own here (the "
+                "processors of one memory share them), so that there is nothing to compare.",
+            )
+        graph.add_to_collection(_COLLECTION, self)
+        patch(tf.train.Saver, "save", _check_and_save)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """See `tf.train.SessionRunHook.after_create_session`."""
+        del coord
+        self._attach(session)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Compares if it is time; see `tf.train.SessionRunHook.after_run`."""
+        del run_values
+        self.after_step(run_context.session)
+
+    def end(self, session: Any) -> None:
+        """See `tf.train.SessionRunHook.end`."""
+        self.check(session)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the session has made a step."""
+        return self._runs > 0
+
+    def after_step(self, session: Any) -> None:
+        """Counts a step of a session without hooks, and compares if it is time.
+
+        Raises CopiesError if copies differ.
+        """
+        if not self._runs:
+            self._attach(session)
+        self._runs += 1
+        if self._runs % self.every == 0:
+            self.check(session)
+
+    def check(self, session: Any) -> None:
+        """Compares the copies now; raises CopiesError for the first variable whose copies differ.
+
+        Args:
+          session: the session that runs the steps, a ``tf.Session`` or one of this package.
+        """
+        parted = {copies: sums for copies, sums in self._compared(session) if len(set(sums)) > 1}
+        if not parted:
+            return
+        first, sums = next(iter(parted.items()))
+        apart, alike = _minority(sums)
+        name, numbers = _different(first, self._values(session, first), apart[0], alike[0])
+        others = list(dict.fromkeys(copies.name for copies in parted if copies.name != first.name))
+        if self._step is None:
+            step, when = self._runs, f"after run {self._runs} of the session"
+        else:
+            step = int(np.asarray(session.run(self._step)))
+            when = f"by global step {step}"
+        cores, right = ([first.cores[number] for number in some] for some in (apart, alike))
+        has = "has" if len(cores) == 1 else "have"
+        text = f"{_cores(cores)} {has} other bits than {_cores(right)}"
+        if len(cores) >= len(right):
+            cores, text = sorted(first.cores), f"{text} (which is right cannot be told)"
+        raise CopiesError(
+            name,
+            cores,
+            step,
+            f"The copies of variable {name!r} have parted {when}: {text}. {numbers}"
+            f"{f'So have the copies of {counted(others, _VARIABLE)}. ' if others else ''}"
+            "Copies were equal when they were compared last. The memory of a device may be "
+            "damaged, two writes may race, or an operation may write one copy alone: go on from "
+            f"the newest checkpoint ({_DOCS}).",
+        )
+
+    def _compared(self, session: Any) -> Iterator[tuple[_Copies, Sequence[bytes]]]:
+        """Gives copies and the checksums of their cores."""
+        on_cores = _replica_session(session)
+        checksums = None if on_cores is None else on_cores.checksums()
+        if checksums is None:
+            found = session.run([tensor for tensor, _ in self._sums])
+            by_name = {k: x for xs, (_, keys) in zip(found, self._sums) for k, x in zip(keys, xs)}
+        else:
+            by_name = {}
+            # On XLA devices each core also has a copy of what TensorFlow has once, as counters.
+            for names, of_cores in checksums.items():
+                by_name.update(zip(names, of_cores))
+                if len(set(names)) == 1 < len(names):
+                    copies = _Copies(names[0], tuple(range(len(names))), names, None)
+                    yield copies, [x.tobytes() for x in of_cores]
+        for copies in self._copies:
+            # Those that no step has used are not on the devices.
+            if all(name in by_name for name in copies.keys):
+                yield copies, [by_name[name].tobytes() for name in copies.keys]
+
+    def _values(self, session: Any, copies: _Copies) -> list[np.ndarray]:
+        on_cores = _replica_session(session)
+        values = None if on_cores is None else on_cores.copies_of(copies.keys)
+        if values is None:
+            values = session.run([self._reads[key] for key in copies.keys])
+        return [np.asarray(value) for value in values]
+
+    def _attach(self, session: Any) -> None:
+        """Makes a session of this package compare copies before it saves."""
+        on_cores = _replica_session(session)
+        if on_cores is not None:
+            on_cores.check_before_save(lambda: self.check(on_cores))
+
+
+class _Copies(NamedTuple):
+    """Copies of one slice of a variable, on different cores.
+
+    Attributes:
+      name: the mesh variable's.
+      cores: numbers of the cores.
+      keys: the names of their tf variables.
+      stacked: the names of variables that the first dimension stacks, or None.
+    """
+
+    name: str
+    cores: tuple[int, ...]
+    keys: tuple[str, ...]
+    stacked: Sequence[str] | None
+
+
+def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, list[Any]]:
+    """Returns the groups of cores that hold copies of one slice of a variable, with these."""
+    laid_out = lowering.variables[variable]
+    if isinstance(laid_out, HeldSlices):  # the holder's slices
+        return {}
+    mesh_impl = lowering.mesh_impl(variable)
+    slices, on_simd = laid_out.laid_out_tensor.all_slices, is_simd(mesh_impl)
+    if on_simd:
+        slices = variables_of_cores(slices[0])
+    groups: dict[tuple[int, ...], dict[str, tuple[int, Any]]] = {}
+    for core, one in enumerate(slices):
+        logical = mesh_impl.p2l(core) if on_simd else core
+        begin = tuple(mesh_impl.slice_begin(variable.shape, logical))
+        # Processors that share a memory have one tf variable.
+        groups.setdefault(begin, {}).setdefault(one.op.name, (core, one))
+    names = getattr(variable, "original_names", None)
+    stacked = None if names is None else tuple(names)
+    found = {}
+    for group in groups.values():
+        if len(group) > 1:
+            cores, variables = zip(*group.values())
+            found[_Copies(variable.name, cores, tuple(group), stacked)] = list(variables)
+    return found
+
+
+def _bits(value: np.ndarray) -> np.ndarray:
+    """Returns the bytes of each number, ``[numbers, bytes]``."""
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).reshape(value.size, -1)
+
+
+def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
+    """Returns which copies differ from most, and which are alike."""
+    most = collections.Counter(copies).most_common(1)[0][0]
+    alike = [number for number, x in enumerate(copies) if x == most]
+    return [number for number, x in enumerate(copies) if x != most], alike
+
+
+def _different(
+    copies: _Copies, values: Sequence[np.ndarray], one: int, other: int
+) -> tuple[str, str]:
+    """Returns the name of the variable, and a sentence on the numbers of two copies that differ."""
+    value = values[one]
+    numbers = np.flatnonzero((_bits(value) != _bits(values[other])).any(1))
+    if not len(numbers):
+        return copies.name, "Read once more, they are equal. "
+    place = [int(i) for i in np.unravel_index(numbers[0], value.shape)]
+    name = copies.name if copies.stacked is None else copies.stacked[place[0]]
+    shown = [f"{values[n].reshape(-1)[numbers[0]]} on core {copies.cores[n]}" for n in (one, other)]
+    return name, (
+        f"{len(numbers)} of the slice's {value.size} numbers differ; the first, at {place}, is "
+        f"{' and '.join(shown)}. "
+    )
+
+
+# Rows in which numbers are added up, so that few weights do for a large slice.
+_ROW = 4096
+_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+def _checksum(value: tf.Tensor) -> tf.Tensor:
+    """Makes a checksum of a tensor's bits, as 8 bytes, on the device that is set."""
+    # Slices of a TPU's program are read by its host.
+    if tf.DeviceSpec.from_string(value.device).device_type != "GPU":
+        return tf.fingerprint(tf.reshape(value, [1, -1]))[0]
+    # One number that changes always changes the sum, as weights are odd.
+    dtype = value.dtype.base_dtype
+    if dtype != tf.bool:
+        value = tf.bitcast(value, _INTEGERS[min(dtype.size, 8)])
+    bits = tf.reshape(tf.cast(value, tf.int64), [-1])
+    size = int(bits.shape[0])
+    row = min(_ROW, size)
+    weights = np.random.RandomState(0).randint(-(2**62), 2**62, row) | 1
+    rows = tf.reshape(tf.pad(bits, [[0, -size % row]]), [-1, row])
+    sums = tf.reduce_sum(rows * weights, 1)
+    of_rows = 2 * tf.range(-(-size // row), dtype=tf.int64) + 1
+    return tf.bitcast(tf.reduce_sum(sums * of_rows), tf.uint8)
+
+
+def _replica_session(session: Any) -> ReplicaSession | None:
+    """Returns the session on a SIMD program's cores that a session is or has inside."""
+    inside = getattr(session, "session", session)
+    return inside if isinstance(inside, ReplicaSession) else None
+
+
+def _cores(cores: Sequence[int]) -> str:
+    text = ", ".join(map(str, cores))
+    return f"core {text}" if len(cores) == 1 else f"cores {text}"
+
+
+def _check_and_save(save: Callable[..., Any]) -> Any:
+    """Makes savers compare the copies of graphs that are watched before they write."""
+
+    def save_checked(self: tf.train.Saver, sess: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = getattr(sess, "graph", None)
+        hooks = () if graph is None else graph.get_collection(_COLLECTION)
+        for hook in hooks:
+            if hook.has_run:  # Slices may not be there yet.
+                hook.check(sess)
+        return save(self, sess, *args, **kwargs)
+
+    return save_checked
