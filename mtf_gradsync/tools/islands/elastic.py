@@ -146,6 +146,10 @@ class IslandHook(tf.train.SessionRunHook):
     def begin(self) -> None:
         """See ``tf.train.SessionRunHook``."""
         self._step = tf.train.get_global_step()
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """See ``tf.train.SessionRunHook``: one that recovers has older values."""
+        del session, coord
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> Any:

@@ -6,12 +6,12 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.islands import Island, MergeSettings, Waiting
+from mtf_gradsync.islands import Island, IslandHook, MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.merger import replay
 from mtf_gradsync.tools.islands.versions import read_values
-from tests import models, reference
+from tests import harness, models, reference
 from tests.tools.islands.conftest import Program, at_once, batches, merging
 from tests.tools.islands.test_merger import PLAIN, begun, merge
 from tests.tools.islands.toy import Toy
@@ -470,3 +470,46 @@ def test_a_session_that_recovers_begins_again(folder):
     toy.step(1.0)
     merge(folder, 1)
     assert float(version(folder, 2)["b"]) == -2.0
+
+
+def test_a_monitored_session_that_recovers_begins_again(folder, tmp_path):
+    """Its session is lost after step 5, and begins from a checkpoint of step 2."""
+    program = Program("placement", "2", line(gs.CrossShardOptimizer), feed(1.0), folder, "one", 3,
+                      wait="none")  # fmt: skip
+    built, seen, lost = program.built, [], []
+
+    class Session(tf.train.SessionRunHook):
+        def after_run(self, run_context, run_values):
+            step = int(run_context.session.run(global_step))
+            seen.append((step, program.island.step, program.island.version))
+            if step == 2:
+                run_context.session.run(built.collect)
+                saver.save(run_context.session, str(tmp_path / "model.ckpt"), global_step)
+            if step == 5 and not lost:
+                lost.append(True)
+                raise tf.errors.AbortedError(None, None, "lost")
+
+    with built.graph.as_default(), merging(folder, PLAIN, Waiting(min_grace=0.0)):
+        global_step = tf.train.get_or_create_global_step()
+        with tf.control_dependencies(built.updates):
+            train = tf.assign_add(global_step, 1)
+        saver = tf.train.Saver()
+        scaffold = tf.train.Scaffold(
+            init_op=tf.group(*built.init, global_step.initializer),
+            local_init_op=built.restore, saver=saver,
+        )  # fmt: skip
+        creator = tf.train.ChiefSessionCreator(
+            scaffold, config=harness.placement_config(2), checkpoint_dir=str(tmp_path)
+        )
+        hooks = [IslandHook(program.island), Session()]
+        with tf.train.MonitoredSession(creator, hooks) as session:
+            for _ in range(8):
+                session.run(train, {built.inputs["x"]: feed(1.0)["x"]})
+    # Those that were made again, from the version: 3 steps are in it.
+    assert [step for step, _, _ in seen] == [1, 2, 3, 4, 5, 3, 4, 5, 6]
+    joined = [e for e in read_status(Folder(str(folder))).events if e["event"] == "joined"]
+    assert [e["step"] for e in joined] == [0, 2]
+    newest = read_status(Folder(str(folder))).version
+    total = sum(tokens for _, tokens in contributions(folder)["one"])
+    # What is in versions is what was contributed, and nothing that was restored.
+    np.testing.assert_array_equal(version(folder, newest)["w"], np.full(6, 1.0 - total))
