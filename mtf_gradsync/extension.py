@@ -73,10 +73,11 @@ from mtf_gradsync.optimizers.average import (
     check_averages_kept,
 )
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
+from mtf_gradsync.optimizers.passes import updates_before
 from mtf_gradsync.optimizers.pipeline.order import why_not
 from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
 from mtf_gradsync.optimizers.report import in_sums_now, weight_now
-from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at, updates_before
+from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at
 from mtf_gradsync.optimizers.skips import ReportsSkips
 from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew
 from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, write_changed

@@ -21,10 +21,11 @@ from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
 from mtf_gradsync.optimizers.pipeline.weights import Weights
-from mtf_gradsync.optimizers.schedules import Passes, check_passes, passes_at, update_counter
+from mtf_gradsync.optimizers.schedules import update_counter
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
     SkipFn,

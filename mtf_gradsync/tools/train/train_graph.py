@@ -217,9 +217,43 @@ def model_and_optimizer(
             job.schedule_step(loss.mesh),
             lambda: _updates_in(total, stack),
         )
-    opt = _make_optimizer(job.optimizer, rate)
+    with _adafactor_counts(job.schedule_step, loss.mesh):
+        opt = _make_optimizer(job.optimizer, rate)
     stack += (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
     return loss, pairs, opt, rate
+
+
+@contextlib.contextmanager
+def _adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh) -> Iterator[None]:
+    """Gives Adafactors that are made inside a default decay rate that counts as schedules.
+
+    `schedule_step` gives the step on the mesh; None for the global step, which it is without this.
+    """
+
+    def decay(step: tf.Tensor, **length: Any) -> tf.Tensor:
+        del length
+        with _replaced(tf.train, "get_or_create_global_step", lambda: step):
+            return mtf.optimize.adafactor_decay_rate_pow()
+
+    def default(self: Any) -> mtf.Tensor:
+        del self
+        return rate_at(decay, schedule_step(mesh), lambda: None)
+
+    if schedule_step is None:
+        yield
+        return
+    with _replaced(mtf.optimize.AdafactorOptimizer, "_decay_rate_default", default):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _updates_in(steps: int, stack: Sequence[Any]) -> int:

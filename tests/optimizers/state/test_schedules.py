@@ -9,11 +9,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.schedules import (
-    adafactor_decay_rate_per_update,
-    per_update,
-    rate_at,
-)
+from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update, rate_at
 from tests import harness, models, reference
 
 K = 4

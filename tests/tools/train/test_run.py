@@ -13,7 +13,7 @@ import pytest
 from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.sessions import OnDevices
-from mtf_gradsync.runtimes.starting import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.tools.train import gin_files, held_out, train_graph
 from mtf_gradsync.tools.train import run as run_module
@@ -576,3 +576,32 @@ def test_schedules_follow_updates_by_one_binding(train, optimizer, repeats, runt
     updates = 6 // repeats
     expected = [0.5 * (updates - step // repeats) / updates for step in range(6)]
     np.testing.assert_allclose(rates, expected, rtol=1e-5)  # the file has six digits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
+def test_adafactor_s_default_decay_follows_the_schedules_step(train, runtime):
+    def variables(*bound):
+        _, directory, _ = train(
+            NO_EVAL,
+            "train.run.train_steps = 6",
+            f"train.run.runtime = '{runtime}'",
+            "train.run.optimizer = @GradientAccumulationOptimizer",
+            "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+            "GradientAccumulationOptimizer.backward_passes_per_step = 3",
+            "adafactor_decay_rate_pow.exponent = 0.5",
+            *bound,
+        )
+        reader = tf.train.load_checkpoint(latest_checkpoint(str(directory)))
+        names = [n for n in reader.get_variable_to_shape_map() if "_slot_v" in n]
+        return {name: reader.get_tensor(name) for name in names}
+
+    found = variables("train.run.schedule_step = @get_update_step")
+    right = variables(
+        "AdafactorOptimizer.decay_rate = @adafactor_decay_rate_per_update()",
+        "adafactor_decay_rate_per_update.backward_passes_per_step = 3",
+        "adafactor_decay_rate_per_update.exponent = 0.5",
+    )
+    assert found
+    for name, value in right.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
