@@ -43,8 +43,8 @@ _START = """\
 # Which wrapper around which
 
 Wrappers nest. This table is generated from what each wrapper declares of itself (its `traits`), by
-`python docs/write_order_table.py`; a test builds every pair on both kinds of mesh and holds it
-against the table. A row is the outer wrapper, a column the inner one: "✓" where the order works,
+`python docs/write_order_table.py`; a test trains a model by every pair and holds it against the
+table. A row is the outer wrapper, a column the inner one: "✓" where the order works,
 or the number of the reason below. A wrong order raises an error that says the same, and which order
 to take.
 

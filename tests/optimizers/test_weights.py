@@ -4,6 +4,8 @@ Everything is compared with one device in numpy float64, which takes the mean ov
 numbers differ so much that a mean of means is off by several percent.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -123,15 +125,22 @@ def made(*names):
     return make
 
 
-@pytest.mark.parametrize("how", ["shards", "shards of all", "scalar"])
-@pytest.mark.parametrize("name", order_table.WRAPPERS)
-@pytest.mark.mostly_slow
-def test_every_wrapper(mesh_kind, name, how):
+HOWS = ["shards", "shards of all", "scalar"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "how"),
+    harness.on_both(
+        itertools.product(order_table.WRAPPERS, HOWS), harness.pairs(order_table.WRAPPERS, HOWS)
+    ),
+)
+@pytest.mark.mostly_slow(every=22)
+def test_every_wrapper(kind, name, how):
     if name == "OuterOptimizer" and how == "scalar":
         return  # a scalar says that islands have equally many
     feeds = batches(UNEQUAL)
     expected, _ = train([name], feeds)
-    found = run(mesh_kind, made(name), feeds, how=how)
+    found = run(kind, made(name), feeds, how=how)
     assert_close(found, expected)
     # The loss that is shown is the mean over all tokens, too.
     x, mask = (feeds[0][key].astype("d") for key in ("x", "mask"))

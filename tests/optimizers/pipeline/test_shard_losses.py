@@ -13,6 +13,7 @@ from tests.optimizers.pipeline.stack_reference import Spec
 from tests.optimizers.pipeline.test_order import (
     BATCH_DIMS,
     LAYOUT,
+    ON_PLACEMENT,
     SHAPE,
     TABLE,
     WORKS,
@@ -149,10 +150,18 @@ def check(kind, stack):
     assert np.abs(right - expected(stack, feeds, factor=2.0)).max() > 0.01
 
 
-@pytest.mark.parametrize("stack", WORKS, ids=" around ".join)
-@pytest.mark.mostly_slow
-def test_every_pair_that_the_table_allows(mesh_kind, stack):
-    check(mesh_kind, stack)
+def on_both(every, on_placement):
+    """As `harness.on_both`, of stacks."""
+    cases = harness.on_both([(stack,) for stack in every], [(stack,) for stack in on_placement])
+    return [
+        pytest.param(kind, stack, id=f"{kind}-{' around '.join(stack)}") for kind, stack in cases
+    ]
+
+
+@pytest.mark.parametrize(("kind", "stack"), on_both(WORKS, ON_PLACEMENT))
+@pytest.mark.mostly_slow(every=43)
+def test_every_pair_that_the_table_allows(kind, stack):
+    check(kind, stack)
 
 
 @pytest.mark.parametrize("name", order_table.WRAPPERS)
@@ -171,32 +180,31 @@ def some_of_three(number):
     return found
 
 
-@pytest.mark.parametrize("stack", some_of_three(12), ids=" around ".join)
+@pytest.mark.parametrize(("kind", "stack"), on_both(some_of_three(12), some_of_three(4)))
 @pytest.mark.mostly_slow
-def test_some_stacks_of_three(mesh_kind, stack):
-    check(mesh_kind, stack)
+def test_some_stacks_of_three(kind, stack):
+    check(kind, stack)
 
 
-@pytest.mark.parametrize(
-    "stack",
-    [
-        ("SUM",),
-        ("LossScaleOptimizer", "SUM"),
-        ("SUM", "LossScaleOptimizer"),
-        ("GradientAccumulationOptimizer, local", "SUM"),
-        ("SyncReplicasOptimizer", "SUM"),
-        ("masked", "SUM"),
-        ("OuterOptimizer", "SUM"),
-        ("AverageOptimizer", "OuterOptimizer", "SUM"),
-    ],
-    ids=" around ".join,
-)
+SUMS = [
+    ("SUM",),
+    ("LossScaleOptimizer", "SUM"),
+    ("SUM", "LossScaleOptimizer"),
+    ("GradientAccumulationOptimizer, local", "SUM"),
+    ("SyncReplicasOptimizer", "SUM"),
+    ("masked", "SUM"),
+    ("OuterOptimizer", "SUM"),
+    ("AverageOptimizer", "OuterOptimizer", "SUM"),
+]
+
+
+@pytest.mark.parametrize(("kind", "stack"), on_both(SUMS, SUMS[::3]))
 @pytest.mark.mostly_slow
-def test_a_sum_is_the_sum_wherever_it_is_asked_for(mesh_kind, stack):
+def test_a_sum_is_the_sum_wherever_it_is_asked_for(kind, stack):
     """Of replicas that are skipped, the average of the others stands in their place."""
     feeds = batches()
     knows = len(stack) > 1 and "LossScaleOptimizer" not in stack
-    scalar, shards = trained(mesh_kind, stack, feeds)
+    scalar, shards = trained(kind, stack, feeds)
     assert_close(scalar, expected(stack, feeds))
     # Four losses along "batch", on each of two along "outer".
     assert_close(shards, expected(stack, feeds, factor=8.0 if knows else 4.0))
@@ -241,40 +249,38 @@ OF_COPIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "stack",
-    [
-        tuple("knows" if name == CROSS_SHARD else name for name in pair)
-        for pair in WORKS
-        if OF_COPIES.issuperset(pair) and {CROSS_SHARD, LOCAL}.intersection(pair)
-    ],
-    ids=" around ".join,
-)
+PAIRS_OF_COPIES = [
+    tuple("knows" if name == CROSS_SHARD else name for name in pair)
+    for pair in WORKS
+    if OF_COPIES.issuperset(pair) and {CROSS_SHARD, LOCAL}.intersection(pair)
+]
+
+
+@pytest.mark.parametrize(("kind", "stack"), on_both(PAIRS_OF_COPIES, PAIRS_OF_COPIES[::3]))
 @pytest.mark.mostly_slow
-def test_copies_that_shards_have_of_a_variable(mesh_kind, stack):
+def test_copies_that_shards_have_of_a_variable(kind, stack):
     feeds = batches(per_shard=1)
     right = expected_copies(stack, feeds)
-    for found in trained(mesh_kind, stack, feeds, own_copies=True):
+    for found in trained(kind, stack, feeds, own_copies=True):
         assert_close(found.reshape(SHARDS, FEATURES), right)
     assert np.abs(right - expected_copies(stack, feeds, factor=2.0)).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "stack",
-    [
-        ("groups",),
-        ("AverageOptimizer", "groups"),
-        ("LossScaleOptimizer", "groups"),
-        (LOCAL, "groups"),
-        ("groups", "groups"),
-        ("groups", "AverageOptimizer"),
-    ],
-    ids=" around ".join,
-)
+GROUPED = [
+    ("groups",),
+    ("AverageOptimizer", "groups"),
+    ("LossScaleOptimizer", "groups"),
+    (LOCAL, "groups"),
+    ("groups", "groups"),
+    ("groups", "AverageOptimizer"),
+]
+
+
+@pytest.mark.parametrize(("kind", "stack"), on_both(GROUPED, GROUPED[::2]))
 @pytest.mark.mostly_slow
-def test_the_mean_over_a_group_of_copies_wherever_the_groups_are_given(mesh_kind, stack):
+def test_the_mean_over_a_group_of_copies_wherever_the_groups_are_given(kind, stack):
     feeds = batches(per_shard=1)
-    scalar, shards = trained(mesh_kind, stack, feeds, own_copies=True)
+    scalar, shards = trained(kind, stack, feeds, own_copies=True)
     assert_close(scalar.reshape(SHARDS, FEATURES), expected_copies(stack, feeds))
     # A scalar is the mean over all four shards, and a group has two.
     right = expected_copies(stack, feeds, factor=2.0)
