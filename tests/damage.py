@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.starting import (
+    note_checkpoint,
+)
+
 HOWS = ("gone", "emptied", "truncated", "one bit", "zeros")
 
 
@@ -30,3 +37,31 @@ def damage(path: Path, how: str, place: int | None = None) -> None:
         path.write_bytes(bytes(len(content)))
     else:
         raise ValueError(how)
+
+
+STEPS = (10, 20, 30)
+
+
+def write_run(directory, steps=STEPS, value=0.0):
+    """A directory as a run leaves it."""
+    directory.mkdir(exist_ok=True)
+    with tf.Graph().as_default():
+        step = tf.train.get_or_create_global_step()
+        weights = tf.get_variable("weights", [4096])
+        saver = tf.train.Saver(save_relative_paths=True)
+        with tf.Session() as session:
+            for number in steps:
+                step.load(number, session)
+                weights.load(np.full(4096, value + number, "f"), session)
+                prefix = str(directory / "model.ckpt")
+                path = saver.save(session, prefix, global_step=number, write_meta_graph=False)
+                note_checkpoint(path)
+    return directory
+
+
+def files(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }

@@ -134,3 +134,25 @@ class Accumulation:
         self.sum, self.mini_step = {}, 0
         self.update_step += 1
         return values
+
+
+class AdamW:
+    """Algorithm 2 of the paper, with the learning rate as the schedule multiplier."""
+
+    def __init__(self, rate, decay=0.0, betas=(0.9, 0.999), epsilon=1e-8, spared=()):
+        self.rate, self.decay, self.betas, self.epsilon = rate, decay, betas, epsilon
+        self.spared, self.t, self.m, self.v = spared, 0, {}, {}
+
+    def __call__(self, values, grads):
+        (b1, b2), new = self.betas, dict(values)
+        rate = self.rate(self.t) if callable(self.rate) else self.rate
+        self.t += 1
+        for k, g in grads.items():
+            self.m[k] = b1 * self.m.get(k, 0.0) + (1 - b1) * g
+            self.v[k] = b2 * self.v.get(k, 0.0) + (1 - b2) * g**2
+            mean, square = self.m[k] / (1 - b1**self.t), self.v[k] / (1 - b2**self.t)
+            decay = 0.0 if any(x in k for x in self.spared) else self.decay
+            new[k] = values[k] - rate * (
+                mean / (np.sqrt(square) + self.epsilon) + decay * values[k]
+            )
+        return new

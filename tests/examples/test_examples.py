@@ -6,32 +6,12 @@ import re
 
 import pytest
 
-from tests.runtimes.cluster.processes import ROOT, Processes
+from tests.examples.commands import run
+from tests.runtimes.cluster.processes import ROOT
 
 pytest.importorskip("sklearn", reason="the examples need the extra 'examples'")
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-
-
-# Grappler takes longer than the steps of an example; see tests/grappler.py.
-_WITHOUT_GRAPPLER = """
-import os, runpy, sys
-from tests import grappler
-grappler.turn_off()
-del sys.argv[0]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def run(name, *args, with_grappler=False):
-    """Runs an example and returns what it printed."""
-    command = [ROOT / "examples" / name, *args]
-    if not with_grappler:
-        command = ["-c", _WITHOUT_GRAPPLER, *command]
-    with Processes() as processes:
-        process = processes.fork(*command)
-        return processes.wait(process)
 
 
 def test_every_example_has_a_test():

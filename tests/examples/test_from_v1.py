@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.examples.test_examples import run
+from tests.examples.commands import run
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests.examples.test_examples import ROOT, run
+from tests.examples.commands import run
+from tests.runtimes.cluster.processes import ROOT
 
 STEPS = 10
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE
-from tests.examples.test_examples import run
+from tests.examples.commands import run
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.tools.train import gin_files
 from tests import documents
-from tests.examples.test_examples import ROOT, run
+from tests.examples.commands import run
+from tests.runtimes.cluster.processes import ROOT
 
 GUIDE = (ROOT / "docs" / "sync_replicas.md").read_text(encoding="utf-8")
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tests.examples.test_examples import ROOT, run
+from tests.examples.commands import run
+from tests.runtimes.cluster.processes import ROOT
 
 
 @pytest.mark.slow

@@ -10,33 +10,12 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
+from tests.reference import AdamW
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
 STEPS, RATE, DECAY, BETAS, EPSILON = 6, 0.02, 0.1, (0.8, 0.99), 1e-8
 VARIABLES = {"dense/w": [("in", 6), ("hidden", 8)], "dense/bias": [("hidden", 8)], "scale": []}
-
-
-class AdamW:
-    """Algorithm 2 of the paper, with the learning rate as the schedule multiplier."""
-
-    def __init__(self, rate, decay=0.0, betas=(0.9, 0.999), epsilon=1e-8, spared=()):
-        self.rate, self.decay, self.betas, self.epsilon = rate, decay, betas, epsilon
-        self.spared, self.t, self.m, self.v = spared, 0, {}, {}
-
-    def __call__(self, values, grads):
-        (b1, b2), new = self.betas, dict(values)
-        rate = self.rate(self.t) if callable(self.rate) else self.rate
-        self.t += 1
-        for k, g in grads.items():
-            self.m[k] = b1 * self.m.get(k, 0.0) + (1 - b1) * g
-            self.v[k] = b2 * self.v.get(k, 0.0) + (1 - b2) * g**2
-            mean, square = self.m[k] / (1 - b1**self.t), self.v[k] / (1 - b2**self.t)
-            decay = 0.0 if any(x in k for x in self.spared) else self.decay
-            new[k] = values[k] - rate * (
-                mean / (np.sqrt(square) + self.epsilon) + decay * values[k]
-            )
-        return new
 
 
 def fed(name):

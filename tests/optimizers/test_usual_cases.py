@@ -11,10 +11,10 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
-from tests.optimizers.outer.test_checkpoints import session_of
-from tests.optimizers.outer.test_checkpoints import train as steps
-from tests.optimizers.test_adamw import AdamW
 from tests.optimizers.weighted_reference import Islands, Stack
+from tests.reference import AdamW
+from tests.sessions import session_of
+from tests.sessions import train as steps
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]  # "hidden" is split over the second axis
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}

@@ -13,10 +13,10 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.pipeline.weights import mean_loss
 from tests import harness
-from tests.optimizers.outer.test_checkpoints import session_of
-from tests.optimizers.outer.test_checkpoints import train as steps
-from tests.optimizers.pipeline.test_order import BATCH_DIMS, LAYOUT, SHAPE, TABLE, order_table
 from tests.optimizers.weighted_reference import Islands, Stack, joined
+from tests.sessions import session_of
+from tests.sessions import train as steps
+from tests.wrappers import BATCH_DIMS, LAYOUT, SHAPE, WORKS, order_table
 
 SHARDS, LENGTH, FEATURES, RATE = 4, 8, 4, 0.1  # the table's optimizer is plain descent at that rate
 START = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
@@ -149,7 +149,7 @@ def test_every_wrapper(kind, name, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("outer", "inner"), sorted(p for p, why in TABLE.items() if not why))
+@pytest.mark.parametrize(("outer", "inner"), WORKS)
 def test_every_pair(outer, inner):
     feeds = batches(UNEQUAL)
     expected, _ = train([outer, inner], feeds)

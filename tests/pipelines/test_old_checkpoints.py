@@ -12,7 +12,7 @@ import pytest
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from tests.tools.estimator import by_hand, digits
-from tests.tools.estimator.test_estimator import tpu_run_config, train, variables
+from tests.tools.estimator.runs import tpu_run_config, train, variables
 
 # isort: split
 from tensorflow.python.tpu import tpu_estimator

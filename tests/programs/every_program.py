@@ -3,7 +3,7 @@
 import pytest
 
 from tests.programs import compared, table
-from tests.programs.test_programs import marked
+from tests.programs.table import marked
 
 
 @pytest.mark.parametrize(("style", "wrapper", "runtime"), [marked(cell) for cell in table.whole()])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Iterator, NamedTuple
 
+import pytest
+
 from tests.programs import (
     bert,
     field,
@@ -114,3 +116,12 @@ def selected() -> Iterator[Cell]:
     for number, style in enumerate(STYLES):
         for place, wrapper in enumerate(BEYOND.get(style) or _few(style)):
             yield Cell(style, wrapper, ("simd", *RUNTIMES)[(number + place) % 4])
+
+
+def marked(cell):
+    marks = [pytest.mark.xla] * (cell.runtime == "xla")
+    # What takes the longest to build.
+    large = cell.wrapper in ("islands", "replicas", "loss_scale(local(sharded))")
+    if "bert" in cell.style or (large and cell.style in ("gpt", "seq2seq", "two_meshes")):
+        marks.append(pytest.mark.slow)
+    return pytest.param(*cell, marks=marks)

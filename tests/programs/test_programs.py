@@ -3,16 +3,8 @@
 import pytest
 
 from tests.programs import compared, seq2seq, table
+from tests.programs.table import marked
 from tests.programs.wrappers import WRAPPERS
-
-
-def marked(cell):
-    marks = [pytest.mark.xla] * (cell.runtime == "xla")
-    # What takes the longest to build.
-    large = cell.wrapper in ("islands", "replicas", "loss_scale(local(sharded))")
-    if "bert" in cell.style or (large and cell.style in ("gpt", "seq2seq", "two_meshes")):
-        marks.append(pytest.mark.slow)
-    return pytest.param(*cell, marks=marks)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import choice
 from mtf_gradsync.reduce.choice import GPU_BUCKET_BYTES
 from tests import harness, models
-from tests.mesh.test_topology import cpus, gpu, placement
+from tests.mesh.devices import cpus, gpu, placement
 from tests.reduce import on_mesh
 
 LINKED = [gpu(i, [(i + 1) % 4, (i - 1) % 4]) for i in range(4)]

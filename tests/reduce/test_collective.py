@@ -13,63 +13,20 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import one_level
 from tests import harness, models, reference
 from tests.reduce import on_mesh
-from tests.reduce import test_strategies as shared
+from tests.reduce.every_strategy import SHAPES
 
 DEVICES = [f"/device:CPU:{i}" for i in range(8)]
 # As for trajectories of other strategies: a few ulp of values around 1 a step.
 TOLERANCE = 5 * 16 * np.finfo(np.float32).eps
 
 
-@pytest.fixture(autouse=True, params=[1, 3, 32])
-def merge_scope(request, monkeypatch):
-    """What every strategy must do, with sums that stand alone, in parts and all together."""
-    monkeypatch.setitem(
-        shared.STRATEGIES, "collective", lambda: reduce.CollectiveAllReduce(request.param)
-    )
-    return request.param
-
-
-one_scope = pytest.mark.parametrize("merge_scope", [3], indirect=True)
-# A SIMD mesh has no such collectives: there the scope says nothing.
-scopes_of_meshes = pytest.mark.parametrize(
-    ("mesh_kind", "merge_scope"),
-    [("placement", 1), ("placement", 3), ("placement", 32), ("simd", 3)],
-    indirect=True,
-)
-
-
-@scopes_of_meshes
-@pytest.mark.mostly_slow
-def test_sums_equal_float64_and_replicas_agree(mesh_kind, merge_scope):
-    shared.test_sums_equal_float64_and_replicas_agree(mesh_kind, "collective")
-
-
-@scopes_of_meshes
-def test_dtypes_together(mesh_kind, merge_scope):
-    shared.test_dtypes_together(mesh_kind, "collective")
-
-
-@pytest.mark.mostly_slow
-def test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies():
-    shared.test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies("collective")
-
-
-@one_scope
-def test_nothing_to_sum(merge_scope):
-    shared.test_groups_of_one_change_nothing("collective")
-    shared.test_no_values("collective")
-    shared.test_what_has_no_sum_is_refused_before_anything_is_built("collective")
-
-
 def collectives(graph):
     return [op for op in graph.get_operations() if op.type == "CollectiveReduceV2"]
 
 
-@pytest.mark.parametrize(
-    ("merge_scope", "number"), [(1, 7), (3, 3), (32, 1)], indirect=["merge_scope"]
-)
+@pytest.mark.parametrize(("merge_scope", "number"), [(1, 7), (3, 3), (32, 1)])
 def test_merges_as_many_tensors_as_asked(merge_scope, number):
-    with on_mesh.graph_of("all:8", shared.SHAPES) as (impl, values, graph):
+    with on_mesh.graph_of("all:8", SHAPES) as (impl, values, graph):
         groups = reduce.ProcessorGroups.along(impl, [0])
         reduce.CollectiveAllReduce(merge_scope).all_reduce(impl, values, groups)
         ops = collectives(graph)
@@ -77,8 +34,7 @@ def test_merges_as_many_tensors_as_asked(merge_scope, number):
     assert collections.Counter(op.device for op in ops) == dict.fromkeys(DEVICES, number)
 
 
-@one_scope
-def test_keys_are_one_for_each_group_and_one_for_each_collective(merge_scope):
+def test_keys_are_one_for_each_group_and_one_for_each_collective():
     def key(op, number):
         return int(tf.get_static_value(op.inputs[number]))
 
@@ -98,8 +54,7 @@ def test_keys_are_one_for_each_group_and_one_for_each_collective(merge_scope):
     assert len({key(op, 3) for op in ops}) == len(instances)
 
 
-@one_scope
-def test_the_next_client_of_the_same_workers_takes_other_keys(merge_scope):
+def test_the_next_client_of_the_same_workers_takes_other_keys():
     """Workers outlive a client, and refuse a key that they have seen with another shape."""
     clients = [one_level._instance_keys_of_a_client() for _ in range(3)]
     keys = [next(client) for client in clients for _ in range(100)]
@@ -107,8 +62,7 @@ def test_the_next_client_of_the_same_workers_takes_other_keys(merge_scope):
     assert all(0 < key < 2**31 for key in keys)
 
 
-@one_scope
-def test_a_fetch_of_one_processors_sum_does_not_wait_for_ever(merge_scope):
+def test_a_fetch_of_one_processors_sum_does_not_wait_for_ever():
     """A session leaves out what it need not run; a collective's other members are needed."""
 
     def make(impl, values):
@@ -132,8 +86,7 @@ def wait_chain(first, second):
     return {op.name for op in first} <= reached
 
 
-@one_scope
-def test_collectives_of_a_device_have_one_order(merge_scope):
+def test_collectives_of_a_device_have_one_order():
     with on_mesh.graph_of("rows:4;cols:2", [(3,), (4,)]) as (impl, values, graph):
         for axes in ([0], [1], [0, 1]):
             groups = reduce.ProcessorGroups.along(impl, axes)
@@ -149,8 +102,7 @@ def test_collectives_of_a_device_have_one_order(merge_scope):
     assert not wait_chain(by_device[DEVICES[0]][:1], by_device[DEVICES[1]][:1])
 
 
-@one_scope
-def test_a_device_is_the_same_by_whatever_name(merge_scope):
+def test_a_device_is_the_same_by_whatever_name():
     with on_mesh.graph_of("all:8", [(3,)]) as (impl, values, graph):
         groups = reduce.ProcessorGroups.along(impl, [0])
         short = harness.placement("all:8", "")
@@ -161,8 +113,7 @@ def test_a_device_is_the_same_by_whatever_name(merge_scope):
     assert all(wait_chain(first, [op]) for op in second)
 
 
-@one_scope
-def test_twenty_sessions_end_with_the_same_bits(merge_scope):
+def test_twenty_sessions_end_with_the_same_bits():
     """Neither who comes first nor how often sessions are made shows in a sum."""
     impl = harness.placement("rows:4;cols:2", "")
     rng = np.random.RandomState(0)
@@ -183,8 +134,7 @@ def test_twenty_sessions_end_with_the_same_bits(merge_scope):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs the threads of Linux")
-@one_scope
-def test_steps_leave_no_threads_behind(merge_scope):
+def test_steps_leave_no_threads_behind():
     """With a timeout each step leaves two for each member, which sleep until it is over."""
     impl = harness.placement("all:8", "")
     value = impl.LaidOutTensor([tf.placeholder_with_default(np.ones(3, "f"), [3])] * 8)
@@ -202,9 +152,8 @@ def test_steps_leave_no_threads_behind(merge_scope):
 
 
 @pytest.mark.parametrize("place", ["local", "synced"])
-@one_scope
 @pytest.mark.mostly_slow
-def test_update_in_a_branch(merge_scope, mesh_kind, place):
+def test_update_in_a_branch(mesh_kind, place):
     """On one process the branch is a function, which no collective can run in."""
     mesh_shape, layout, _ = harness.MESHES["2"]
     where = {"mesh_shape": mesh_shape, "layout": layout} if place == "local" else {}
@@ -223,8 +172,7 @@ def test_update_in_a_branch(merge_scope, mesh_kind, place):
         )
 
 
-@one_scope
-def test_branches_and_loops_of_the_graph_itself(merge_scope):
+def test_branches_and_loops_of_the_graph_itself():
     """Control flow v1, as on a cluster."""
     impl = harness.placement("all:8", "batch:all")
     groups = reduce.ProcessorGroups.along(impl, [0])
@@ -250,9 +198,8 @@ def test_branches_and_loops_of_the_graph_itself(merge_scope):
             np.testing.assert_allclose(value, [6.5 if taken else 3.0] * 2)
 
 
-@one_scope
 @pytest.mark.parametrize("kind", ["simd", "function"])
-def test_where_there_are_none_one_warning_says_so(merge_scope, caplog, kind):
+def test_where_there_are_none_one_warning_says_so(caplog, kind):
     data = [np.ones([8, 3], "f")]
 
     def make(impl, values):
@@ -274,8 +221,7 @@ def test_where_there_are_none_one_warning_says_so(merge_scope, caplog, kind):
     assert "CollectiveAllReduce" in caplog.text
 
 
-@one_scope
-def test_two_processors_on_one_device_are_refused(merge_scope, fresh_graph):
+def test_two_processors_on_one_device_are_refused(fresh_graph):
     impl = mtf.placement_mesh_impl.PlacementMeshImpl("all:2", "", ["cpu:0", "/device:CPU:0"])
     value = impl.LaidOutTensor([tf.ones([2])] * 2)
     before = len(fresh_graph.get_operations())
@@ -285,7 +231,6 @@ def test_two_processors_on_one_device_are_refused(merge_scope, fresh_graph):
     assert len(fresh_graph.get_operations()) == before
 
 
-@one_scope
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(
     ("devices", "message"),
@@ -294,9 +239,7 @@ def test_two_processors_on_one_device_are_refused(merge_scope, fresh_graph):
         (["/device:CPU:0", "/device:GPU:0"], "one kind.*GPU:0"),
     ],
 )
-def test_groups_that_could_only_wait_are_refused(
-    merge_scope, devices, message, compressed, fresh_graph
-):
+def test_groups_that_could_only_wait_are_refused(devices, message, compressed, fresh_graph):
     impl = mtf.placement_mesh_impl.PlacementMeshImpl("all:2", "", devices)
     value = impl.LaidOutTensor([tf.placeholder(tf.float32, [2])] * 2)
     strategy = reduce.CollectiveAllReduce()
@@ -308,11 +251,10 @@ def test_groups_that_could_only_wait_are_refused(
     assert len(fresh_graph.get_operations()) == before
 
 
-@one_scope
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("merge_scope", 0), ("merge_scope", 1.5), ("timeout_seconds", -1), ("timeout_seconds", "1")],
 )
-def test_bad_arguments_are_refused(merge_scope, argument, value):
+def test_bad_arguments_are_refused(argument, value):
     with pytest.raises(ValueError, match=argument):
         reduce.CollectiveAllReduce(**{argument: value})

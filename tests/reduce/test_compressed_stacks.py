@@ -12,7 +12,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.optimizers.pipeline.rounded_programs import MESHES, Program
 from tests.reduce import compressed
-from tests.reduce.test_quantized import FEEDS, SIZE, Reference
+from tests.reduce.quantized_reference import FEEDS, SIZE, Reference
 
 QUANTIZED = gs.QuantizedAllReduce(block_size=SIZE)
 LOW_RANK = gs.LowRankAllReduce(rank=3)

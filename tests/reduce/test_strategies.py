@@ -7,53 +7,16 @@ from mtf_gradsync import reduce, simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.reduce import on_mesh
+from tests.reduce.every_strategy import GROUPS, SHAPES, STRATEGIES, UNIT, arrays, check
 
-STRATEGIES = {
-    "fused": lambda: reduce.FusedAllReduce(),
-    "one_device": lambda: reduce.ReductionToOneDevice(),
-    "ring": lambda: reduce.RingAllReduce(),
-    "one_pack": lambda: reduce.AllReduce(),
-    "packs": lambda: reduce.AllReduce("add_n", num_packs=3),
-    "levels": lambda: reduce.HierarchicalAllReduce(),
-    "ring_levels": lambda: reduce.HierarchicalAllReduce("ring/ring", num_packs=2),
-    "sharded_levels": lambda: reduce.HierarchicalAllReduce(
-        [("ring", 1, 32), ("add_n/ring", 3, 1100), ("add_n/add_n", 4, -1)],
-        agg_small_grads_max_bytes=1000,
-    ),
-    "small": lambda: reduce.AllReduce("add_n", 0, 100, 3),
-    "best": lambda: reduce.BestAllReduce(),
-    # All sums but those of gradients, which tests of their own have; low rank does the same.
-    "quantized": lambda: reduce.QuantizedAllReduce(),
-}
-SHAPES = [(), (1,), (3,), (64, 4), (0, 2), (2, 3, 5), (64, 4), (1031,)]
-# Odd groups that no set of axes describes, on any mesh of 8.
-GROUPS = [[0, 5, 6, 3], [7, 2, 1, 4]]
-# Unit roundoff by dtype; SIMD sums float64 in float32.
-UNIT = {"float32": 2.0**-24, "float64": 2.0**-53, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+# On SIMD meshes strategies differ in their packs alone.
+ON_MESHES = [
+    *(("placement", name) for name in STRATEGIES),
+    *(("simd", name) for name in ("fused", "packs", "sharded_levels", "quantized", "collective_3")),
+]
 
 
-def arrays(dtype="float32", seed=0):
-    rng = np.random.RandomState(seed)
-    dtype = tf.as_dtype(dtype).as_numpy_dtype
-    return [np.asarray(rng.randn(8, *shape) * 3).astype(dtype) for shape in SHAPES]
-
-
-def check(kind, mesh_shape, data, results, groups, unit):
-    """n summands make n - 1 roundings on the way of each, in levels or not.
-
-    Narrow sums round once a level, which is less.
-    """
-    for x, out in zip(data, results):
-        assert out.shape == x.shape
-        assert out.dtype == x.dtype
-        want = on_mesh.expected(mesh_shape, x, groups)
-        size = on_mesh.expected(mesh_shape, np.abs(x.astype(float)), groups)
-        assert (np.abs(out.astype(float) - want) <= unit * len(groups[0]) * size).all()
-        for group in groups:
-            assert len({out[p].tobytes() for p in group}) == 1
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("mesh_kind", "strategy"), ON_MESHES, indirect=["mesh_kind"])
 @pytest.mark.mostly_slow(every=5)
 def test_sums_equal_float64_and_replicas_agree(mesh_kind, strategy):
     """On a mesh that has all kinds of sets of axes that other meshes of 8 have."""
@@ -81,11 +44,7 @@ def test_sums_equal_float64_and_replicas_agree(mesh_kind, strategy):
     assert next(out, None) is None
 
 
-# On SIMD meshes strategies differ in their packs alone.
-@pytest.mark.parametrize(
-    ("mesh_kind", "strategy"),
-    [*(("placement", name) for name in STRATEGIES), ("simd", "fused"), ("simd", "packs")],
-)
+@pytest.mark.parametrize(("mesh_kind", "strategy"), ON_MESHES)
 @pytest.mark.mostly_slow(every=3)
 def test_dtypes_together(mesh_kind, strategy):
     by_dtype = {dtype: arrays(dtype)[:4] for dtype in UNIT}

@@ -8,7 +8,7 @@ import absl.flags
 
 from mtf_gradsync._private.libraries import tf
 from tests import harness, models
-from tests.step.test_plan import LAYOUT, MESH, mlp_step, stacked
+from tests.step.stacks import LAYOUT, MESH, mlp_step, stacked
 
 STACKS = (["cross_shard"], ["local", "clip"], ["sync_replicas"])
 

@@ -16,32 +16,12 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import StepPlan
 from mtf_gradsync.step.plan import Planned
 from tests import harness, models
+from tests.step.stacks import LAYOUT, MESH, WRAPPERS, mlp_step, stacked
 
-MESH, LAYOUT, _ = harness.MESHES["2"]
-AXES = {"mesh_shape": MESH, "layout": LAYOUT}
 EPS = np.finfo("f").eps
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# Each leaves an update with all gradients as it is, or makes it of two equal micro steps.
-WRAPPERS = {
-    "cross_shard": lambda opt, name: gs.CrossShardOptimizer(opt, name=name),
-    "clip": lambda opt, name: gs.ClipByGlobalNormOptimizer(opt, 1e9, name=name),
-    "local": lambda opt, name: gs.GradientAccumulationOptimizer(
-        opt, 2, average_aggregated_gradients=True, name=name, **AXES
-    ),
-    "synced": lambda opt, name: gs.GradientAccumulationOptimizer(
-        opt, 2, average_aggregated_gradients=True, name=name
-    ),
-    "sync_replicas": lambda opt, name: gs.SyncReplicasOptimizer(opt, 2, name=name, **AXES),
-}
 STACKS = st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=3)
-
-
-def stacked(names, inner=None, prefix=""):
-    opt = inner or mtf.optimize.SgdOptimizer(0.1)
-    for number, name in enumerate(reversed(names)):
-        opt = WRAPPERS[name](opt, f"{prefix}{name}_{number}")
-    return opt
 
 
 def micro_steps(names):
@@ -57,14 +37,6 @@ def sensible(names):
         return False
     # Something around local accumulation or synchronous replicas would sum for nothing.
     return not any(n in ("local", "sync_replicas") for n in names[1:])
-
-
-def mlp_step(opt, mesh, inputs):
-    variables = mesh.graph.trainable_variables
-    loss = models.mlp_loss(mesh, inputs)
-    variables = mesh.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
-    return opt.apply_grads(grads, variables)
 
 
 @functools.lru_cache(maxsize=None)

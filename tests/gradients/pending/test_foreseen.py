@@ -7,17 +7,15 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.gradients.recoverable import mixed_gradients
 from tests import harness
 from tests.gradients.pending import programs
+from tests.gradients.pending.foreseen import EPS, check_foreseen
 
 MESH, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
 STEPS = 8
 NOT_FINITE = 2.0**40
-# Sums of some dozen terms, and chains of products of them; SIMD programs sum in float32.
-EPS = {"simd": 2.0**10 * np.finfo(np.float32).eps, "placement": 2.0**10 * np.finfo(float).eps}
 
 
 def no_nan(x):
@@ -39,17 +37,6 @@ def build_on(choices, shards):
         return [], fetches
 
     return build
-
-
-def check_foreseen(lowering):
-    """Compares, for each tensor of each operation that was followed, foreseen and met axes."""
-    lowered = PendingSums.of_lowering(lowering)
-    for operation in lowered.flow.operations:
-        for tensor in operation.outputs:
-            value = lowering.tensors.get(tensor)
-            if value is not None:
-                met = value.mesh_axes if isinstance(value, mtf.LazyAllreduceSum) else ()
-                assert lowered.flow.axes.get(tensor, frozenset()) == set(met), operation
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 import mtf_gradsync as gs
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.accumulation import LOCAL
 from tests import harness, models
@@ -59,3 +62,36 @@ def two_parameter_model(dtype=tf.float32):
         for n in ("v", "w")
     ]
     return mesh, weights, [mtf.ones(mesh, shape, dtype) for _ in weights]
+
+
+MESH, LAYOUT, _ = harness.MESHES["2x2"]
+
+
+def simd_report(make, mesh_shape=MESH, layout=LAYOUT):
+    """The collectives of the model's training step."""
+    with tf.Graph().as_default():
+        inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+        with simd.tpu_program(mesh_shape, layout) as program:
+            graph = mtf.Graph()
+            mesh = mtf.Mesh(graph, "mesh")
+            _, fetches = models.train(make)(mesh, inputs)
+            lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
+            lowering.export_to_tf_tensor(fetches["loss"])
+        return simd.list_collectives(program, lowering=lowering)
+
+
+def gradient_rows(report):
+    """What crosses the replica axis: gradients in this model, but for the loss, a mean."""
+    return [r for r in report.rows if r.group == "rows" and "reduce_mean/" not in r.name]
+
+
+class NoUpdate(mtf.optimize.Optimizer):
+    """Touches no gradient."""
+
+    def apply_grads(self, grads, variables):
+        return []
+
+
+@functools.lru_cache(maxsize=None)
+def report_without_update(mesh_shape=MESH):
+    return simd_report(NoUpdate, mesh_shape)

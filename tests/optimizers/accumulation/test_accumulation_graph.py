@@ -1,41 +1,28 @@
 """What the graph of an accumulating program says: what runs only with an update."""
 
 import copy
-import functools
 import logging
 
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
+from tests.optimizers.accumulation.accumulation_runs import (
+    LAYOUT,
+    MESH,
+    NoUpdate,
+    gradient_rows,
+    report_without_update,
+    simd_report,
+)
 
-MESH, LAYOUT, _ = harness.MESHES["2x2"]
 K = 4
-
-
-def simd_report(make, mesh_shape=MESH, layout=LAYOUT):
-    """The collectives of the model's training step."""
-    with tf.Graph().as_default():
-        inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-        with simd.tpu_program(mesh_shape, layout) as program:
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            _, fetches = models.train(make)(mesh, inputs)
-            lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
-            lowering.export_to_tf_tensor(fetches["loss"])
-        return simd.list_collectives(program, lowering=lowering)
 
 
 def local(inner, **kwargs):
     return gs.GradientAccumulationOptimizer(inner, K, mesh_shape=MESH, layout=LAYOUT, **kwargs)
-
-
-def gradient_rows(report):
-    """What crosses the replica axis: gradients in this model, but for the loss, a mean."""
-    return [r for r in report.rows if r.group == "rows" and "reduce_mean/" not in r.name]
 
 
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
@@ -118,18 +105,6 @@ def test_what_reduces_on_every_step_says_so_once(why, caplog):
     (record,) = [r for r in caplog.records if "reduced on every microbatch step" in r.getMessage()]
     assert record.levelname == "WARNING"
     assert text in record.getMessage()
-
-
-class NoUpdate(mtf.optimize.Optimizer):
-    """Touches no gradient."""
-
-    def apply_grads(self, grads, variables):
-        return []
-
-
-@functools.lru_cache(maxsize=None)
-def report_without_update(mesh_shape=MESH):
-    return simd_report(NoUpdate, mesh_shape)
 
 
 def test_gradient_bytes_an_update_are_a_kth_of_the_bare_optimizers():

@@ -1,6 +1,5 @@
 """Checkpoints of outer steps: any step of a round, other islands, runs without islands."""
 
-import contextlib
 import functools
 
 import numpy as np
@@ -10,74 +9,15 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
-from tests.optimizers.outer.test_outer_steps import ALL, batches
-
-MESHES = {
-    "2": ("all:2", "batch:all", ("batch",)),
-    "4": ("all:4", "batch:all", ("batch",)),
-    "8": ("all:8", "batch:all", ("batch",)),
-    "2x2": ("a:2;b:2", "outer:a;batch:b", ("outer", "batch")),
-}
-ROUND = 3
-
-
-def built(kind, mesh, inner_steps=ROUND, opt="momentum", inside=lambda opt, mesh: opt, **arguments):
-    shape, layout, dims = MESHES[mesh]
-
-    def make():
-        inner = inside(models.OPTIMIZERS[opt](), mesh)
-        if not inner_steps:
-            return gs.CrossShardOptimizer(inner)
-        return gs.OuterOptimizer(
-            inner, inner_steps, outer_momentum=0.5, mesh_shape=shape, layout=layout,
-            batch_dims=dims, outer_dims=dims[:1], **arguments,
-        )  # fmt: skip
-
-    return harness.built(kind, shape, layout, models.train(make, dims), batches(1)[0])
+from tests.optimizers.outer.outer_programs import MESHES, ROUND, batches, built
+from tests.optimizers.outer.outer_reference import ALL
+from tests.sessions import assert_same_bits, session_of, train
 
 
 @functools.lru_cache(maxsize=None)
 def plain(kind):
     """Rounds of four islands, for the sessions of several tests."""
     return built(kind, "4")
-
-
-@contextlib.contextmanager
-def session_of(made):
-    """One interface for all runtimes: run, save, restore, variables."""
-    with made.graph.as_default(), made._session() as session:
-        yield session if made.program else _OfPlacement(made, session)
-
-
-class _OfPlacement:
-    def __init__(self, made, session):
-        self._made, self._session, self.run = made, session, session.run
-        self._saver = gs.ReshardingSaver(max_to_keep=None)
-        session.run(made.init)
-        session.run(made.restore)
-
-    def restore(self, path):
-        self._saver.restore(self._session, path)
-        self._session.run(self._made.restore)
-
-    def variables(self):
-        self._session.run(self._made.collect)
-        return self._session.run({v.op.name: v for v in tf.global_variables()})
-
-    def save(self, path):
-        self._session.run(self._made.collect)
-        return self._saver.save(self._session, path, write_meta_graph=False)
-
-
-def train(made, session, feeds):
-    for feed in feeds:
-        session.run(made.updates, {made.inputs[name]: x for name, x in feed.items()})
-
-
-def assert_same_bits(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 def sharded(opt, mesh):

@@ -7,8 +7,8 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
-from tests.optimizers.outer.test_checkpoints import MESHES, built
-from tests.optimizers.outer.test_outer_steps import ALL, assert_as_reference, batches
+from tests.optimizers.outer.outer_programs import MESHES, assert_as_reference, batches, built, where
+from tests.optimizers.outer.outer_reference import ALL
 from tests.optimizers.pipeline.rounded_programs import rounding
 
 ROUND = 2
@@ -22,11 +22,6 @@ def trained(kind, mesh, feeds, inside=lambda opt, mesh: opt, opt="sgd", **argume
 def expected_of(mesh, feeds, opt="sgd", **changes):
     islands = 2 if mesh == "2x2" else int(mesh)
     return outer_reference.train(opt, feeds, islands, ROUND, 0.7, 0.5, True, ALL, **changes)
-
-
-def where(mesh):
-    shape, layout, dims = MESHES[mesh]
-    return {"mesh_shape": shape, "layout": layout, "batch_dims": dims}
 
 
 @pytest.mark.parametrize(

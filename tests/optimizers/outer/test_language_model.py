@@ -12,7 +12,7 @@ from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import resolve_mesh
 from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
 from tests import harness, models
-from tests.optimizers.outer.test_checkpoints import session_of, train
+from tests.sessions import session_of, train
 
 ISLANDS, STEPS, ROUND, RATE, MOMENTUM = 2, 7, 3, 0.7, 0.5
 BATCH, LENGTH, VOCAB = 4, 8, 32

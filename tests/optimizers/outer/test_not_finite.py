@@ -11,7 +11,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.tools.train.runner import most_bad_losses
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
-from tests.optimizers.outer.test_outer_steps import ALL, assert_as_reference, batches
+from tests.optimizers.outer.outer_programs import assert_as_reference, batches
+from tests.optimizers.outer.outer_reference import ALL
 
 ROUND = 2
 SHAPE, LAYOUT, _ = harness.MESHES["4"]

@@ -8,12 +8,9 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
-from tests.optimizers.outer.test_checkpoints import session_of, train
-from tests.optimizers.outer.test_outer_steps import (
-    ALL,
-    TWO_OF_SLICES,
-    batches,
-)
+from tests.optimizers.outer.outer_programs import TWO_OF_SLICES, batches
+from tests.optimizers.outer.outer_reference import ALL
+from tests.sessions import session_of, train
 
 STEPS, ROUND = 6, 3
 # Mesh, layout and what the wrapper is given, which is an island of the whole mesh.

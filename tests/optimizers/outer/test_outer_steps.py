@@ -9,16 +9,18 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
+from tests.optimizers.outer.outer_programs import (
+    THREE_OF_SLICES,
+    TWO_OF_SLICES,
+    assert_as_reference,
+    batches,
+)
 
 # Many steps for each runtime once; elsewhere some rounds.
 MANY, SOME = 100, 24
 ALL = outer_reference.ALL
 # A core has 48 + 8 + 1 numbers, or 24 + 4 + 1 on the mesh with a model axis: "w1" is cut.
 TWO, THREE = outer_reference.cut(8, 29, 48), outer_reference.cut(8, 19, 38, 48)
-TWO_OF_SLICES, THREE_OF_SLICES = (
-    outer_reference.cut(4, 15, 24),
-    outer_reference.cut(4, 10, 20, 24),
-)
 
 
 def outer(opt, mesh, inner_steps, **arguments):
@@ -27,28 +29,9 @@ def outer(opt, mesh, inner_steps, **arguments):
     return gs.OuterOptimizer(models.OPTIMIZERS[opt](), inner_steps, **arguments, **where)
 
 
-def batches(steps):
-    """Small ones, on which momentum inside of momentum does not diverge."""
-    return [{k: v * np.float32(0.3) for k, v in x.items()} for x in models.mlp_batches(steps)]
-
-
 def run(kind, mesh, make, steps):
     shape, layout, dims = harness.MESHES[mesh]
     return harness.run(kind, shape, layout, models.train(make, dims), batches(steps))
-
-
-def assert_as_reference(found, expected, steps):
-    """Each step rounds a gradient and an update a few times, relative to values of about 1.
-
-    Adam divides by a root: what a gradient is off by counts relative to the gradient, which is
-    about a hundredth of the values.
-    """
-    atol = steps * 32 * 2**-24
-    for name, value in expected.outer.items():
-        assert np.isfinite(value).all()
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=atol)
-        islands = np.stack([island[name] for island in expected.islands])
-        np.testing.assert_allclose(found[f"{name}/island"], islands, rtol=0, atol=atol)
 
 
 # kind, mesh, steps, inner optimizer, inner_steps, nesterov, fragments

@@ -7,10 +7,9 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
-from tests.optimizers.outer.test_checkpoints import assert_same_bits, built, session_of, train
-from tests.optimizers.outer.test_inside import where
-from tests.optimizers.outer.test_outer_steps import batches
+from tests.optimizers.outer.outer_programs import batches, built, where
 from tests.optimizers.pipeline.rounded_programs import rounding
+from tests.sessions import assert_same_bits, session_of, train
 
 ROUND = 2
 

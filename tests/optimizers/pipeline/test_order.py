@@ -3,8 +3,6 @@
 import collections
 import contextlib
 import functools
-import importlib.util
-import pathlib
 import re
 
 import numpy as np
@@ -12,14 +10,14 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, wrappers
+from tests.wrappers import BATCH_DIMS, LAYOUT, ROOT, SHAPE, TABLE, order_table
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-_SPEC = importlib.util.spec_from_file_location("order_table", ROOT / "docs/write_order_table.py")
-order_table = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(order_table)
-SHAPE, LAYOUT, BATCH_DIMS = order_table.MESH.values()
-TABLE = order_table.table()
+
+def test_every_wrapper_has_an_entry():
+    """So that it is in the table and in every test of all wrappers."""
+    entries = {name.partition(",")[0] for name in order_table.WRAPPERS}
+    assert wrappers.exported() - entries == set(), "docs/write_order_table.py lacks these"
 
 
 def test_the_page_is_what_the_wrappers_declare():
@@ -78,14 +76,6 @@ def test_a_wrapper_changes_nothing_inside_of_it_when_it_is_made():
         for opt, held in zip(stack, before):
             changed = [k for k in {**held, **vars(opt)} if held.get(k) is not vars(opt).get(k)]
             assert not changed, f"{outer} around {inner}: {type(opt).__name__} has other {changed}"
-
-
-# These train, in test_shard_losses.
-WORKS = sorted(p for p, why in TABLE.items() if not why)
-# Each wrapper around another one, and inside of one; random stacks train there too.
-ON_PLACEMENT = sorted(
-    {*dict(WORKS).items(), *((a, b) for b, a in {b: a for a, b in WORKS}.items())}
-)
 
 
 @pytest.mark.parametrize("outer", sorted(order_table.WRAPPERS))

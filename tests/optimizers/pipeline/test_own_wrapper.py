@@ -7,7 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf
 from tests import documents, harness, models, reference
-from tests.optimizers.pipeline import test_shard_losses
+from tests.optimizers.pipeline import shard_losses
 from tests.reduce import rounded
 
 SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
@@ -93,13 +93,13 @@ def test_it_decides_once_an_update_inside_accumulation(names):
     assert all(np.array_equal(found[name], first[name]) for name in models.mlp_values())
 
 
-@pytest.mark.parametrize("others", [(), ("CrossShardOptimizer",), (test_shard_losses.LOCAL,)])
+@pytest.mark.parametrize("others", [(), ("CrossShardOptimizer",), (shard_losses.LOCAL,)])
 @pytest.mark.mostly_slow
 def test_losses_of_shards_are_averaged_around_it_and_inside_of_it(names, others, monkeypatch):
-    monkeypatch.setitem(test_shard_losses.WRAPPERS, "own", names["SkipSpikesOptimizer"])
-    is_outside = test_shard_losses.LOCAL not in others
+    monkeypatch.setitem(shard_losses.WRAPPERS, "own", names["SkipSpikesOptimizer"])
+    is_outside = shard_losses.LOCAL not in others
     stack = ["own", *others] if is_outside else [*others, "own"]
-    test_shard_losses.check("simd", stack)
+    shard_losses.check("simd", stack)
 
 
 def test_its_order_and_arguments_are_checked(names):

@@ -13,7 +13,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
-from tests.optimizers.outer.test_checkpoints import session_of, train
+from tests.sessions import session_of, train
 
 K, D, EXAMPLES = 3, 3, 8
 RATE, MOMENTUM = 0.25, 0.5

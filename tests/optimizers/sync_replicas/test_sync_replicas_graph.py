@@ -8,7 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
-from tests.optimizers.accumulation.test_accumulation_graph import (
+from tests.optimizers.accumulation.accumulation_runs import (
     gradient_rows,
     report_without_update,
     simd_report,

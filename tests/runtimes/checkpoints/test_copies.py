@@ -6,8 +6,7 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.starting import choose_checkpoint
-from tests.damage import damage
-from tests.runtimes.checkpoints.test_damage import files, write_run
+from tests.damage import damage, files, write_run
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Damaged checkpoints: found by reading them, named, and never deleted."""
 
-import numpy as np
 import pytest
 
 from mtf_gradsync._common import ConfigError
@@ -10,43 +9,16 @@ from mtf_gradsync.runtimes.starting import (
     Start,
     choose_checkpoint,
     damage_of,
-    note_checkpoint,
 )
-from tests.damage import HOWS, damage
+from tests.damage import HOWS, STEPS, damage, files, write_run
 
-STEPS = (10, 20, 30)
 NEWEST = "model.ckpt-30"
 DATA = f"{NEWEST}.data-00000-of-00001"
-
-
-def write_run(directory, steps=STEPS, value=0.0):
-    """A directory as a run leaves it."""
-    directory.mkdir(exist_ok=True)
-    with tf.Graph().as_default():
-        step = tf.train.get_or_create_global_step()
-        weights = tf.get_variable("weights", [4096])
-        saver = tf.train.Saver(save_relative_paths=True)
-        with tf.Session() as session:
-            for number in steps:
-                step.load(number, session)
-                weights.load(np.full(4096, value + number, "f"), session)
-                prefix = str(directory / "model.ckpt")
-                path = saver.save(session, prefix, global_step=number, write_meta_graph=False)
-                note_checkpoint(path)
-    return directory
 
 
 @pytest.fixture
 def run(tmp_path):
     return write_run(tmp_path / "run")
-
-
-def files(directory):
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
 
 
 DAMAGES = [(file, how) for file in (f"{NEWEST}.index", DATA) for how in HOWS]

@@ -177,3 +177,20 @@ class Processes:
         return "\n".join(
             f"--- {name}\n{p.output()}{p.errors()}" for p, name in self.started.items()
         )
+
+
+def runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # One that has ended and whom nobody has asked yet (in a container perhaps nobody will).
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def ended(numbers):
+    end = time.monotonic() + 60
+    while any(runs(pid) for pid in numbers) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(runs(pid) for pid in numbers)

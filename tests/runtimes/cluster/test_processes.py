@@ -4,34 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.runtimes.cluster import processes as module
+from tests.runtimes.cluster.processes import ended
 
 IDLE = "tests.runtimes.cluster.idle"
 
 
-def runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # One that has ended and whom nobody has asked yet (in a container perhaps nobody will).
-    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-        return stat.read().rpartition(")")[2].split()[0] != "Z"
-
-
 def pids(output):
     return [int(word) for word in output.split("started ")[1].split()[:2]]
-
-
-def ended(numbers):
-    end = time.monotonic() + 60
-    while any(runs(pid) for pid in numbers) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(runs(pid) for pid in numbers)
 
 
 @pytest.fixture(params=["start", "fork"])

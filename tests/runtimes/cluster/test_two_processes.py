@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks import cluster, models, two_processes
 from tests.runtimes.cluster import two_processes_program as program
-from tests.runtimes.cluster.processes import ROOT
-from tests.runtimes.cluster.test_processes import ended
+from tests.runtimes.cluster.processes import ROOT, ended
 
 pytestmark = pytest.mark.cluster
 SIZES = [4 * math.prod(shape) for shape in program.SHAPES]

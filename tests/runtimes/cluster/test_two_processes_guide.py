@@ -9,7 +9,7 @@ import pytest
 from benchmarks.cluster import reserved_ports
 from mtf_gradsync import LOST_PROCESS_EXIT_CODE
 from tests import documents
-from tests.runtimes.cluster.test_processes import ended
+from tests.runtimes.cluster.processes import ended
 
 pytestmark = pytest.mark.cluster
 

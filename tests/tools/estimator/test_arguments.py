@@ -9,7 +9,7 @@ import pytest
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from tests.tools.estimator import digits
-from tests.tools.estimator.test_estimator import train, variables
+from tests.tools.estimator.runs import train, variables
 
 
 def ours(directory, fn=digits.model_fn, params=None, **given):

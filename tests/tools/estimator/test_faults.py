@@ -15,7 +15,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd import UnsupportedProgramError
 from tests import harness
 from tests.tools.estimator import digits
-from tests.tools.estimator.test_estimator import RUNTIMES, VARIABLES, ours, train
+from tests.tools.estimator.runs import RUNTIMES, VARIABLES, ours, train
 
 BEFORE = 4  # good batches; a checkpoint after every third
 

@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from mtf_gradsync.tools.estimator.host import write_summary
 from tests.documents import ROOT
 from tests.tools.estimator import digits
-from tests.tools.estimator.test_estimator import RUNTIMES, VARIABLES, ours, train, variables
+from tests.tools.estimator.runs import RUNTIMES, VARIABLES, ours, train, variables
 
 with_estimator = pytest.mark.skipif(
     not ESTIMATOR_AVAILABLE, reason="this TensorFlow has no Estimator"

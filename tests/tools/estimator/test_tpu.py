@@ -6,7 +6,7 @@ from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from mtf_gradsync.runtimes.simd.program import made_up_device_assignment
 from tests.tools.estimator import digits
-from tests.tools.estimator.test_estimator import tpu_run_config
+from tests.tools.estimator.runs import tpu_run_config
 
 # isort: split
 from tensorflow.python.tpu import tpu_estimator

@@ -13,8 +13,7 @@ from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.report import Ended, write_page
-from tests.tools.islands.test_merger import begun, merge
-from tests.tools.islands.toy import Toy
+from tests.tools.islands.toy import Toy, begun, merge
 
 
 def test_merges_until_it_is_stopped(folder):

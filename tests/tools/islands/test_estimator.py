@@ -10,9 +10,9 @@ from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from tests.tools.estimator import digits
 from tests.tools.estimator.conftest import trained  # noqa: F401
-from tests.tools.estimator.test_estimator import RUNTIMES, TOLERANCE, VARIABLES, variables
+from tests.tools.estimator.runs import RUNTIMES, TOLERANCE, VARIABLES, variables
 from tests.tools.islands.conftest import merging
-from tests.tools.islands.test_merger import PLAIN
+from tests.tools.islands.toy import PLAIN
 
 
 def as_island(features, labels, mode, params, config):

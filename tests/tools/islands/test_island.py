@@ -12,8 +12,7 @@ from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import events_by_step, read_status
 from tests import harness
 from tests.tools.islands.conftest import Program, batches, merging
-from tests.tools.islands.test_merger import PLAIN, begun, merge
-from tests.tools.islands.toy import Toy
+from tests.tools.islands.toy import PLAIN, Toy, begun, merge
 
 
 def test_what_was_learned_since_the_contribution_is_kept(folder):

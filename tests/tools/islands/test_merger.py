@@ -20,31 +20,7 @@ from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.versions import newest_version, read_values
 from tests.tools.islands.conftest import merging
-from tests.tools.islands.toy import FragileFolder, Killed, Toy, new_session
-
-PLAIN = MergeSettings(outer_learning_rate=1.0, outer_momentum=0.0)
-
-
-def merge(folder, versions, settings=PLAIN, waiting=None, **arguments):
-    """Runs a merger until it has made some versions; returns their decisions.
-
-    The clock stands still where nothing happens: a window of grace is over once it has begun.
-    """
-    seconds = itertools.count(step=1000.0)
-    merger = Merger(
-        folder if isinstance(folder, Folder) else Folder(str(folder)), settings, waiting,
-        poll_seconds=1e-9, clock=lambda: next(seconds), **arguments,
-    )  # fmt: skip
-    made = []
-    merger.run(lambda: len(made) >= versions, made.append, sleep=lambda seconds: None)
-    return made
-
-
-def begun(folder, names, settings=PLAIN):
-    """Islands that have begun with version 0."""
-    toys = [Toy(folder, name, 2, wait="none") for name in names]
-    with merging(folder, settings):
-        return [toy.begin() for toy in toys]
+from tests.tools.islands.toy import PLAIN, FragileFolder, Killed, Toy, begun, merge, new_session
 
 
 def test_a_version_is_the_mean_weighted_by_tokens(folder):

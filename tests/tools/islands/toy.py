@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Mapping
 
 import numpy as np
 
-from mtf_gradsync.islands import Island
+from mtf_gradsync.islands import (
+    Island,
+    Merger,
+    MergeSettings,
+)
 from mtf_gradsync.tools.islands.folder import Folder, Spec
+from tests.tools.islands.conftest import merging
 
 
 class ToyValues:
@@ -87,3 +93,28 @@ class FragileFolder(Folder):
     def remove(self, name: str) -> None:
         """See `Folder.remove`."""
         self._change(lambda: super(FragileFolder, self).remove(name))
+
+
+PLAIN = MergeSettings(outer_learning_rate=1.0, outer_momentum=0.0)
+
+
+def merge(folder, versions, settings=PLAIN, waiting=None, **arguments):
+    """Runs a merger until it has made some versions; returns their decisions.
+
+    The clock stands still where nothing happens: a window of grace is over once it has begun.
+    """
+    seconds = itertools.count(step=1000.0)
+    merger = Merger(
+        folder if isinstance(folder, Folder) else Folder(str(folder)), settings, waiting,
+        poll_seconds=1e-9, clock=lambda: next(seconds), **arguments,
+    )  # fmt: skip
+    made = []
+    merger.run(lambda: len(made) >= versions, made.append, sleep=lambda seconds: None)
+    return made
+
+
+def begun(folder, names, settings=PLAIN):
+    """Islands that have begun with version 0."""
+    toys = [Toy(folder, name, 2, wait="none") for name in names]
+    with merging(folder, settings):
+        return [toy.begin() for toy in toys]

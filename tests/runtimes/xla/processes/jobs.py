@@ -8,6 +8,8 @@ import pathlib
 import signal
 import time
 
+import numpy as np
+
 from benchmarks.cluster import free_ports
 from tests.forked import TIME_LIMIT
 from tests.runtimes.cluster.processes import Processes
@@ -137,3 +139,20 @@ class Jobs:
             members.append(Member(self._plans, name))
         self._count += 1
         return Job(folder, members, end)
+
+
+def results(job, process=0, run=""):
+    """Losses and variables of a run, without what was drawn at random."""
+    with np.load(job.folder / f"found_{process}.npz") as file:
+        wanted = [f"{run}{name}" for name in ("losses", "variable/")]
+        return {
+            name[len(run) :]: file[name]
+            for name in file.files
+            if name.startswith(tuple(wanted)) and "drawn" not in name
+        }
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        np.testing.assert_array_equal(value, b[name], err_msg=name)

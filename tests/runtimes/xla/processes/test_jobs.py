@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.runtimes.xla.processes.jobs import RECORDED
+from tests.runtimes.xla.processes.jobs import RECORDED, assert_same_bits, results
 from tests.tools.timelines import traces
 
 pytestmark = pytest.mark.xla
@@ -24,23 +24,6 @@ def of_four(jobs, of_two):
 @pytest.fixture(scope="module")
 def of_one(jobs, of_two):
     return jobs.run(1, again_from=str(of_two.folder / "step_3"))
-
-
-def results(job, process=0, run=""):
-    """Losses and variables of a run, without what was drawn at random."""
-    with np.load(job.folder / f"found_{process}.npz") as file:
-        wanted = [f"{run}{name}" for name in ("losses", "variable/")]
-        return {
-            name[len(run) :]: file[name]
-            for name in file.files
-            if name.startswith(tuple(wanted)) and "drawn" not in name
-        }
-
-
-def assert_same_bits(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        np.testing.assert_array_equal(value, b[name], err_msg=name)
 
 
 def assert_equal_to_rounding(a, b):

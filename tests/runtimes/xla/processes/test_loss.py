@@ -7,9 +7,9 @@ import time
 import pytest
 
 from mtf_gradsync import xla
-from tests.runtimes.cluster.test_processes import ended
+from tests.runtimes.cluster.processes import ended
 from tests.runtimes.xla.processes import unlike_program
-from tests.runtimes.xla.processes.test_jobs import assert_same_bits, results
+from tests.runtimes.xla.processes.jobs import assert_same_bits, results
 
 pytestmark = pytest.mark.xla
 SILENCE = 3.0

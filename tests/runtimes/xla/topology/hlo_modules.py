@@ -104,3 +104,73 @@ def _number(number, value):
 def _varint(value):
     low, rest = value & 127, value >> 7
     return bytes([low]) if not rest else bytes([low | 128]) + _varint(rest)
+
+
+# The module of `step`, as XLA prints it.
+TEXT = """\
+HloModule step, entry_computation_layout={(f32[4]{0})->(f32[4]{0})}
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(f32[] %a, f32[] %b)
+}
+
+%yes (t: (f32[4])) -> (f32[4]) {
+  %t = (f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element((f32[4]{0}) %t), index=0
+  %r = f32[4]{0} all-reduce(f32[4]{0} %x), replica_groups={{0,1,2,3}}, to_apply=%sum
+  ROOT %out = (f32[4]{0}) tuple(f32[4]{0} %r)
+}
+
+%no (t: (f32[4])) -> (f32[4]) {
+  ROOT %t2 = (f32[4]{0}) parameter(0)
+}
+
+%body (t: (f32[4])) -> (f32[4]) {
+  %t3 = (f32[4]{0}) parameter(0)
+  %p = pred[] constant(true)
+  ROOT %c = (f32[4]{0}) conditional(%p, %t3, %t3), true_computation=%yes, false_computation=%no
+}
+
+%test (t: (f32[4])) -> pred[] {
+  %t4 = (f32[4]{0}) parameter(0)
+  ROOT %q = pred[] constant(false)
+}
+
+%gather (g: f32[4]) -> f32[16] {
+  %g1 = f32[4]{0} parameter(0)
+  ROOT %all = f32[16]{0} all-gather(%g1), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%fused (x: f32[4]) -> (bf16[8,2], pred[3]) {
+  %x5 = bf16[8,2]{1,0} constant({...})
+  %y5 = pred[3]{0} constant({...})
+  ROOT %both = (bf16[8,2]{1,0}, pred[3]{0}) all-to-all(%x5, %y5), replica_groups={{0,2},{1,3}}
+}
+
+ENTRY %main (arg: f32[4]) -> (f32[4]) {
+  %arg = f32[4]{0} parameter(0)
+  %i = s32[] constant(0)
+  %start = f32[4]{0} all-reduce-start(f32[4]{0} %arg), replica_groups={}, to_apply=%sum
+  %done = f32[4]{0} all-reduce-done(f32[4]{0} %start)
+  %f = (bf16[8,2]{1,0}, pred[3]{0}) call(%arg), to_apply=%fused
+  %tuple = (f32[4]{0}) tuple(%done)
+  %w = (f32[4]{0}) while((f32[4]{0}) %tuple), condition=%test, body=%body
+  %g = ((f32[4]{0}), f32[16]{0}) async-start(f32[4]{0} %done), calls=%gather
+  %gd = f32[16]{0} async-done(%g)
+  %moved = f32[4]{0} collective-permute(%done), source_target_pairs={{0,1},{1,0}}
+  ROOT %again = (f32[4]{0}) conditional(s32[] %i, %w, %w), branch_computations={%yes, %no}
+}
+"""
+
+
+# What stands in it: operation, name, bytes, groups, computation, and what is around.
+FOUND = [
+    ("all-reduce", "start", 16, (), "main", ()),
+    ("all-to-all", "both", 8 * 2 * 2 + 3, ((0, 2), (1, 3)), "fused", ()),
+    ("all-reduce", "r", 16, ((0, 1, 2, 3),), "yes", ("body of w", "branch true of c")),
+    ("all-gather", "all", 16, ((0, 1, 2, 3),), "gather", ()),
+    ("collective-permute", "moved", 16, ((0, 1), (1, 0)), "main", ()),
+    ("all-reduce", "r", 16, ((0, 1, 2, 3),), "yes", ("branch 0 of again",)),
+]

@@ -17,7 +17,7 @@ from mtf_gradsync.runtimes.xla.topology.compiled import bytes_by_operation
 from tests import models
 from tests.harness import MESHES, pairs
 from tests.runtimes.xla.programs import Conditional
-from tests.runtimes.xla.topology.test_collectives import FOUND, TEXT
+from tests.runtimes.xla.topology.hlo_modules import FOUND, TEXT
 from tests.tools.planning.machines import LAYOUT as LAYER
 from tests.tools.planning.machines import build as small_layer
 

@@ -8,6 +8,7 @@ import pytest
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.means import Measured, StepMeans
 from mtf_gradsync.tools.train.metrics import MetricsFile, MetricsRecorder, read_metrics
+from tests.tools.train.metrics.events import events_shown
 
 FILE = "metrics.jsonl"
 
@@ -23,19 +24,6 @@ def test_metrics_of_steps_that_are_made_again_go(tmp_path):
     MetricsFile(path, 2).write(3, loss=7.0)
     assert [row["loss"] for row in read_metrics(path)] == [1.0, 2.0, 7.0]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def events_shown(directory):
-    """Steps and values by tag, of what a session made again the newest."""
-    shown = {}
-    for path in sorted(directory.glob("events.out.tfevents.*")):
-        for event in tf.train.summary_iterator(str(path)):
-            if event.session_log.status == tf.SessionLog.START:
-                for tag, values in shown.items():
-                    shown[tag] = [(step, x) for step, x in values if step < event.step]
-            for value in event.summary.value:
-                shown.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return shown
 
 
 def tensorboard_shows(directory):
