@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from tests.examples.commands import run
 from tests.runtimes.cluster.processes import ROOT
 
-pytest.importorskip("sklearn", reason="the examples need the extra 'examples'")
+# To import it here would take seconds, in processes that have other tests, too.
+if importlib.util.find_spec("sklearn") is None:
+    pytest.skip("the examples need the extra 'examples'", allow_module_level=True)
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
