@@ -10,7 +10,8 @@ from tests import harness
 MESH, LAYOUT, _ = harness.MESHES["2"]
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
 D = 2
-KINDS = ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)]
+XLA = pytest.param("xla", marks=pytest.mark.xla)
+KINDS = ["placement", "simd", XLA]
 
 
 def sgd():
@@ -83,10 +84,15 @@ def program(kind, make):
     return harness.built(kind, MESH, LAYOUT, build, feed), feed
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", sorted(CHECKED))
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *harness.on_both(zip(sorted(CHECKED)), zip(sorted(CHECKED))),
+        *(pytest.param("xla", name, marks=XLA.marks) for name in ("decay", "K, tf")),
+    ],
+)
 @pytest.mark.mostly_slow(every=4)
-def test_a_step_checks_what_a_number_is_checked_for(name, kind):
+def test_a_step_checks_what_a_number_is_checked_for(kind, name):
     make, values, match = CHECKED[name]
     made, feed = program(kind, make)
     feeds = [{**feed, "a": np.float32(a)} for a in values]
@@ -152,13 +158,21 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_resource", [True, False], ids=["resource", "ref"])
-@pytest.mark.parametrize("name", sorted(TAKEN))
+# Only placement meshes have ref variables.
+@pytest.mark.parametrize(
+    ("kind", "is_resource", "name"),
+    [
+        *(("simd", True, name) for name in sorted(TAKEN)),
+        *(("placement", False, name) for name in sorted(TAKEN)),
+        *(("placement", True, name) for name in ("decay", "flush")),
+        *(
+            pytest.param(*XLA.values, True, n, marks=XLA.marks)
+            for n in ("clip_norm", "local_steps")
+        ),
+    ],
+)
 @pytest.mark.mostly_slow(every=5)
-def test_variables_are_taken_where_numbers_are(name, is_resource, kind):
-    if kind != "placement" and not is_resource:
-        pytest.skip("A SIMD program has no ref variables.")
+def test_variables_are_taken_where_numbers_are(kind, is_resource, name):
     make, value, dtype = TAKEN[name]
 
     def given(_):

@@ -168,11 +168,20 @@ def assert_goes_on(made, paths, label=""):
             np.testing.assert_allclose(found["w"], right, **TOLERANCE, err_msg=message)
 
 
+def places_of(stack):
+    """The sum of the numbers of what a stack is made of."""
+    islands, place, mesh = stack
+    return ISLANDS.index(islands) + PLACES.index(place) + list(MESHES).index(mesh)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", STACKS, ids=str)
 def test_every_stack_goes_on_with_the_sums_of_every_other(written, stack):
+    """A third of all pairs, which has each four of the six things that a pair is made of."""
     made = built("simd", *stack)
-    for number, other in enumerate(STACKS, STACKS.index(stack)):
+    turn = places_of(stack)
+    others = [other for other in STACKS if (turn + places_of(other)) % 3 == 0]
+    for number, other in enumerate(others, STACKS.index(stack)):
         # Empty sums, which take as long, in a third of the pairs, and of each pair of islands.
         cuts = CUTS[: 1 + (number % 3 == 0)]
         paths = {cut: path for cut, path in written(*other).items() if cut in cuts}

@@ -230,9 +230,13 @@ def rates_follow_updates(make, asked_later=False):
     return build
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(
+    ("mesh_kind", "name"),
+    harness.on_both(zip(COUNTED), [("pairs",), ("sync",), ("outer",), ("another name",)]),
+    indirect=["mesh_kind"],
+)
 @pytest.mark.mostly_slow(every=5)
-def test_the_update_step_counts_updates_under_every_wrapper(name, mesh_kind):
+def test_the_update_step_counts_updates_under_every_wrapper(mesh_kind, name):
     wrap, gradients = COUNTED[name]
     feeds = [{"x": np.full([2], x, "f")} for x in gradients]
     build = rates_follow_updates(lambda rate: wrap(sgd(rate)))
