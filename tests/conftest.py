@@ -52,7 +52,8 @@ tf_stack.extract_stack = functools.partial(
 def pytest_collection_modifyitems(items):
     """Of a test that is marked ``mostly_slow`` one in ``every`` stays, or one; the others are slow.
 
-    Which of them depends on the test's name: not all stay on the same kind of mesh.
+    Which of them depends on the test's name: not all stay on the same kind of mesh. Where others
+    would take seconds, it is the first whose name has what the mark wants to ``keep``.
     """
     marked = collections.defaultdict(list)
     for item in items:
@@ -62,8 +63,10 @@ def pytest_collection_modifyitems(items):
         mark = cases[0].get_closest_marker("mostly_slow")
         every = min(mark.kwargs.get("every", len(cases)), len(cases))
         first = zlib.crc32(name.encode()) % every
+        if "keep" in mark.kwargs:
+            first = next(n for n, case in enumerate(cases) if mark.kwargs["keep"] in case.name)
         for number, item in enumerate(cases):
-            if number % every != first:
+            if number % every != first % every:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -296,6 +296,7 @@ def test_each_graph_has_state_of_its_own():
             tf.variables_initializer(optimizer.variables())
 
 
+@pytest.mark.slow
 def test_eager_execution_is_refused():
     code = (
         "import tensorflow as tf; import mtf_gradsync as gs\n"

@@ -294,7 +294,7 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("where", ["local", "synced"])
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="simd")
 def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
     """One microbatch, then three; gradients of the program's own. Shards may hold several rows."""
     shape, layout, dims, sizes = MESHES[mesh]

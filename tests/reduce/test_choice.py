@@ -129,6 +129,7 @@ ATTRIBUTES = st.lists(
 
 @settings(max_examples=150)
 @given(st.lists(DEVICE, min_size=1, max_size=6), st.none() | ATTRIBUTES, st.booleans())
+@pytest.mark.slow
 def test_it_never_fails(devices, attributes, whole_list):
     mesh_impl = placement(devices) if whole_list else placement(devices[:1])
     chosen = reduce.choose_the_best(mesh_impl, [object(), None], None, attributes)

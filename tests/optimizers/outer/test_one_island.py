@@ -159,7 +159,7 @@ def test_two_around_each_other_are_refused():
         gs.OuterOptimizer(inner, 2, outer_dims=())
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_counters_inside_are_no_slots(mesh_kind):
     def skipping():
         opt = models.OPTIMIZERS["momentum"]()

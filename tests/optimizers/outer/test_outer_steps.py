@@ -55,7 +55,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("kind", "mesh", "steps", "opt", "inner_steps", "nesterov", "fragments"), CASES
 )
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="simd")
 def test_outer_steps_are_those_of_numpy(kind, mesh, steps, opt, inner_steps, nesterov, fragments):
     def make():
         return outer(opt, mesh, inner_steps, outer_momentum=0.5, nesterov=nesterov,

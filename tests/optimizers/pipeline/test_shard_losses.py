@@ -38,13 +38,13 @@ def on_both(every, on_placement):
 
 
 @pytest.mark.parametrize(("kind", "stack"), on_both(WORKS, SOME_THAT_WORK))
-@pytest.mark.mostly_slow(every=43)
+@pytest.mark.mostly_slow(every=43, keep="simd")
 def test_every_pair_that_the_table_allows(kind, stack):
     check(kind, stack)
 
 
 @pytest.mark.parametrize("name", order_table.WRAPPERS)
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="simd")
 def test_every_wrapper_alone(mesh_kind, name):
     check(mesh_kind, [name])
 

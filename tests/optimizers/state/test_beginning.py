@@ -158,7 +158,7 @@ CASES = [
 ]
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="simd")
 @pytest.mark.parametrize(("kind", "mesh", "stack"), CASES)
 def test_values_from_elsewhere_are_those_that_training_begins_with(kind, mesh, stack, pretrained):
     wrappers = STACKS[stack]
@@ -172,6 +172,7 @@ def test_values_from_elsewhere_are_those_that_training_begins_with(kind, mesh, s
 
 
 @pytest.mark.parametrize("kind", ["simd", "xla"])
+@pytest.mark.slow
 def test_values_are_written_again_and_again_before_the_first_step(kind, tmp_path):
     wrappers = STACKS["average around outer"]
     with running(built(kind, "2", wrappers, w=3.0)) as own:
@@ -204,6 +205,7 @@ def test_variables_in_bfloat16_begin_their_averages_too(kind):
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.mostly_slow(keep="simd")
 def test_a_new_run_takes_no_sums_and_no_counts_of_another(kind, tmp_path, caplog):
     wrappers = [averages, accumulation]
     with running(built(kind, "2", wrappers)) as first:

@@ -189,7 +189,7 @@ def test_every_stack_goes_on_with_the_sums_of_every_other(written, stack):
 
 
 @pytest.mark.parametrize("kind", ["simd", "placement", pytest.param("xla", marks=pytest.mark.xla)])
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="simd")
 def test_several_islands_go_on_as_one_and_as_none_and_back(written, kind):
     eight, one = (8, "local", "same"), (1, "local", "half")
     for then, first in [(one, eight), (eight, one), ((None, "synced", "half"), eight)]:

@@ -95,7 +95,7 @@ def test_original_and_model_take_the_same_path(replicas_to_aggregate, slow_worke
 
 @pytest.mark.cluster
 @CASES
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_original_and_mesh_take_the_same_path(mesh_kind, replicas_to_aggregate, slow_worker, first):
     seen = np.array(original_trajectory(replicas_to_aggregate, slow_worker))
     np.testing.assert_array_equal(seen[: len(first), 0], first)

@@ -245,6 +245,7 @@ def as_if_jax_were_new(monkeypatch):
     devices._why_unfit.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_new):
     from mtf_gradsync.xla import devices
 
@@ -253,6 +254,7 @@ def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_ne
     assert xla.why_no_xla() == ""  # and remembered
 
 
+@pytest.mark.slow
 def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
     from mtf_gradsync._common import ConfigError
     from mtf_gradsync.tools.train.runner import choose_runtime

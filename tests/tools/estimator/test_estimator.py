@@ -303,7 +303,7 @@ def check_written(directory, losses):
 
 # XLA devices run the program that CPU replicas do.
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_specs_made_by_hand(runtime, tmp_path):
     params = {
         "optimizer": "cross_shard",

@@ -18,7 +18,7 @@ from mtf_gradsync.tools.islands.changes import (
     weight_of,
 )
 from mtf_gradsync.tools.islands.folder import Spec, Stored
-from tests.tools.islands.test_merger import PLAIN, begun, merge
+from tests.tools.islands.toy import PLAIN, begun, merge
 
 
 def arrays(seed, scale=1.0):

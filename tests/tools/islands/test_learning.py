@@ -13,8 +13,7 @@ from mtf_gradsync.tools.islands.merger import replay
 from mtf_gradsync.tools.islands.versions import read_values
 from tests import harness, models, reference
 from tests.tools.islands.conftest import Program, at_once, batches, merging
-from tests.tools.islands.test_merger import PLAIN, begun, merge
-from tests.tools.islands.toy import Toy
+from tests.tools.islands.toy import PLAIN, Toy, begun, merge
 
 KINDS = ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)]
 D, BATCH = mtf.Dimension("d", 6), mtf.Dimension("batch", 4)

@@ -63,7 +63,7 @@ def test_a_stopped_process_is_named_and_ends_when_it_goes_on(jobs, lost, count):
 @pytest.mark.parametrize(("odd", "code", "said"), [
     ("raise", 1, "KeyError: 'as asked'"), ("exit", 3, "SystemExit: 3")
 ])  # fmt: skip
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_an_exception_of_one_ends_the_others_with_its_words(jobs, odd, code, said):
     job = jobs.start(2, odd=odd)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE, code], job.outputs()
@@ -137,7 +137,7 @@ def test_a_process_that_is_silent_otherwise_is_lost(jobs):
         (1, signal.SIGKILL, "ended without a word"),
     ],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_process_that_is_lost_while_it_cannot_speak_is_named(jobs, lost, number, how):
     job = jobs.start(2, odd=f"hold patiently {lost}", steps=1, silence=SILENCE)
     job.wait_for("holds the lock", [job.members[lost]])

@@ -253,6 +253,7 @@ def test_the_estimate_has_every_turn_of_a_loop():
     assert looped.seconds == pytest.approx(in_line.seconds, rel=0.08 / 0.7)
 
 
+@pytest.mark.slow
 def test_every_collective_is_compiled():
     """As a relayout, a halo exchange and a mixture of experts have them."""
     x = tf.placeholder(tf.float32, [16, 128])
@@ -325,6 +326,7 @@ def test_a_program_that_needs_too_much_memory_is_refused_with_the_numbers():
     assert json.loads(compiled.to_json())["accepted"] is False
 
 
+@pytest.mark.slow
 def test_a_bare_program_that_is_refused_leaves_the_other_one_its_answer():
     # 2**33 rows of 32 bytes on 8 cores: 32 GiB on each, and more elements than a TPU can count.
     with tf.Graph().as_default():
@@ -360,6 +362,7 @@ def test_a_bare_program_of_another_mesh_is_an_error():
         xla.compile_for_tpu(step.program, step.fetches, "v5e:2x4", bare=bare)
 
 
+@pytest.mark.slow
 def test_an_operation_without_xla_kernel_is_refused_by_name(tmp_path):
     (tmp_path / "after.hlo.txt").write_text("of another program")
     compiled = xla.compile_for_tpu(*_without_kernel(), save_hlo=tmp_path)
