@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Callable, Dict
 
 import numpy as np
@@ -32,8 +33,11 @@ def _rms(x: np.ndarray) -> float:
 
 
 class Sgd:
+    def __init__(self, rate: float = 0.1) -> None:
+        self.rate = rate
+
     def __call__(self, values: Values, grads: Values) -> Values:
-        return {k: values[k] - 0.1 * grads[k] for k in values}
+        return {k: values[k] - self.rate * grads[k] for k in values}
 
 
 class Momentum:
@@ -49,19 +53,49 @@ class Momentum:
 
 
 class Adam:
-    def __init__(self, weight_decay: float = 0.01) -> None:
-        self.weight_decay = weight_decay
-        self.m: Values = {}
-        self.v: Values = {}
+    """Adam with decoupled weight decay, by default as Mesh-TF's optimizer has it.
+
+    Args:
+      rate: a number, or a function from the number of earlier updates to one.
+      decay: the weight decay.
+      betas: decays of the averages of gradients and of their squares.
+      epsilon: what is added to the root.
+      spared: patterns in names of variables that do not decay.
+    """
+
+    def __init__(
+        self,
+        rate=0.01,
+        decay=0.01,
+        betas=(0.9, 0.999),
+        epsilon=1e-6,
+        spared=(),
+        corrects_bias=False,
+    ):
+        self.rate, self.decay, self.betas, self.epsilon = rate, decay, betas, epsilon
+        self.spared, self.t, self.m, self.v = spared, 0, {}, {}
 
     def __call__(self, values: Values, grads: Values) -> Values:
-        new = {}
+        (b1, b2), new = self.betas, dict(values)
+        rate = self.rate(self.t) if callable(self.rate) else self.rate
+        self.t += 1
         for k, g in grads.items():
-            self.m[k] = 0.9 * self.m.get(k, 0.0) + 0.1 * g
-            self.v[k] = 0.999 * self.v.get(k, 0.0) + 0.001 * g**2
-            update = self.m[k] / (np.sqrt(self.v[k]) + 1e-6) + self.weight_decay * values[k]
-            new[k] = values[k] - 0.01 * update
+            m = self.m[k] = b1 * self.m.get(k, 0.0) + (1 - b1) * g
+            v = self.v[k] = b2 * self.v.get(k, 0.0) + (1 - b2) * g**2
+            if self.corrects_bias:
+                m, v = m / (1 - b1**self.t), v / (1 - b2**self.t)
+            decay = 0.0 if any(re.search(part, k) for part in self.spared) else self.decay
+            new[k] = values[k] - rate * (m / (np.sqrt(v) + self.epsilon) + decay * values[k])
         return new
+
+
+class AdamW(Adam):
+    """Algorithm 2 of the paper, with the learning rate as the schedule multiplier."""
+
+    corrects_bias = True
+
+    def __init__(self, rate, decay=0.0, betas=(0.9, 0.999), epsilon=1e-8, spared=()):
+        super().__init__(rate, decay, betas, epsilon, spared)
 
 
 class Adafactor:
@@ -134,25 +168,3 @@ class Accumulation:
         self.sum, self.mini_step = {}, 0
         self.update_step += 1
         return values
-
-
-class AdamW:
-    """Algorithm 2 of the paper, with the learning rate as the schedule multiplier."""
-
-    def __init__(self, rate, decay=0.0, betas=(0.9, 0.999), epsilon=1e-8, spared=()):
-        self.rate, self.decay, self.betas, self.epsilon = rate, decay, betas, epsilon
-        self.spared, self.t, self.m, self.v = spared, 0, {}, {}
-
-    def __call__(self, values, grads):
-        (b1, b2), new = self.betas, dict(values)
-        rate = self.rate(self.t) if callable(self.rate) else self.rate
-        self.t += 1
-        for k, g in grads.items():
-            self.m[k] = b1 * self.m.get(k, 0.0) + (1 - b1) * g
-            self.v[k] = b2 * self.v.get(k, 0.0) + (1 - b2) * g**2
-            mean, square = self.m[k] / (1 - b1**self.t), self.v[k] / (1 - b2**self.t)
-            decay = 0.0 if any(x in k for x in self.spared) else self.decay
-            new[k] = values[k] - rate * (
-                mean / (np.sqrt(square) + self.epsilon) + decay * values[k]
-            )
-        return new

@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, reference
 
 # The batch is split on the first mesh, on the second under another name, and a layer with it.
 FIRST = "all:4", "batch:all;hidden:all"
@@ -83,25 +83,18 @@ def norm_of(grads):
     return np.sqrt(sum(np.square(g).sum() for g in grads.values()))
 
 
-class Sgd:
-    def __call__(self, values, grads):
-        return {k: values[k] - RATE * g for k, g in grads.items()}
+def sgd_by_hand():
+    return reference.Sgd(RATE)
 
 
-class Adam:
-    """TensorFlow's, which has two powers for all variables."""
-
-    def __init__(self):
-        self.step, self.m, self.v = 0, {}, {}
-
-    def __call__(self, values, grads):
-        self.step, new = self.step + 1, {}
-        rate = RATE * np.sqrt(1 - 0.75**self.step) / (1 - 0.5**self.step)
-        for k, g in grads.items():
-            self.m[k] = 0.5 * self.m.get(k, 0) + 0.5 * g
-            self.v[k] = 0.75 * self.v.get(k, 0) + 0.25 * g**2
-            new[k] = values[k] - rate * self.m[k] / (np.sqrt(self.v[k]) + 0.1)
-        return new
+def adam_by_hand():
+    """TensorFlow's, which puts its correction of the averages' bias into the rate."""
+    return reference.Adam(
+        lambda step: RATE * np.sqrt(1 - 0.75 ** (step + 1)) / (1 - 0.5 ** (step + 1)),
+        decay=0.0,
+        betas=(0.5, 0.75),
+        epsilon=0.1,
+    )
 
 
 def trained(given, update, passes=1, clips=False):
@@ -137,13 +130,13 @@ def accumulated(opt, **how):
 
 # How to wrap, and what happens to the gradients; steps 1 or 2 have a NaN on the second mesh alone.
 STACKS = {
-    "cross_shard": (lambda: gs.CrossShardOptimizer(adam()), Adam, {}, ()),
-    "clip": (lambda: gs.ClipByGlobalNormOptimizer(sgd(), NORM), Sgd, {"clips": True}, ()),
+    "cross_shard": (lambda: gs.CrossShardOptimizer(adam()), adam_by_hand, {}, ()),
+    "clip": (lambda: gs.ClipByGlobalNormOptimizer(sgd(), NORM), sgd_by_hand, {"clips": True}, ()),
     "loss_scale": (
         lambda: gs.LossScaleOptimizer(
             gs.ClipByGlobalNormOptimizer(sgd(), NORM), max_steps_without_update=1
         ),
-        Sgd,
+        sgd_by_hand,
         {"clips": True},
         (1,),
     ),
@@ -157,7 +150,7 @@ STACKS = {
             ),
             0.5,
         ),
-        Adam,
+        adam_by_hand,
         {"clips": True, "passes": 2},
         (1, 2),
     ),
@@ -249,7 +242,7 @@ def test_norms_and_counts_are_those_of_all(apply, mesh_kind):
     made = build(halves, apply, lambda optimizer: dict(gs.reported(optimizer)))
     built = harness.built(mesh_kind, *FIRST, made, given[0], more_meshes=[SECOND])
     result = built.run(given)
-    history, _ = trained(given, Sgd(), passes=2, clips=True)
+    history, _ = trained(given, sgd_by_hand(), passes=2, clips=True)
     start = {k: v.astype(float) for k, v in START.items()}
     one, two = (gradients(start, feed) for feed in given[:2])
     reported = result.fetched[1]
@@ -280,7 +273,7 @@ def test_the_stages_without_a_wrapper(second, mesh_kind):
         pytest.skip("the meshes of a SIMD program have all of its cores")
     given = feeds()
     found = run(mesh_kind, build(sgd, by_stages), given, second)
-    history, _ = trained(given, Sgd(), clips=True)
+    history, _ = trained(given, sgd_by_hand(), clips=True)
     for name in START:
         np.testing.assert_allclose(found[-1][name], history[-1][name], **CLOSE)
 
@@ -301,7 +294,7 @@ def local_on_each(optimizer, loss):
 def test_a_wrapper_for_each_mesh_knows_its_shards(mesh_kind):
     given = feeds()
     found = run(mesh_kind, build(lambda: None, local_on_each), given)
-    history, _ = trained(given, Sgd(), 2)
+    history, _ = trained(given, sgd_by_hand(), 2)
     for values, expected in zip(found, history):
         for name in START:
             np.testing.assert_allclose(values[name], expected[name], err_msg=name, **CLOSE)
@@ -339,7 +332,7 @@ def test_weights_are_those_of_the_loss_of_all_meshes(mesh_kind):
         total = sum(n for n, _ in parts)
         grads = {k: sum(n * g[k] for n, g in parts) / total for k in values}
         scale = min(1, NORM / norm_of(grads))
-        values = Sgd()(values, {k: g * scale for k, g in grads.items()})
+        values = sgd_by_hand()(values, {k: g * scale for k, g in grads.items()})
         for name in START:
             np.testing.assert_allclose(found[number + 1][name], values[name], **CLOSE)
 
@@ -350,7 +343,7 @@ def test_no_word_on_replicas_that_differ_where_a_tensor_goes_to_another_mesh(mes
     found = run(
         mesh_kind, build(lambda: gs.CrossShardOptimizer(sgd())), given, ("r:2;c:2", "hidden:c")
     )
-    history, _ = trained(given, Sgd())
+    history, _ = trained(given, sgd_by_hand())
     for name in START:
         np.testing.assert_allclose(found[-1][name], history[-1][name], **CLOSE)
     assert "differ after an update" not in caplog.text

@@ -1,7 +1,5 @@
 """An encoder with two losses, of masked words and of the pooled first one, clipped by itself."""
 
-import functools
-
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -57,7 +55,7 @@ STYLE = style.Style(
     lambda mesh, inputs: mtf.optimize.AdamWeightDecayOptimizer(
         0.01, 0.01, epsilon=1e-3, exclude_from_weight_decay=SPARED
     ),
-    functools.partial(style.Adam, 0.01, 0.01, spared=SPARED),
+    style.adam(0.01, 0.01, spared=SPARED),
     "batch:rows;heads:cols;h:cols",
     apply=clipped,
     clip=NORM,

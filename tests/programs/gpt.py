@@ -1,7 +1,5 @@
 """A language model as GPT programs have it: tied embedding, causal attention, one loss a token."""
 
-import functools
-
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -39,6 +37,6 @@ STYLE = style.Style(
     loss,
     feed,
     lambda mesh, inputs: mtf.optimize.AdamWeightDecayOptimizer(0.01, 0.1, epsilon=1e-3),
-    functools.partial(style.Adam, 0.01, 0.1),
+    style.adam(0.01, 0.1),
     "batch:rows;heads:cols;h:cols",
 )

@@ -38,7 +38,7 @@ class Adam:
 
 
 def moves():
-    adam = style.Adam(0.01, beta_2=0.99)
+    adam = style.adam(0.01, betas=(0.9, 0.99))()
     return lambda values, grads, feed: adam(values, {k: g / SCALE for k, g in grads.items()}, feed)
 
 

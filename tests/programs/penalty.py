@@ -1,7 +1,5 @@
 """A critic whose loss has the norm of its own gradient in it, of which it takes the gradient."""
 
-import functools
-
 from mtf_gradsync._private.libraries import mtf
 from tests.programs import style
 from tests.programs.style import imported, variable
@@ -28,6 +26,6 @@ STYLE = style.Style(
     loss,
     feed,
     lambda mesh, inputs: mtf.optimize.AdamWeightDecayOptimizer(0.01, epsilon=1e-3),
-    functools.partial(style.Adam, 0.01),
+    style.adam(0.01),
     "batch:rows;h:cols",
 )

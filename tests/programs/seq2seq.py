@@ -1,7 +1,5 @@
 """An encoder and a decoder, whose program applies gradients pair by pair."""
 
-import functools
-
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf
@@ -40,7 +38,7 @@ STYLE = style.Style(
     loss,
     feed,
     lambda mesh, inputs: mtf.optimize.AdamWeightDecayOptimizer(0.01, epsilon=1e-3),
-    functools.partial(style.Adam, 0.01),
+    style.adam(0.01),
     "batch:rows;heads:cols;h:cols;vocab:cols",
     apply=pair_by_pair,
 )

@@ -9,6 +9,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import reference
 
 ROWS, STEPS = 4, 4
 Feed = dict[str, np.ndarray]
@@ -129,24 +130,14 @@ def cross_entropy(logits, right, dim):
     return mtf.layers.softmax_cross_entropy_with_logits(logits, right, dim)
 
 
-class Adam:
-    """Mesh-TF's, in numpy."""
+def adam(rate, decay=0.0, betas=(0.9, 0.999), epsilon=1e-3, spared=()):
+    """Makes Mesh-TF's, in numpy."""
 
-    def __init__(self, rate, decay=0.0, beta_2=0.999, epsilon=1e-3, spared=()):
-        self.rate, self.decay, self.beta_2, self.epsilon = rate, decay, beta_2, epsilon
-        self.spared = spared
-        self.first, self.second = {}, {}
+    def make():
+        update = reference.Adam(rate, decay, betas, epsilon, spared)
+        return lambda values, grads, feed: update(values, grads)
 
-    def __call__(self, values, grads, feed):
-        new = {}
-        for key, grad in grads.items():
-            self.first[key] = 0.9 * self.first.get(key, 0.0) + 0.1 * grad
-            self.second[key] = self.beta_2 * self.second.get(key, 0.0) + (1 - self.beta_2) * grad**2
-            move = self.first[key] / (np.sqrt(self.second[key]) + self.epsilon)
-            if not any(part in key for part in self.spared):
-                move = move + self.decay * values[key]
-            new[key] = values[key] - self.rate * move
-        return new
+    return make
 
 
 def descent(rate):

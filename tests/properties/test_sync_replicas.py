@@ -1,5 +1,7 @@
 """SyncReplicasOptimizer on random schedules: all of its state, at every step, is the model's."""
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,20 +29,11 @@ SETUPS = [
 ]
 
 
-class Adam(reference.Adam):
-    """With the program's epsilon."""
-
-    def __call__(self, values, grads):
-        new = {}
-        for k, g in grads.items():
-            self.m[k] = 0.9 * self.m.get(k, 0.0) + 0.1 * g
-            self.v[k] = 0.999 * self.v.get(k, 0.0) + 0.001 * g**2
-            update = self.m[k] / (np.sqrt(self.v[k]) + ADAM_EPSILON) + 0.01 * values[k]
-            new[k] = values[k] - 0.01 * update
-        return new
-
-
-MODELS = {"momentum": reference.Momentum, "adam": Adam, "adafactor": reference.Adafactor}
+MODELS = {
+    "momentum": reference.Momentum,
+    "adam": functools.partial(reference.Adam, epsilon=ADAM_EPSILON),
+    "adafactor": reference.Adafactor,
+}
 
 
 def slots(optimizer, values):

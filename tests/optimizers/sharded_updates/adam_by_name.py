@@ -7,6 +7,7 @@ import re
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import reference
 
 RATE, DECAY, BETA1, BETA2, EPSILON = 0.01, 0.1, 0.9, 0.99, 1e-6
 # What is not decayed: by a part of its name.
@@ -61,18 +62,10 @@ class InNumpy:
     """The same as an update for `tests.reference`."""
 
     def __init__(self, clip_norm):
-        self.clip_norm, self.slots, self.clipped = clip_norm, {}, 0
+        self.clip_norm, self.clipped = clip_norm, 0
+        self.adam = reference.Adam(RATE, DECAY, (BETA1, BETA2), EPSILON, NOT_DECAYED)
 
     def __call__(self, values, grads):
         norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
         self.clipped += norm > self.clip_norm
-        new = {}
-        for name, value in values.items():
-            grad = grads[name] * min(1, self.clip_norm / norm)
-            m, v = self.slots.get(name, (0.0, 0.0))
-            m, v = m * BETA1 + grad * (1 - BETA1), v * BETA2 + grad**2 * (1 - BETA2)
-            self.slots[name] = m, v
-            new[name] = value - RATE * (
-                m / (np.sqrt(v) + EPSILON) + DECAY * value * is_decayed(name)
-            )
-        return new
+        return self.adam(values, {k: g * min(1, self.clip_norm / norm) for k, g in grads.items()})

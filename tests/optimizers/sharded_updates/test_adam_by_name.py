@@ -36,7 +36,8 @@ def test_trajectory(kind):
     update = InNumpy(NORM)
     expected = reference.train(update, feeds)
     assert update.clipped
-    for name, (m, v) in update.slots.items():
+    for name, m in update.adam.m.items():
+        v = update.adam.v[name]
         expected.update({f"{name}/adam_m": m, f"{name}/adam_v": v})
     small_model.assert_close(result.variables, expected, TOLERANCE)
 

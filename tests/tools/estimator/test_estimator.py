@@ -50,7 +50,7 @@ def summaries(directory):
 def losses_from(start):
     """The losses of training in float64, from given values of the variables."""
     values = {name: start[name].astype(np.float64) for name in start if name in VARIABLES}
-    adam, losses = reference.Adam(weight_decay=0.0), []
+    adam, losses = reference.Adam(decay=0.0), []
     for images, labels in itertools.islice(batches(digits.input_fn("train")), digits.STEPS):
         logits = forward(values, images)
         losses.append(cross_entropy(logits, labels))

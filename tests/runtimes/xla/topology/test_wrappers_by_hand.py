@@ -16,6 +16,7 @@ import mtf_gradsync as gs
 from benchmarks import lm_by_hand, models, wrappers_by_hand
 from mtf_gradsync._private.libraries import mtf
 from tests import harness
+from tests.reference import Adam
 
 SHARDS, LAYERS, WIDTH, BATCH = 8, 2, 4, 16
 BARE, ACCUMULATION, SYNC_REPLICAS, LOSS_SCALE = wrappers_by_hand.KINDS
@@ -59,17 +60,10 @@ def of_shards(values: Values, x: np.ndarray) -> Values:
     return {k: np.stack([part[k] for part in parts]) / SHARDS for k in values}
 
 
-class Adam:
-    def __init__(self, values: Values):
-        self.mean = {k: np.zeros_like(v, float) for k, v in values.items()}
-        self.square = {k: np.zeros_like(v, float) for k, v in values.items()}
-
-    def __call__(self, values: Values, grads: Values) -> Values:
-        for k, g in grads.items():
-            self.mean[k] = 0.9 * self.mean[k] + 0.1 * g
-            self.square[k] = 0.999 * self.square[k] + 0.001 * g**2
-        change = {k: 1e-3 * self.mean[k] / (np.sqrt(self.square[k]) + 1e-6) for k in values}
-        return {k: values[k] - change[k] for k in values}
+def adam_of(values: Values) -> Adam:
+    adam = Adam(1e-3, decay=0.0)
+    adam.m, adam.v = ({k: np.zeros_like(v, float) for k, v in values.items()} for _ in range(2))
+    return adam
 
 
 class ByHand:
@@ -113,8 +107,8 @@ class ByHand:
     def check(self, values: Values, slots: Adam, sums: Values | None = None, **state: Any) -> None:
         """Compares with the reference: parameters, both averages of Adam, and all of the state."""
         assert_close(self.values, values)
-        assert_close(self.slots[0], slots.mean)
-        assert_close(self.slots[1], slots.square)
+        assert_close(self.slots[0], slots.m)
+        assert_close(self.slots[1], slots.v)
         if sums is not None:
             assert_close(self.state["sums"], sums)
         assert {*state, *(() if sums is None else ("sums",))} == set(self.state)
@@ -132,7 +126,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 def test_bare():
     values, run = dense_values(), ByHand(BARE, dense_values())
-    adam = Adam(values)
+    adam = adam_of(values)
     for x in batches(3):
         run.step(UPDATE, x)
         values = adam(values, dense_gradients(values, x))
@@ -141,7 +135,7 @@ def test_bare():
 
 def test_accumulation():
     values, run = dense_values(), ByHand(ACCUMULATION, dense_values())
-    adam, micro_step, updates = Adam(values), 0, 0
+    adam, micro_step, updates = adam_of(values), 0, 0
     nothing = {k: np.zeros((SHARDS, *v.shape)) for k, v in values.items()}
     sums = nothing
     for x, condition in zip(batches(5), (SKIP, SKIP, UPDATE, SKIP, UPDATE)):
@@ -157,7 +151,7 @@ def test_accumulation():
 def test_sync_replicas():
     """Two updates from all shards, then two steps without: a shard is late, another has an inf."""
     values, run = dense_values(), ByHand(SYNC_REPLICAS, dense_values())
-    adam, made, dropped = Adam(values), np.zeros(SHARDS, int), np.zeros(SHARDS, int)
+    adam, made, dropped = adam_of(values), np.zeros(SHARDS, int), np.zeros(SHARDS, int)
     sums = {k: np.zeros((SHARDS, *v.shape)) for k, v in values.items()}
     for number, x in enumerate(batches(2)):
         run.step(UPDATE, x)
@@ -186,7 +180,7 @@ def test_loss_scale():
     """The scale doubles after 2,000 finite steps, and an inf halves it and makes no update."""
     run = ByHand(LOSS_SCALE, dense_values(), scale=1024.0, good_steps=1998)
     values = dense_values()
-    adam, (first, second, third) = Adam(values), batches(3)
+    adam, (first, second, third) = adam_of(values), batches(3)
     for x, scale, good_steps in ((first, 1024, 1999), (second, 2048, 0)):
         run.step(UPDATE, x)
         values = adam(values, dense_gradients(values, x))
