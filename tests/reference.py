@@ -63,15 +63,9 @@ class Adam:
       spared: patterns in names of variables that do not decay.
     """
 
-    def __init__(
-        self,
-        rate=0.01,
-        decay=0.01,
-        betas=(0.9, 0.999),
-        epsilon=1e-6,
-        spared=(),
-        corrects_bias=False,
-    ):
+    corrects_bias = False
+
+    def __init__(self, rate=0.01, decay=0.01, betas=(0.9, 0.999), epsilon=1e-6, spared=()):
         self.rate, self.decay, self.betas, self.epsilon = rate, decay, betas, epsilon
         self.spared, self.t, self.m, self.v = spared, 0, {}, {}
 
