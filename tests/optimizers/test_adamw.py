@@ -286,21 +286,3 @@ def test_gin_binds_it():
         assert [made._decays(x) for x in ("w", "layer/bias", "scale")] == [True, False, False]
     finally:
         gin.clear_config()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"learning_rate": None}, TypeError, "learning_rate must be a number or a floating scalar"),
-        ({"learning_rate": abs}, TypeError, "get_update_step"),
-        ({"weight_decay_rate": -0.1}, ValueError, "weight_decay_rate must be a number from 0, got"),
-        ({"beta_1": 1.0}, ValueError, r"beta_1 must be a number from 0 up to 1 \(not included\)"),
-        ({"beta_2": True}, ValueError, "beta_2 must be a number"),
-        ({"epsilon": "0"}, ValueError, "epsilon must be a number from 0, got '0'"),
-        ({"exclude_from_weight_decay": [3]}, TypeError, "regular expressions, strings, got"),
-        ({"exclude_from_weight_decay": "("}, ValueError, r"'\(', which is no regular expression"),
-    ],
-)
-def test_arguments(arguments, error, match):
-    with pytest.raises(error, match=match):
-        gs.AdamWOptimizer(**{"learning_rate": 0.1, **arguments})

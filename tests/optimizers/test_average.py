@@ -115,21 +115,6 @@ def test_decay_as_a_tensor(mesh_kind):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"decay": 1.0}, ValueError, "decay must be a decay from 0 up to 1"),
-        ({"decay": [0.5]}, ValueError, "decay must be a decay from 0 up to 1"),
-        ({"num_updates": "all"}, TypeError, "num_updates must be True"),
-        ({"num_updates": True, "zero_debias": True}, ValueError, "zero_debias needs a decay"),
-        ({"zero_debias": 1}, TypeError, "zero_debias must be a boolean"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused(arguments, error, match):
-    with pytest.raises(error, match=match):
-        gs.AverageOptimizer(mtf.optimize.SgdOptimizer(1.0), **arguments)
-
-
 def test_settings_are_given_once():
     rule = tf.train.ExponentialMovingAverage(0.9, zero_debias=True)
     with pytest.raises(ValueError, match="once"):

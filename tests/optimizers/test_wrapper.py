@@ -116,32 +116,6 @@ def test_a_stack_without_an_end_is_an_error(wrapper):
             call()
 
 
-FakeKeras = type("OptimizerV2", (), {"__module__": "keras.optimizers.optimizer_v2"})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"opt": FakeKeras()}, TypeError, "Keras.*mtf.optimize"),
-        ({"opt": FakeKeras, "learning_rate": 0.1}, TypeError, "Keras.*mtf.optimize"),
-        ({"opt": 3}, ValueError, "apply_grads.*3"),
-        ({"opt": None}, ValueError, "apply_grads.*None"),
-        ({"opt": dict, "learning_rate": 0.1}, ValueError, "apply_grads.*dict"),
-        ({"opt": Recorder}, ValueError, "learning_rate"),
-        ({"opt": Recorder(), "learning_rate": 0.1}, ValueError, "without parentheses"),
-        ({"opt": lambda learning_rate: 3, "learning_rate": 1}, ValueError, "made 3"),
-        ({"opt": Recorder(), "name": ""}, ValueError, "name"),
-        ({"opt": Recorder(), "reducer": "ring"}, TypeError, "reducer.*ring"),
-        ({"opt": Recorder(), "axes": "all:8"}, TypeError, "axes.*all:8"),
-        ({"opt": Recorder(), "mesh_shape": "all:8"}, ValueError, "layout is missing"),
-        ({"opt": Recorder(), "batch_dims": (1,)}, ValueError, "batch_dims"),
-    ],
-)
-def test_bad_construction(wrapper, arguments, error, words):
-    with pytest.raises(error, match=words):
-        wrapper(**arguments)
-
-
 def test_real_keras_optimizers_are_refused(wrapper):
     keras = pytest.importorskip("tensorflow").keras
     with pytest.raises(TypeError, match="Keras"):

@@ -237,33 +237,6 @@ class TestComposition:
         np.testing.assert_allclose(w, expected, rtol=16 * EPS, atol=16 * EPS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step.*0"),
-        ({"backward_passes_per_step": -2}, ValueError, "backward_passes_per_step.*-2"),
-        ({"backward_passes_per_step": 1.5}, ValueError, "backward_passes_per_step.*1.5"),
-        ({"backward_passes_per_step": True}, ValueError, "backward_passes_per_step"),
-        ({"backward_passes_per_step": "4"}, ValueError, "backward_passes_per_step"),
-        ({"accumulator_dtype": tf.int32}, ValueError, "accumulator_dtype.*int32"),
-        ({"accumulator_dtype": "wide"}, ValueError, "accumulator_dtype.*wide"),
-        ({"accumulate": "here"}, ValueError, "accumulate.*'here'"),
-        ({"accumulate": "local"}, ValueError, "mesh_shape and layout"),
-        ({"should_skip_update_fn": 3}, TypeError, "should_skip_update_fn.*3"),
-        ({"should_skip_update_fn": gs.skip_large_updates}, TypeError, "should_skip_update_fn"),
-        (
-            {"opt": gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(1), 2)},
-            ValueError,
-            "product of both",
-        ),
-    ],
-)
-def test_bad_arguments(arguments, error, words):
-    arguments = {"opt": mtf.optimize.SgdOptimizer(1), "backward_passes_per_step": 2, **arguments}
-    with pytest.raises(error, match=words):
-        gs.GradientAccumulationOptimizer(**arguments)
-
-
 def test_sums_over_the_shards_belong_inside_of_local_accumulation():
     inner = accumulate(mtf.optimize.SgdOptimizer(1), "4x2")
     with pytest.raises(ValueError, match=r"GradientAccumulationOptimizer\(CrossShardOptimizer"):

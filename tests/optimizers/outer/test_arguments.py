@@ -20,42 +20,6 @@ def sgd():
     return mtf.optimize.SgdOptimizer(0.1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"inner_steps": 0, **FOUR}, "inner_steps must be a whole number"),
-        ({"inner_steps": 2.5, **FOUR}, "inner_steps must be a whole number"),
-        ({"inner_steps": 4, "fragments": 0, **FOUR}, "fragments must be a whole number"),
-        ({"inner_steps": 4, "fragments": 3, **FOUR}, "must be a multiple of fragments"),
-        ({"inner_steps": 2, "fragments": 4, **FOUR}, "must be a multiple of fragments"),
-        ({"inner_steps": 4, "outer_learning_rate": 0, **FOUR}, "outer_learning_rate must be gr"),
-        ({"inner_steps": 4, "outer_learning_rate": "a", **FOUR}, "outer_learning_rate must be gr"),
-        ({"inner_steps": 4, "outer_momentum": 1.0, **FOUR}, "outer_momentum must be from 0"),
-        ({"inner_steps": 4, "outer_momentum": -0.1, **FOUR}, "outer_momentum must be from 0"),
-        ({"inner_steps": 4}, "there is no mesh yet"),
-        (
-            {"inner_steps": 4, **FOUR, "outer_dims": "rows"},
-            "outer_dims must be names in batch_dims",
-        ),
-        (
-            {"inner_steps": 4, **TWO_LEVELS, "layout": "batch:b", "outer_dims": "outer"},
-            r"splits none of the outer_dims ..outer... Add a layout rule .* outer_dims=\(\)",
-        ),
-        ({"inner_steps": 4, "fragments": 2, "outer_dims": ()}, "there is no mesh yet"),
-    ],
-)
-def test_arguments_that_contradict_each_other(arguments, error):
-    with pytest.raises(ValueError, match=error):
-        gs.OuterOptimizer(sgd(), **arguments)
-    assert not tf.get_default_graph().get_operations()
-
-
-def test_sharded_updates_need_several_replicas_in_an_island():
-    inner = gs.ShardedUpdateOptimizer(sgd(), **FOUR)
-    with pytest.raises(ValueError, match=r"each of the islands along .'batch'. has one"):
-        gs.OuterOptimizer(inner, 4, **FOUR)
-
-
 def test_averages_inside_an_optimizer_of_another_library_are_refused():
     class Other(mtf.optimize.Optimizer):
         opt = gs.AverageOptimizer(sgd(), 0.9)

@@ -101,20 +101,6 @@ def test_clipping_around_parts_is_clipping_inside(outer):
         assert_same_bits(*(x.run(batches(1)).variables for x in made.values()))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda opt: gs.ShardedUpdateOptimizer(opt, mesh_shape="all:1", layout=""), "one replica"),
-        (lambda opt: gs.ShardedUpdateOptimizer(opt), "there is no mesh yet"),
-        (lambda opt: sharded(opt, MESH, min_size=-1), "min_size must be"),
-        (lambda opt: sharded(gs.CrossShardOptimizer(opt), MESH), "turn them round"),
-    ],
-)
-def test_wrong_arguments_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make(OPTIMIZERS["sgd"]())
-
-
 def test_nothing_to_split_is_an_error_before_anything_is_built():
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     shape = mtf.Shape([mtf.Dimension("odd", 7)])
