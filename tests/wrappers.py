@@ -1,17 +1,62 @@
-"""Every wrapper, as it stands around another optimizer, and which may stand around which.
+"""Every wrapper: what it is made with, what it is in numpy, and which may stand around which.
 
-A wrapper that the package exports has an entry in docs/write_order_table.py, or a test fails by its
-name; what is parametrized by `WRAPPERS` is then tested of it, too.
+A wrapper that the package exports has an entry in `REGISTRY` and in docs/write_order_table.py, or a
+test fails by its name. What is parametrized by `REGISTRY` or `WRAPPERS` is then tested of it, too.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import pathlib
-from typing import Any, Callable
+import types
+from typing import Any, Callable, Mapping, NamedTuple
 
 import mtf_gradsync as gs
 from mtf_gradsync.optimizers import Wrapper
+from tests.optimizers.outer import outer_reference
+from tests.optimizers.pipeline import stack_reference
+
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+
+
+class Entry(NamedTuple):
+    """A class of wrappers.
+
+    Attributes:
+      layer: what it does in numpy.
+      needs: arguments that it has to be given beside the optimizer.
+      needs_mesh: whether it has to know the mesh when it is made.
+      telling: more arguments, with which its state changes in the first steps.
+    """
+
+    layer: Callable[..., Any]
+    needs: Mapping[str, Any] = NOTHING
+    needs_mesh: bool = False
+    telling: Mapping[str, Any] = NOTHING
+
+
+_LAYERS = stack_reference.LAYERS
+REGISTRY = {
+    "AverageOptimizer": Entry(_LAYERS["AverageOptimizer"], telling={"decay": 0.5}),
+    "ClipByGlobalNormOptimizer": Entry(_LAYERS["ClipByGlobalNormOptimizer"], {"clip_norm": 1.0}),
+    "CrossShardOptimizer": Entry(_LAYERS["CrossShardOptimizer"]),
+    "GradientAccumulationOptimizer": Entry(
+        _LAYERS["GradientAccumulationOptimizer"], {"backward_passes_per_step": 2}
+    ),
+    "LossScaleOptimizer": Entry(
+        _LAYERS["LossScaleOptimizer"], telling={"initial_scale": 8.0, "growth_steps": 1}
+    ),
+    "OuterOptimizer": Entry(outer_reference.train, {"inner_steps": 2}, True),
+    "ShardedUpdateOptimizer": Entry(
+        # By default small variables stay whole.
+        _LAYERS["ShardedUpdateOptimizer"],
+        {"min_size": 1},
+        True,
+    ),
+    "SyncReplicasOptimizer": Entry(
+        _LAYERS["SyncReplicasOptimizer"], {"replicas_to_aggregate": 2}, True
+    ),
+}
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _SPEC = importlib.util.spec_from_file_location("order_table", ROOT / "docs/write_order_table.py")

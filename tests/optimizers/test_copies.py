@@ -9,18 +9,12 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
+from tests.wrappers import REGISTRY
 
 SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2"]
 MESH = {"mesh_shape": SHAPE, "layout": LAYOUT, "batch_dims": BATCH_DIMS}
 ARGUMENTS = {
-    gs.AverageOptimizer: {"decay": 0.5},
-    gs.ClipByGlobalNormOptimizer: {"clip_norm": 0.5},
-    gs.CrossShardOptimizer: MESH,
-    gs.GradientAccumulationOptimizer: {"backward_passes_per_step": 2, **MESH},
-    gs.LossScaleOptimizer: {"initial_scale": 8.0, "growth_steps": 1},
-    gs.OuterOptimizer: {"inner_steps": 2, **MESH},
-    gs.ShardedUpdateOptimizer: {"min_size": 1, **MESH},
-    gs.SyncReplicasOptimizer: {"replicas_to_aggregate": 2, **MESH},
+    getattr(gs, name): {**entry.needs, **entry.telling, **MESH} for name, entry in REGISTRY.items()
 }
 every_wrapper = pytest.mark.parametrize("kind", ARGUMENTS, ids=lambda kind: kind.__name__)
 

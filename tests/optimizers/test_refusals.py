@@ -17,13 +17,10 @@ TWO_LEVELS = {
 }
 # What has to be given, if nothing else is said.
 NEEDED = {
-    "AdamWOptimizer": {"learning_rate": 0.1},
-    "ClipByGlobalNormOptimizer": {"clip_norm": 1.0},
-    "GradientAccumulationOptimizer": {"backward_passes_per_step": 2},
-    "OuterOptimizer": {"inner_steps": 4, **FOUR},
-    "ShardedUpdateOptimizer": FOUR,
-    "SyncReplicasOptimizer": {"replicas_to_aggregate": 4, **FOUR},
+    name: {**entry.needs, **(FOUR if entry.needs_mesh else {})}
+    for name, entry in wrappers.REGISTRY.items()
 }
+NEEDED["AdamWOptimizer"] = {"learning_rate": 0.1}
 NO_MESH = {"mesh_shape": None, "layout": None}
 
 
@@ -33,7 +30,7 @@ def sgd():
 
 def wrapped(name, /, opt=None, **arguments):
     """Makes a wrapper or an optimizer."""
-    arguments = {**NEEDED.get(name, {}), **arguments}
+    arguments = {**NEEDED[name], **arguments}
     if name == "AdamWOptimizer":
         return gs.AdamWOptimizer(**arguments)
     return getattr(gs, name)(**{"opt": sgd() if opt is None else opt(), **arguments})
@@ -156,13 +153,13 @@ REFUSED = {
         ({"inner_steps": 0}, ValueError, f"inner_steps {NUMBER}"),
         ({"inner_steps": 2.5}, ValueError, f"inner_steps {NUMBER}"),
         ({"fragments": 0}, ValueError, f"fragments {NUMBER}"),
-        ({"fragments": 3}, ValueError, "must be a multiple of fragments"),
+        ({"inner_steps": 4, "fragments": 3}, ValueError, "must be a multiple of fragments"),
         ({"inner_steps": 2, "fragments": 4}, ValueError, "must be a multiple of fragments"),
         ({"outer_learning_rate": 0}, ValueError, "outer_learning_rate must be gr"),
         ({"outer_learning_rate": "a"}, ValueError, "outer_learning_rate must be gr"),
         ({"outer_momentum": 1.0}, ValueError, "outer_momentum must be from 0"),
         ({"outer_momentum": -0.1}, ValueError, "outer_momentum must be from 0"),
-        ({"max_steps_without_update": 1}, ValueError, "an outer step every .* 4 updates"),
+        ({"max_steps_without_update": 1}, ValueError, "an outer step every .* 2 updates"),
         (NO_MESH, ValueError, "there is no mesh yet"),
         ({**NO_MESH, "fragments": 2, "outer_dims": ()}, ValueError, "there is no mesh yet"),
         ({"outer_dims": "rows"}, ValueError, "outer_dims must be names in batch_dims"),

@@ -18,6 +18,7 @@ from mtf_gradsync import compat_v1, estimator, gradients, optimizers, reduce, xl
 from mtf_gradsync._common import INT32_MAX
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
+from tests.wrappers import REGISTRY
 
 PACKAGE = str(Path(gs.__file__).parent)
 MESH = {"mesh_shape": "rows:2;cols:2", "layout": "batch:rows;hidden:cols"}
@@ -105,16 +106,7 @@ class World:
 
 
 # Wrappers with the least that they need.
-WRAPPERS = {
-    gs.AverageOptimizer: {},
-    gs.ClipByGlobalNormOptimizer: {"clip_norm": 1.0},
-    gs.CrossShardOptimizer: {},
-    gs.GradientAccumulationOptimizer: {"backward_passes_per_step": 2},
-    gs.LossScaleOptimizer: {},
-    gs.OuterOptimizer: {"inner_steps": 2},
-    gs.ShardedUpdateOptimizer: {"min_size": 0},
-    gs.SyncReplicasOptimizer: {"replicas_to_aggregate": 2},
-}
+WRAPPERS = {getattr(gs, name): entry.needs for name, entry in REGISTRY.items()}
 # Functions and classes with arguments that are right.
 CALLS = {
     gs.AdamWOptimizer: lambda w: {"learning_rate": 0.1},
