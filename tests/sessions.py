@@ -1,6 +1,7 @@
 """Sessions of all runtimes by one interface."""
 
 import contextlib
+import functools
 
 import numpy as np
 
@@ -9,16 +10,19 @@ from mtf_gradsync._private.libraries import tf
 
 
 @contextlib.contextmanager
-def session_of(made):
-    """One interface for all runtimes: run, save, restore, variables."""
+def session_of(made, make_saver=functools.partial(gs.ReshardingSaver, max_to_keep=None)):
+    """One interface for all runtimes: run, save, restore, variables.
+
+    On a placement mesh the saver is that of `make_saver`.
+    """
     with made.graph.as_default(), made._session() as session:
-        yield session if made.program else _OfPlacement(made, session)
+        yield session if made.program else _OfPlacement(made, session, make_saver())
 
 
 class _OfPlacement:
-    def __init__(self, made, session):
-        self._made, self._session, self.run = made, session, session.run
-        self._saver = gs.ReshardingSaver(max_to_keep=None)
+    def __init__(self, made, session, saver):
+        self._made, self._session, self._saver = made, session, saver
+        self.run = session.run
         session.run(made.init)
         session.run(made.restore)
 

@@ -1,12 +1,13 @@
 """Sharded and unsharded runs continue each other, on other meshes and other runtimes."""
 
-import contextlib
+import functools
 
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import tf
+from tests import sessions
 from tests.optimizers.sharded_updates import small_model
 from tests.optimizers.sharded_updates.small_model import (
     OPTIMIZERS,
@@ -30,35 +31,8 @@ def built(kind, mesh, is_sharded):
     return small_model.built(kind, mesh, make, batches(1)[0], names=small_model.FEW)
 
 
-class OfPlacement:
-    """On a placement mesh, what sessions of SIMD programs have: by a plain saver."""
-
-    def __init__(self, made, session, saver):
-        self.made, self.session, self.saver = made, session, saver
-        self.run = session.run
-
-    def restore(self, path):
-        self.saver.restore(self.session, path)
-        self.session.run(self.made.restore)
-
-    def variables(self):
-        self.session.run(self.made.collect)
-        return self.session.run({v.op.name: v for v in tf.global_variables()})
-
-    def save(self, path):
-        self.session.run(self.made.collect)
-        return self.saver.save(self.session, path, write_meta_graph=False)
-
-
-@contextlib.contextmanager
-def session_of(made):
-    with made.graph.as_default():
-        saver = None if made.program else tf.train.Saver()
-        with made._session() as session:
-            if not made.program:
-                session.run(made.init)
-                session.run(made.restore)
-            yield OfPlacement(made, session, saver) if saver else session
+# On a placement mesh by a plain saver.
+session_of = functools.partial(sessions.session_of, make_saver=tf.train.Saver)
 
 
 @pytest.mark.slow
