@@ -9,8 +9,11 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import tf
 
 
+_resharding_saver = functools.partial(gs.ReshardingSaver, max_to_keep=None)
+
+
 @contextlib.contextmanager
-def session_of(made, make_saver=functools.partial(gs.ReshardingSaver, max_to_keep=None)):
+def session_of(made, make_saver=_resharding_saver):
     """One interface for all runtimes: run, save, restore, variables.
 
     On a placement mesh the saver is that of `make_saver`.
