@@ -8,7 +8,6 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import tf
 
-
 _resharding_saver = functools.partial(gs.ReshardingSaver, max_to_keep=None)
 
 
