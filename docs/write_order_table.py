@@ -8,7 +8,7 @@ from typing import Any, Callable
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import Wrapper
-from mtf_gradsync.optimizers.pipeline import Stage, why_not
+from mtf_gradsync.optimizers.pipeline import PerShard, why_not
 
 OUT = pathlib.Path(__file__).parent / "order.md"
 MESH = {
@@ -42,7 +42,7 @@ WRAPPERS: dict[str, Callable[[Any], Wrapper]] = {
 _START = """\
 # Which wrapper around which
 
-Wrappers nest. This table is generated from what each wrapper declares of itself (its `traits`), by
+Wrappers nest. This table is generated from what the stages of each wrapper take and give, by
 `python docs/write_order_table.py`; a test trains a model by every pair and holds it against the
 table. A row is the outer wrapper, a column the inner one: "✓" where the order works,
 or the number of the reason below. A wrong order raises an error that says the same, and which order
@@ -93,17 +93,18 @@ def page() -> str:
     lines += [f"{number}. {why.format(**generic)}" for number, why in enumerate(reasons, 1)]
     lines += ["", "## The stages of each wrapper", ""]
     lines += [
-        "The builder converts gradients where a stage takes another form than it is given.",
+        "Where a stage takes another form of gradients than it gets, one that converts is first.",
         "",
     ]
-    lines += ["| wrapper | stage | takes | gives | reads the new values |", "|---|---|---|---|---|"]
+    lines += ["| wrapper | stage | takes | gives | those inside run |", "|---|---|---|---|---|"]
     for name, make in WRAPPERS.items():
-        for stage in make(plain()).stages():
-            kind = type(stage)
-            reads = "yes" if kind.after_update is not Stage.after_update else ""
-            takes = stage.takes.value if stage.takes else "as they are"
+        made = make(plain())
+        for stage in made.stages(made._place(None, (), None)):
+            takes = "per shard" if isinstance(stage.takes, PerShard) else stage.takes
+            takes = getattr(takes, "value", takes) or "as they are"
             gives = stage.gives.value if stage.gives else "what it took"
-            lines.append(f"| {name} | `{kind.__name__}` | {takes} | {gives} | {reads} |")
+            row = [name, f"`{type(stage).__name__}`", takes, gives, stage.due or "every step"]
+            lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 

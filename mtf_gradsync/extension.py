@@ -56,11 +56,13 @@ from mtf_gradsync.mesh.devices import place_of, process_of
 from mtf_gradsync.optimizers import (
     ClipByGlobalNormOptimizer,
     CommonArguments,
+    Description,
     GradientAccumulationOptimizer,
     NoUpdateError,
     OuterOptimizer,
     SyncReplicasOptimizer,
     Wrapper,
+    describe,
     gradient_noise_scale,
     reported,
     split_by_shard,
@@ -74,7 +76,7 @@ from mtf_gradsync.optimizers.average import (
 )
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.passes import updates_before
-from mtf_gradsync.optimizers.pipeline.order import why_not
+from mtf_gradsync.optimizers.pipeline import why_not
 from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
 from mtf_gradsync.optimizers.report import in_sums_now, weight_now
 from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at
@@ -116,6 +118,7 @@ __all__ = [
     "ClipByGlobalNormOptimizer",
     "CommonArguments",
     "ConfigError",
+    "Description",
     "GradientAccumulationOptimizer",
     "HeldSlices",
     "LayoutLike",
@@ -146,6 +149,7 @@ __all__ = [
     "close_to",
     "configs_dir",
     "counted",
+    "describe",
     "did_you_mean",
     "enable_mesh_defaults",
     "first_line",

@@ -229,6 +229,20 @@ def resolve_axes(
     return ReplicaAxes(mesh_shape, layout, batch_dims)
 
 
+def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
+    """Returns replica axes by names of batch dims; None if no mesh is known that splits them.
+
+    `mesh` is a mesh shape and a layout; None for those of the mesh that the program has made for
+    this graph.
+    """
+    meshes = meshes_made() if mesh is None else [mesh]
+    if len(meshes) != 1:
+        return None
+    (shape, layout), known = meshes[0], [mtf.Dimension(name, 1) for name in names]
+    split = [layout.tensor_dimension_to_mesh_axis(dim, shape) for dim in known]
+    return ReplicaAxes(shape, layout, names) if any(axis is not None for axis in split) else None
+
+
 def axes_of_pipeline(
     wrapper: str, what: str, batch_dims: str | Sequence[str] = ("batch",)
 ) -> ReplicaAxes:

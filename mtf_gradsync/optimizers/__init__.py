@@ -5,9 +5,10 @@ from mtf_gradsync.optimizers.adamw import AdamWOptimizer
 from mtf_gradsync.optimizers.average import AverageOptimizer, moving_average
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
+from mtf_gradsync.optimizers.describe import DescribedLine, Description, describe
 from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
 from mtf_gradsync.optimizers.outer import OuterOptimizer
-from mtf_gradsync.optimizers.pipeline import Form, Stage, Traits, traits_of
+from mtf_gradsync.optimizers.pipeline import Form, Line, PerShard, Stage, traits_of
 from mtf_gradsync.optimizers.report import (
     NoiseScale,
     gradient_noise_scale,
@@ -27,17 +28,21 @@ __all__ = [
     "ClipByGlobalNormOptimizer",
     "CommonArguments",
     "CrossShardOptimizer",
+    "DescribedLine",
+    "Description",
     "Form",
     "GradientAccumulationOptimizer",
+    "Line",
     "LossScaleOptimizer",
     "NoUpdateError",
     "NoiseScale",
     "OuterOptimizer",
+    "PerShard",
     "ShardedUpdateOptimizer",
     "Stage",
     "SyncReplicasOptimizer",
-    "Traits",
     "Wrapper",
+    "describe",
     "get_update_step",
     "gradient_noise_scale",
     "moving_average",

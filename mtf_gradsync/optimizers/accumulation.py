@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from typing import Any, Literal, NamedTuple, Sequence, Union
 
@@ -17,12 +18,23 @@ from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizer, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients.arguments import is_scalar
-from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
 from mtf_gradsync.optimizers.passes import Passes, check_passes, passes_at
-from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline import (
+    About,
+    Form,
+    GradientSet,
+    Line,
+    PerShard,
+    Place,
+    Stage,
+    StepBuilder,
+    Traits,
+    nth,
+    told,
+)
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
 from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.optimizers.schedules import update_counter
@@ -40,7 +52,7 @@ from mtf_gradsync.optimizers.skips import (
     waiting_state,
 )
 from mtf_gradsync.optimizers.state.variables import named_state, note_sums_not_kept, scalar_state
-from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.step import values_after
@@ -141,7 +153,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
         ("skipped", "accumulation/skipped"),
     )
     backward_passes_per_step: Passes
-    _place = OfStep[Union[Accumulate, None]](None)
+    _place_now = OfStep[Union[Accumulate, None]](None)
+    _found_axes = OfStep[Union[ReplicaAxes, None]](None)
     # For the graph that gradients were last applied in: variables, and their values after a step.
     _counters = OfStep[Union[_Counters, None]](None)
     _now = OfStep[Union[_Counters, None]](None)
@@ -263,57 +276,34 @@ class GradientAccumulationOptimizer(ReportsSkips):
         self._skip_fn = should_skip_update_fn
         self._limit = limit
         self._flush = flush
-        self.traits = self._traits()
-        self._check_order()
         self._dtype = dtype
         self._checkpointed = check_flag("checkpoint_accumulators", checkpoint_accumulators)
+        self._check_order()
         hint_if_micro_steps_are_counted(self.innermost(), name)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._given_place is None:
-            self._given_axes = None
-            self.traits = self._traits()
+    @property
+    def axes(self) -> ReplicaAxes | None:
+        """`ReplicaAxes`: those given, or found when gradients were applied; None for neither."""
+        return self._given_axes or vars(self).get("_found_axes")
 
     @property
     def accumulate(self) -> Accumulate | None:
         """Where gradients accumulate; None if that is decided when they are applied."""
-        return self._given_place or self._place
+        return self._given_place or self._place_now
 
-    def _traits(self) -> Traits:
-        if not self._accumulates:  # it is the inner optimizer, which may be anywhere
-            return Traits(reduces=False, takes_parts=True)
-        is_local = self.accumulate == LOCAL
-        return Traits(
-            reduces=not is_local,
-            needs_shards=is_local,
-            or_else="accumulate reduced gradients, by accumulate='synced'",
-            schedules_updates=True,
-            skips_not_finite=getattr(self._skip_fn, "skips_not_finite", False),
-            one_mesh=_SYNCED_INSTEAD if is_local else "",
-        )
-
-    def settle(self, grads: Sequence[mtf.Tensor | None], around: Sequence[Wrapper]) -> None:
-        """Decides where gradients accumulate, if neither that nor the mesh was given; logs it."""
-        present = [g for g in grads if g is not None]
-        if not present or not self._accumulates:
-            return
-        why = ""
-        if self._given_place is None:
-            islands = self._in_islands_of
-            found = islands.inside if islands else find_axes(present, self._given_names)
-            is_split = found is not None and found.num_shards > 1
-            why = _why_synced(present, around, is_known=found is not None)
-            self._place = LOCAL if is_split and not why else SYNCED
-            self._given_axes = found if self._place == LOCAL else None
-            self.traits = self._traits()
-        how = _HOW[LOCAL] if self.accumulate == LOCAL else _HOW[SYNCED]
-        level = logging.WARNING if why else logging.INFO
-        log_once(f"{self.name} {how} {why}", level, "%s%s%s.", self.name, how, why)
-
-    def stages(self) -> list[Stage]:
+    def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_Accumulate(self)] if self._accumulates else []
+        if not self._accumulates:  # it is the inner optimizer, which may be anywhere
+            return []
+        where, axes, why = self._given_place, place.axes, ""
+        if where is None and place.program is not None:
+            islands = place.islands
+            found = islands.inside if islands else place.program.find_axes(place.names)
+            is_split = found is not None and found.num_shards > 1
+            why = _why_synced(place, is_known=found is not None)
+            where = LOCAL if is_split and not why else SYNCED
+            axes = found if where == LOCAL else None
+        return [_Accumulate(self, where or SYNCED, axes, why)]
 
     @property
     def mini_step(self) -> mtf.Variable | None:
@@ -358,14 +348,17 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
     def _note_step(self, step: StepBuilder) -> None:
         super()._note_step(step)
-        if not self.traits.schedules_updates:
+        if not self._accumulates:
             note_sums_not_kept(
                 f"{self.name}/mini_step",
                 f"{self.name} has backward_passes_per_step=1 and no accumulators; with "
                 "backward_passes_per_step=lambda step: 1 its first step applies them.",
             )
 
-    def _note(self, before: _Counters, now: _Counters, skips: Skips | None) -> None:
+    def _note(
+        self, stage: _Accumulate, before: _Counters, now: _Counters, skips: Skips | None
+    ) -> None:
+        self._place_now, self._found_axes = stage.where, stage.axes
         self._counters, self._now = before, now
         self._note_skips(skips)
 
@@ -414,25 +407,90 @@ class GradientAccumulationOptimizer(ReportsSkips):
         )
 
 
+_MIXED_WARNING = (
+    "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
+    "%s), so they are reduced on each of them, and their sums are added up. Do that after "
+    "accumulation: ClipByGlobalNormOptimizer inside it clips the sum."
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Accumulate(Stage):
-    """Adds up gradients, and passes on the sums when an update is due."""
+    """Adds up gradients, and passes on the sums when an update is due.
 
-    gives = Form.REDUCED
-    wants_reduced = True
-    mixed, adds_up = "reduce", True
-    mixed_warning = (
-        "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
-        "%s), so they are reduced on each of them, and their sums are added up. Do that after "
-        "accumulation: ClipByGlobalNormOptimizer inside it clips the sum."
-    )
+    `why` says, for the log, why gradients do not accumulate on each shard.
+    """
 
-    def __init__(self, wrapper: GradientAccumulationOptimizer):
-        self._wrapper = wrapper
-        self.takes = Form.PER_SHARD if wrapper.accumulate == LOCAL else Form.REDUCED
-        self._skips: Skips | None = None
+    wrapper: GradientAccumulationOptimizer
+    where: Accumulate
+    axes: ReplicaAxes | None
+    why: str = ""
+    gives, _leaves = Form.REDUCED, Form.PENDING
+    _wants_reduced = True
+
+    @property
+    def takes(self) -> Form | PerShard:  # type: ignore[override]
+        """See `Stage.takes`."""
+        if self.where == SYNCED:
+            return Form.REDUCED
+        or_else = "accumulate reduced gradients, by accumulate='synced'"
+        return PerShard("reduce", or_else, _MIXED_WARNING, adds_up=True)
+
+    @property
+    def due(self) -> str:  # type: ignore[override]
+        """See `Stage.due`."""
+        return nth(self.wrapper.backward_passes_per_step)
+
+    @property
+    def _sums_in(self) -> Any:
+        return self.wrapper._dtype or "wide"
+
+    @property
+    def _divides(self) -> str:  # type: ignore[override]
+        passes = self.wrapper.backward_passes_per_step
+        by = "their number of microbatch steps" if callable(passes) else told(passes)
+        return f"divide by {by}" if self.wrapper._average and passes != 1 else ""
+
+    @property
+    def finite(self) -> str:  # type: ignore[override]
+        """See `Stage.finite`."""
+        return "skips" if getattr(self.wrapper._skip_fn, "skips_not_finite", False) else ""
+
+    @property
+    def _one_mesh(self) -> str:  # type: ignore[override]
+        return _SYNCED_INSTEAD if self.where == LOCAL else ""
+
+    def check(
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        arguments: OwnArguments,
+    ) -> None:
+        """Logs where gradients accumulate."""
+        if any(g is not None for g in grads):
+            name, how = self.wrapper.name, _HOW[self.where]
+            level = logging.WARNING if self.why else logging.INFO
+            log_once(f"{name} {how} {self.why}", level, "%s%s%s.", name, how, self.why)
+
+    def describe(self, about: About) -> list[Line]:
+        """See `Stage.describe`."""
+        wrapper = self.wrapper
+        what = "add up gradients on each shard" if self.where == LOCAL else "add up the sums"
+        if wrapper._dtype is not None:
+            what += f", {wrapper._dtype.name}"
+        elif about.variables:
+            dtypes = {v.activation_dtype for v in about.variables}
+            wide = {(d if d.size >= 4 else tf.float32).name for d in dtypes}
+            what += f", {' and '.join(sorted(wide))}"
+        if wrapper._skip_fn is not None:
+            fn = wrapper._skip_fn
+            what += f"; skip steps by {getattr(fn, '__name__', type(fn).__name__)}"
+        return [Line(what)]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        wrapper, mesh = self._wrapper, gradients.mesh
+        """See `Stage.apply`."""
+        wrapper, mesh = self.wrapper, gradients.mesh
+        skips: Skips | None = None
         before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
         weights = gradients.weights
         if weights is not None:
@@ -496,7 +554,6 @@ class _Accumulate(Stage):
             before.waiting and now_waiting(before.waiting, has_update),
             None if weight is None else weight * mtf.cast(1 - updated, tf.float32),
         )
-        self._before, self._now = before, now
         gate = accumulators.add(step)
         counts = step.plan.graph.combine_assignments(
             [mtf.assign(v, on_mesh(x, v.mesh)) for v, x in zip(before, now) if x is not None]
@@ -504,14 +561,15 @@ class _Accumulate(Stage):
         step.write(counts, gate)
         # Before a reduction, they may say more about shards.
         received = step.received[-1]
-        axes, of_shards_only = wrapper._shards_to_name(received.present)
+        axes, of_shards_only = step.shards_to_name(received.present)
         if wrapper._skip_fn is not None or before.waiting is not None:
-            skips = self._skips = self._make_skips(checked, before, axes)
-        if wrapper._skip_fn is not None:
+            skips = self._make_skips(checked, before, axes)
+        if wrapper._skip_fn is not None and skips is not None:
+            report = skips.report
             step.run_when(
                 skip,
                 gate,
-                lambda: skips.report(
+                lambda: report(
                     not_finite_flags(received, checked, axes, wrapper.reducer, of_shards_only),
                     [now.skipped],
                 ),
@@ -520,22 +578,21 @@ class _Accumulate(Stage):
         if weight is not None:
             # A sum is as large as that of so many means.
             divisor = None if wrapper._average else weight / mtf.cast(count, tf.float32)
-        return accumulators.take_when(due, step, gate, True, divisor, weight)
 
-    def end_of_step(
-        self, operations: Sequence[mtf.Operation], step: StepBuilder
-    ) -> list[mtf.Operation]:
-        wrapper, before, skips = self._wrapper, self._before, self._skips
-        (made,) = values_after([before.update_step], operations)
-        now = self._now._replace(update_step=made)
-        checks = skips.end_of_step(operations) if skips else []
-        step.when_built(lambda: wrapper._note(before, now, skips))
-        return checks
+        def at_end(operations: Sequence[mtf.Operation]) -> Sequence[mtf.Operation]:
+            (made,) = values_after([before.update_step], operations)
+            checks = skips.end_of_step(operations) if skips else []
+            after = now._replace(update_step=made)
+            step.when_built(lambda: wrapper._note(self, before, after, skips))
+            return checks
+
+        step.at_end(at_end)
+        return accumulators.take_when(due, step, gate, True, divisor, weight)
 
     def _make_skips(
         self, gradients: GradientSet, before: _Counters, axes: ReplicaAxes | None
     ) -> Skips:
-        wrapper = self._wrapper
+        wrapper = self.wrapper
         name = getattr(wrapper._skip_fn, "__name__", type(wrapper._skip_fn).__name__)
         words = Words(
             "microbatch step skipped, gradients that are not finite:",
@@ -556,16 +613,17 @@ def _uses_sums(counted: mtf.Tensor, weights: Weights | None) -> mtf.Tensor:
     return mtf.logical_and(is_counted, mtf.greater(weights.total, 0.0))
 
 
-def _why_synced(grads: Sequence[mtf.Tensor], around: Sequence[Wrapper], is_known: bool) -> str:
+def _why_synced(place: Place, is_known: bool) -> str:
     """Returns, for the log, why gradients cannot accumulate on each shard; "" if they can.
 
     `is_known` says whether the replica axes are.
     """
-    reduces = [w for w in around if w.traits.reduces and not w.traits.watches_not_finite]
-    if reduces:
-        outer = type(reduces[0]).__name__
+    kinds = [(one.wrapper, Traits.of(one.stages)) for one in place.around]
+    outer = next((name for name, x in kinds if x.reduces and not x.watches_not_finite), None)
+    if outer is not None:
         return f", because {outer} around it does so: turn them round, to reduce once an update"
-    if len({g.mesh for g in grads}) > 1:
+    assert place.program is not None
+    if place.program.num_meshes > 1:
         return ", because they are on several meshes: use one for each, to reduce once an update"
     if is_known or len(meshes_made()) == 1:
         return ""

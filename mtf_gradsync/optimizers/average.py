@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -18,7 +19,15 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
 from mtf_gradsync.gradients.stage import check_variables, on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline import (
+    About,
+    GradientSet,
+    Line,
+    Place,
+    Stage,
+    StepBuilder,
+    told,
+)
 from mtf_gradsync.optimizers.schedules import update_counter
 from mtf_gradsync.optimizers.state.beginning import derived_variable, is_marked
 from mtf_gradsync.optimizers.state.checkpoints import Saved, write_changed
@@ -182,40 +191,52 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
     return average
 
 
+@dataclasses.dataclass(frozen=True)
 class MoveAverages(Stage):
-    """After each update, makes `average -= weight * (average - variable)`."""
+    """After each update, makes `average -= weight * (average - variable)`.
 
-    reads_shown = True
+    `variables` are those to average, or None for all that get a gradient.
+    """
 
-    def __init__(
-        self,
-        rule: AverageRule,
-        variables: Sequence[mtf.Variable] | None,
-        slots: SlotBook,
-        name: str,
-    ):
-        """Takes the variables to average, or None for all that get a gradient."""
-        self._rule, self._variables, self._slots, self._name = rule, variables, slots, name
-        self._counts = rule.zero_debias or rule.num_updates is True
+    rule: AverageRule
+    variables: Sequence[mtf.Variable] | None
+    slots: SlotBook
+    name: str
+    takes_parts = True
+
+    @property
+    def _averages(self) -> bool:  # type: ignore[override]
+        return self.variables is None or bool(self.variables)
+
+    @property
+    def _counts(self) -> bool:
+        return self.rule.zero_debias or self.rule.num_updates is True
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """See `Stage.apply`."""
-        del step
         if self._counts:  # before the update, which advances the counter
-            self._slots.record([update_counter(gradients.mesh, self._name)], [])
+            self.slots.record([update_counter(gradients.mesh, self.name)], [])
+        step.after_update(functools.partial(self._move, step), is_shown=True)
         return gradients
 
-    def after_update(
-        self, updates: Sequence[mtf.Operation], step: StepBuilder
-    ) -> list[mtf.Operation]:
-        """See `Stage.after_update`."""
-        variables = step.received[0].owners if self._variables is None else self._variables
+    def describe(self, about: About) -> list[Line]:
+        """See `Stage.describe`."""
+        if not self._averages:
+            return []
+        decay, num_updates, zero_debias = self.rule
+        what = f"averages, decay {told(decay)}"
+        what += " at most, less in the first updates" * (num_updates is not None)
+        what += ", of the values after updates alone" * zero_debias
+        return [Line(what, after=True)]
+
+    def _move(self, step: StepBuilder, updates: Sequence[mtf.Operation]) -> list[mtf.Operation]:
+        variables = step.received[0].owners if self.variables is None else self.variables
         if not variables:
             return []
         averages = [moving_average(variable) for variable in variables]
-        self._slots.record(averages, variables)
+        self.slots.record(averages, variables)
         cure = "Keep its average in one of them: a variable has one, in any scope"
-        step.plan.part(SlotOwners).check(self._slots, averages, variables, cure)
+        step.plan.part(SlotOwners).check(self.slots, averages, variables, cure)
         values = step.value_after(variables, updates)
         weight = self._weight(step.received[0].mesh)
         if not isinstance(weight, mtf.Tensor):
@@ -231,21 +252,21 @@ class MoveAverages(Stage):
 
     def _weight(self, mesh: mtf.Mesh) -> float | mtf.Tensor:
         """Returns the weight of a new value, a number or a float32 scalar."""
-        decay, num_updates, zero_debias = self._rule
+        decay, num_updates, zero_debias = self.rule
         if not self._counts and num_updates is None and is_number(decay):
             return 1 - decay
         scalars: dict[str, mtf.Tensor] = {}
         if not is_number(decay):
             scalars["decay"] = scalar_of_step(
-                decay, mesh, tf.float32, "the decay of averages", self._name, _DECAYS
+                decay, mesh, tf.float32, "the decay of averages", self.name, _DECAYS
             )
         if self._counts:
-            count = update_counter(mesh, self._name).value + 1
+            count = update_counter(mesh, self.name).value + 1
             scalars["count"] = mtf.cast(on_mesh(count, mesh), tf.float32)
         elif num_updates is not None:
             given = tf.constant(num_updates) if is_number(num_updates) else num_updates
             scalars["count"] = scalar_of_step(
-                given, mesh, tf.float32, "num_updates", self._name, _COUNTS
+                given, mesh, tf.float32, "num_updates", self.name, _COUNTS
             )
 
         def weight(*given: tf.Tensor) -> tf.Tensor:
@@ -314,8 +335,6 @@ class AverageOptimizer(KeepsAverages):
       `tf.compat.v1.train.ExponentialMovingAverage`; `optax.ema` for zero_debias
     """
 
-    traits = Traits(reduces=False, takes_parts=True, averages=True)
-
     def __init__(
         self,
         opt: MeshOptimizerLike,
@@ -364,6 +383,7 @@ class AverageOptimizer(KeepsAverages):
         self._wrap(opt, common)
         self._check_order()
 
-    def stages(self) -> list[Stage]:
+    def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
+        del place
         return [MoveAverages(self._rule, self._averaged, self._slots, self.name)]

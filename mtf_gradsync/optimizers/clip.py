@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Sequence
 
 import gin
@@ -9,21 +10,35 @@ import gin
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline import (
+    About,
+    Form,
+    GradientSet,
+    Line,
+    Place,
+    Stage,
+    StepBuilder,
+    told,
+)
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 
+@dataclasses.dataclass(frozen=True)
 class _Clip(Stage):
+    clip_norm: Any
+    reducer: Strategy
+    name: str
     takes = Form.REDUCED
-
-    def __init__(self, clip_norm: Any, reducer: Strategy, name: str):
-        self._clip_norm, self._reducer, self._name = clip_norm, reducer, name
+    takes_parts = squares = True
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        norm, behind = self._clip_norm, step.received[0].present
-        clipped, _ = clip_together(gradients.grads, norm, None, self._reducer, self._name, behind)
+        norm, behind = self.clip_norm, step.received[0].present
+        clipped, _ = clip_together(gradients.grads, norm, None, self.reducer, self.name, behind)
         return gradients.with_grads(clipped)
+
+    def describe(self, about: About) -> list[Line]:
+        return [Line(f"clip to a global norm of {told(self.clip_norm)}")]
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -36,8 +51,6 @@ class ClipByGlobalNormOptimizer(Wrapper):
     References:
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
-
-    traits = Traits(takes_parts=True, squares=True)
 
     def __init__(
         self,
@@ -71,10 +84,11 @@ class ClipByGlobalNormOptimizer(Wrapper):
         """
         check_clip_norm(clip_norm)
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
+        self._clip_norm = clip_norm
         self._wrap(opt, common)
         self._check_order()
-        self._clip_norm = clip_norm
 
-    def stages(self) -> list[Stage]:
+    def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
+        del place
         return [_Clip(self._clip_norm, self.reducer, self.name)]

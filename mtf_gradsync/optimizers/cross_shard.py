@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Sequence
 
 import gin
@@ -12,40 +13,69 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is
 from mtf_gradsync.gradients.copies import SumCopies, check_group_assignment, check_groups_cover
 from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder
+from mtf_gradsync.optimizers.pairs import OwnArguments
+from mtf_gradsync.optimizers.pipeline import (
+    About,
+    Form,
+    GradientSet,
+    Line,
+    Place,
+    Stage,
+    StepBuilder,
+)
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 Reduction = tf.losses.Reduction
 
 
+@dataclasses.dataclass(frozen=True)
 class _ReduceOverShards(Stage):
     """Reduces gradients; those of variables with shard dims within groups of shards."""
 
+    wrapper: CrossShardOptimizer
+    place: Place
     gives = Form.REDUCED
 
-    def __init__(self, wrapper: CrossShardOptimizer):
-        self._wrapper = wrapper
+    def check(
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        arguments: OwnArguments,
+    ) -> None:
+        """See `Stage.check`."""
+        del arguments
+        present = [v for g, v in zip(grads, variables) if g is not None]
+        self.wrapper._check_variables(present, self.place)
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        wrapper = self._wrapper
-        around = step.stages[: step.stages.index(self)]
-        others = [stage._wrapper for stage in around if isinstance(stage, _ReduceOverShards)]
+        """See `Stage.apply`."""
+        del step
+        wrapper, place = self.wrapper, self.place
+        around = [stage for one in place.around for stage in one.stages]
+        others = [stage for stage in around if isinstance(stage, _ReduceOverShards)]
 
         def is_to_sum(variable: mtf.Variable) -> bool:
-            summed = any(other._has_own_copy(variable) for other in others)
-            return wrapper._has_own_copy(variable) and not summed
+            summed = any(x.wrapper._has_own_copy(variable, x.place) for x in others)
+            return wrapper._has_own_copy(variable, place) and not summed
 
         pairs = list(zip(gradients.grads, gradients.variables))
         copies = [g if g is not None and is_to_sum(v) else None for g, v in pairs]
 
         def sum_copies(mesh: mtf.Mesh, present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
             del mesh
-            dims = [wrapper._shard_dims(g.shape) for g in present]
+            dims = [wrapper._shard_dims(g.shape, place) for g in present]
             return SumCopies(present, dims, wrapper._groups, wrapper.reducer).outputs
 
         sums = on_present(copies, lambda present: each_mesh(present, sum_copies))
         return gradients.with_grads([g if s is None else s for s, (g, _) in zip(sums, pairs)])
+
+    def describe(self, about: About) -> list[Line]:
+        """See `Stage.describe`."""
+        groups = self.wrapper._groups
+        if groups is None:
+            return []
+        return [Line(f"sum gradients of the shards' own copies in {len(groups)} groups of shards")]
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -122,23 +152,25 @@ class CrossShardOptimizer(Wrapper):
             listed = sum(len(group) for group in self._groups)
             check_groups_cover(self._groups, max(self.axes.num_shards, listed))
 
-    def stages(self) -> list[Stage]:
+    def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_ReduceOverShards(self)]
+        return [_ReduceOverShards(self, place)]
 
-    def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
+    def _check_variables(
+        self, variables: Sequence[mtf.Variable], place: Place | None = None
+    ) -> None:
         others = [w for w in self._wrappers()[1:] if isinstance(w, CrossShardOptimizer)]
         for variable in variables if self._groups or others else ():
-            if self._groups and not self._has_own_copy(variable):
+            if self._groups and not self._has_own_copy(variable, place):
                 raise ValueError(
                     f"group_assignment={self._groups!r} sums within groups of shards, but all "
                     f"shards share the variable {variable.name!r} of shape "
                     f"{variable.shape.to_string}: it would get a different value in each group. "
                     "Give the variable the shard dims, or do not give group_assignment."
                 )
-            mine = self._sums_of_copies(variable)
+            mine = self._sums_of_copies(variable, place)
             for other in others if mine else ():
-                its = other._sums_of_copies(variable)
+                its = other._sums_of_copies(variable, place)
                 if its and (its != mine or other not in self._segment_wrappers()):
                     raise ValueError(
                         f"{self.name} and {other.name} inside it would both sum the gradients of "
@@ -146,15 +178,11 @@ class CrossShardOptimizer(Wrapper):
                         "one of them."
                     )
 
-    def _sums_of_copies(self, variable: mtf.Variable) -> str:
+    def _sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
         """Describes over which shards the copies' gradients are summed; "" for no copies."""
-        if not self._has_own_copy(variable):
+        if not self._has_own_copy(variable, place):
             return ""
-        dims = mtf.Shape(self._shard_dims(variable.shape))
+        dims = mtf.Shape(self._shard_dims(variable.shape, place))
         groups = self._groups or [list(range(dims.size))]
         check_groups_cover(groups, dims.size)
         return f"along {dims.dimension_names} in groups {sorted(map(sorted, groups))}"
-
-    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
-        """See `Wrapper.check`."""
-        self._check_variables([v for g, v in zip(grads, variables) if g is not None])

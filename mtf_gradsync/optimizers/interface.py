@@ -13,7 +13,7 @@ from mtf_gradsync.gradients.copies import check_groups_cover
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
-from mtf_gradsync.optimizers.pipeline import StepBuilder, shard_names
+from mtf_gradsync.optimizers.pipeline import Place, StepBuilder, shard_names
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
     check_weights,
@@ -174,19 +174,12 @@ class ShardShapes:
 
     _given_axes: ReplicaAxes | None = None
     _given_names: tuple[str, ...] = ()
-    # The wrapper around this one that makes islands (`OuterOptimizer`), while a step is built.
-    _in_islands_of: Any = None
+    _gradient_reduction: Callable[..., Any]
 
     @property
     def axes(self) -> ReplicaAxes | None:
-        """`ReplicaAxes`, or None if no mesh was given.
-
-        While a step is built inside of islands, these are the replica axes inside an island.
-        """
-        given, around = self._given_axes, self._in_islands_of
-        if given is None or around is None:
-            return given
-        return around.inside if set(given.mesh_axes) & set(around.islands.mesh_axes) else given
+        """`ReplicaAxes`, or None if no mesh was given."""
+        return self._given_axes
 
     @property
     def _shard_names(self) -> tuple[str, ...]:
@@ -227,15 +220,16 @@ class ShardShapes:
             )
         return 1.0 if tf.losses.Reduction.SUM in said else 1.0 / num_shards
 
-    def _shard_dims(self, shape: mtf.Shape) -> list[mtf.Dimension]:
+    def _shard_dims(self, shape: mtf.Shape, place: Place | None = None) -> list[mtf.Dimension]:
         """The shard dims that a shape has, in the order that numbers the shards."""
         by_name = {d.name: d for d in shape.dims}
-        return [by_name[name] for name in self._shard_names if name in by_name]
+        names = place.names if place else self._shard_names
+        return [by_name[name] for name in names if name in by_name]
 
-    def _has_own_copy(self, variable: mtf.Variable) -> bool:
+    def _has_own_copy(self, variable: mtf.Variable, place: Place | None = None) -> bool:
         """Whether every shard has its own copy of a variable, which then has all shard dims."""
-        dims = self._shard_dims(variable.shape)
-        needed = [d.name for d in self.axes.shard_dims] if self.axes else []
+        dims, axes = self._shard_dims(variable.shape, place), place.axes if place else self.axes
+        needed = [d.name for d in axes.shard_dims] if axes else []
         missing = [name for name in needed if name not in [d.name for d in dims]]
         if dims and missing:
             raise ValueError(

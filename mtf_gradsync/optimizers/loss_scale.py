@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, NamedTuple, Sequence, Union
 
 import gin
@@ -15,8 +16,11 @@ from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pipeline import (
+    About,
     Form,
     GradientSet,
+    Line,
+    Place,
     Stage,
     StepBuilder,
     Traits,
@@ -154,7 +158,6 @@ class LossScaleOptimizer(ReportsSkips):
       `tf.keras.mixed_precision.LossScaleOptimizer`
     """
 
-    traits = Traits(watches_not_finite=True)
     shown = (("loss scale", "loss_scale/scale"), ("skipped", "loss_scale/skipped"))
 
     # For the graph that gradients were last applied in: variables, and their values after a step.
@@ -213,8 +216,8 @@ class LossScaleOptimizer(ReportsSkips):
         self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common)
-        self._check_order()
         self._limit = check_limit(max_steps_without_update)
+        self._check_order()
         skipping = [x for x in self.inner_stack() if traits_of(x).skips_not_finite]
         if self._limit and skipping:
             kind = type(skipping[0]).__name__
@@ -223,8 +226,9 @@ class LossScaleOptimizer(ReportsSkips):
                 f"{type(self).__name__} decides which steps are skipped; give it to {kind}."
             )
 
-    def stages(self) -> list[Stage]:
+    def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
+        del place
         return [_SkipNotFinite(self)]
 
     @property
@@ -276,7 +280,7 @@ class LossScaleOptimizer(ReportsSkips):
 
         return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
 
-    def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
+    def _check_arguments_scaled(self, own: OwnArguments) -> None:
         """Raises ValueError for an argument computed from the scale, which would unscale twice.
 
         It cannot recognise a fixed scale, which is a number.
@@ -299,14 +303,61 @@ class LossScaleOptimizer(ReportsSkips):
         return state
 
 
+@dataclasses.dataclass(frozen=True)
 class _SkipNotFinite(Stage):
-    """Skips the update if gradients are not finite, and changes the scale."""
+    """Skips the update if gradients are not finite, and changes the scale.
 
-    def __init__(self, wrapper: LossScaleOptimizer):
-        self._wrapper = wrapper
+    Attributes:
+      wrapper: the wrapper.
+      inside: what is inside of it in a stack; None before that is known.
+      is_told: whether a stage inside knows which gradients count (`StepBuilder.tell_finite`).
+    """
+
+    wrapper: LossScaleOptimizer
+    inside: Traits | None = None
+    is_told: bool = False
+    finite, _sums_in = "needs", "wide"
+
+    @property
+    def takes(self) -> Form | None:  # type: ignore[override]
+        """See `Stage.takes`."""
+        inside = self.inside or Traits()
+        # The sum can overflow even if no shard's gradient does.
+        needs_shards = inside.skips_not_finite and inside.needs_shards
+        return None if self.is_told or needs_shards else Form.REDUCED
+
+    def within(self, inside: Sequence[Stage], others: Sequence[Any]) -> Stage:
+        """See `Stage.within`."""
+        own, more = Traits.of(inside), [traits_of(x) for x in others]
+        together = own._replace(
+            squares=any(x.squares for x in (own, *more)),
+            skips_not_finite=any(x.skips_not_finite for x in (own, *more)),
+            needs_shards=any(x.needs_shards for x in (own, *more)),
+        )
+        is_told = any(stage._tells_finite for stage in inside)
+        return dataclasses.replace(self, inside=together, is_told=is_told)
+
+    def check(
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        arguments: OwnArguments,
+    ) -> None:
+        """See `Stage.check`."""
+        self.wrapper._check_arguments_scaled(arguments)
+
+    def describe(self, about: About) -> list[Line]:
+        """See `Stage.describe`."""
+        rule = self.wrapper._rule
+        kind = "dynamic, at first" if rule.is_dynamic else "fixed,"
+        lines = [Line(f"divide by the loss scale, {kind} {rule.initial:,.6g}", first=True)]
+        if self.is_told or (self.inside and self.inside.skips_not_finite):
+            return [*lines, Line("change the scale by what those inside skip")]
+        return [*lines, Line("skip where not finite")]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        wrapper = self._wrapper
+        """See `Stage.apply`."""
+        wrapper, inside = self.wrapper, self.inside or Traits()
         losses = step.plan.part(ScaledLosses)
         if wrapper.name in losses.applied:
             raise ValueError(
@@ -316,27 +367,24 @@ class _SkipNotFinite(Stage):
             )
         losses.applied |= {wrapper.name}
         before = wrapper._state_of(gradients.variables[0].mesh)
-        inside = [traits_of(x) for x in wrapper.inner_stack()]
-        reduction = wrapper._gradient_reduction()
-        if any(stage.tells_finite for stage in step.stages):
+        given = step.received[-1]  # before they were reduced
+        shards = step.shards_to_name(given.present)
+        if self.is_told:
             # What shards have that it skips does not count.
             step.when_finite_is_known(
                 lambda finite, has_data: self._change_scale(
-                    before, finite, has_data, [], gradients, gradients, step
+                    before, finite, has_data, [], gradients, gradients, shards, step
                 )
             )
             return gradients
         # If a wrapper inside skips gradients that are not finite, this one only changes the scale.
-        is_beside = any(traits.skips_not_finite for traits in inside)
-        passed_on, axes = gradients, wrapper.axes_now(gradients.present)
+        is_beside = inside.skips_not_finite
+        passed_on, axes = gradients, step.axes_now(given.present)
         has_data: mtf.Tensor | None = None
         if gradients.weights is not None:
             has_data = step.agreed(mtf.greater(gradients.weights.total, 0.0), True)
-        if not is_beside or not any(traits.needs_shards for traits in inside):
-            # The sum can overflow even if no shard's gradient does.
-            passed_on = step.convert(gradients, Form.REDUCED, reduction)
         if passed_on.form.is_reduced:
-            finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
+            finite = self._are_finite(passed_on.present, inside.squares)
             if gradients.weights is not None:  # without data, a mean may be 0 / 0
                 no_data = mtf.less_equal(gradients.weights.total, 0.0)
                 finite = mtf.logical_or(finite, on_mesh(no_data, finite.mesh))
@@ -345,7 +393,7 @@ class _SkipNotFinite(Stage):
             found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
         held = [] if is_beside else passed_on.present
-        gate = self._change_scale(before, finite, has_data, held, gradients, passed_on, step)
+        gate = self._change_scale(before, finite, has_data, held, given, passed_on, shards, step)
         if not is_beside:
             step.only_when(finite, gate, as_call=False)
         return passed_on
@@ -358,19 +406,20 @@ class _SkipNotFinite(Stage):
         held: list[mtf.Tensor],
         gradients: GradientSet,
         checked: GradientSet,
+        shards: tuple[ReplicaAxes | None, bool],
         step: StepBuilder,
     ) -> Gate | None:
         """Writes the state after the step, and reports a skipped one.
 
         Returns the gate of these writes, which is one for the tensors `held`, too.
         """
-        wrapper = self._wrapper
-        axes, of_shards_only = wrapper._shards_to_name(gradients.present)
+        wrapper = self.wrapper
+        axes, of_shards_only = shards
         finite = on_mesh(finite, before.skipped.mesh)
         has_data = None if has_data is None else on_mesh(has_data, finite.mesh)
         gate = step.gate([*held, finite])
         after = after_step(before, finite, has_data, wrapper._rule)
-        skips = self._skips = self._make_skips(gradients, before, axes)
+        skips = self._make_skips(gradients, before, axes)
         now = [after.skipped, *([] if after.scale is None else [after.scale])]
         step.run_when(
             mtf.logical_not(finite),
@@ -382,27 +431,22 @@ class _SkipNotFinite(Stage):
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
         step.write(wrapper._writes, gate)
         wrapper._now = None if step.plan.is_in_branch else after
+        step.when_built(lambda: wrapper._note_skips(skips))
+        step.at_end(skips.end_of_step)
         return gate
 
     def _are_finite(self, sums: list[mtf.Tensor], are_squared: bool) -> mtf.Tensor:
         """Whether reduced gradients, or parts of them, are finite, a boolean scalar."""
-        reducer = self._wrapper.reducer
+        reducer = self.wrapper.reducer
         if are_squared:
             # The norm of finite gradients may be infinite, and a clip by it would make NaNs.
             return mtf.less(global_norm(sums, reducer), float("inf"))
         return mtf.less_equal(not_finite(sums, reducer), 0.0)
 
-    def end_of_step(
-        self, operations: Sequence[mtf.Operation], step: StepBuilder
-    ) -> list[mtf.Operation]:
-        wrapper, skips = self._wrapper, self._skips
-        step.when_built(lambda: wrapper._note_skips(skips))
-        return skips.end_of_step(operations)
-
     def _make_skips(
         self, gradients: GradientSet, before: LossScaleState, axes: ReplicaAxes | None
     ) -> Skips:
-        wrapper, rule = self._wrapper, self._wrapper._rule
+        wrapper, rule = self.wrapper, self.wrapper._rule
         words = Words(
             "step skipped, gradients that are not finite:",
             [v.name for v in gradients.owners],

@@ -8,6 +8,7 @@ change. The variable's own master has the outer values, which evaluation and exp
 
 from __future__ import annotations
 
+import dataclasses
 from types import MappingProxyType
 from typing import Any, Callable, Mapping, NamedTuple, Sequence, Union
 
@@ -29,15 +30,21 @@ from mtf_gradsync.optimizers.outer_values import (
     hold_by_islands,
     hold_slots_by_islands,
 )
-from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     ONE_FOR_EACH_MESH,
+    About,
     Form,
     GradientSet,
+    IslandAxes,
+    Line,
+    PerShard,
+    Place,
     Reduction,
     Stage,
     StepBuilder,
-    Traits,
+    nth,
+    told,
 )
 from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, times
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
@@ -75,17 +82,68 @@ class OuterState(NamedTuple):
     weight: mtf.Variable | None = None
 
 
+@dataclasses.dataclass(frozen=True)
 class OuterSteps(Stage):
     """Gives the inner optimizer each island's own gradients, and makes the outer steps."""
 
-    mixed = "refuse"
-    adds_up = True  # inside an island; the wrapper's check is for islands
+    wrapper: OuterOptimizer
+    islands: ReplicaAxes
+    _keeps_outer_values = True
+    _one_mesh = ONE_FOR_EACH_MESH
+
+    @property
+    def takes(self) -> PerShard | None:  # type: ignore[override]
+        """See `Stage.takes`."""
+        # One island takes gradients as they are, and sends nothing.
+        return PerShard("refuse", "", adds_up=True) if self.islands.shard_dims else None
+
+    @property
+    def _leaves(self) -> Form | None:  # type: ignore[override]
+        return self.wrapper._form_inside if self.islands.shard_dims else None
+
+    @property
+    def _islands(self) -> IslandAxes | None:  # type: ignore[override]
+        wrapper, islands = self.wrapper, self.islands
+        return IslandAxes(islands, wrapper.inside, wrapper.axes) if islands.shard_dims else None
+
+    def check(
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        arguments: OwnArguments,
+    ) -> None:
+        """See `Stage.check`."""
+        self.wrapper._check_gradients(grads, variables)
+
+    def describe(self, about: About) -> list[Line]:
+        """See `Stage.describe`."""
+        wrapper, count = self.wrapper, self.islands.num_shards
+        lines = []
+        if self.islands.shard_dims:
+            lines = [Line(f"split gradients into those of {count} islands")]
+        share = f"1/{wrapper.fragments} of " * (wrapper.fragments > 1)
+        what = f"outer step of {share}the values: "
+        what += f"mean of {count} islands, " if count > 1 else ""
+        what += f"learning rate {told(wrapper.outer_learning_rate)}"
+        what += f", momentum {told(wrapper.outer_momentum)}" * bool(wrapper.outer_momentum)
+        what += ", without islands that are not finite" * wrapper.leave_out_not_finite
+        when = nth(wrapper.inner_steps // wrapper.fragments)
+        return [*lines, Line(what, f"{when} update", after=True)]
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """See `Stage.apply`."""
+        made = _OuterStepsOf(self.wrapper)
+        step.after_update(lambda updates: made.after_update(updates, step))
+        step.at_end(lambda operations: made.end_of_step(operations, step))
+        return made.apply(gradients, step)
+
+
+class _OuterStepsOf:
+    """The outer steps of one step that is being built."""
 
     def __init__(self, wrapper: OuterOptimizer):
         self._wrapper, self._islands = wrapper, wrapper.islands
-        # One island takes gradients as they are, and sends nothing.
-        self.takes = Form.PER_SHARD if self._islands.shard_dims else None
-        # `apply` sets these for the step that is being built.
+        # `apply` sets these.
         self._variables: list[mtf.Variable] = []
         self._outer: dict[mtf.Variable, OuterVariable] = {}
         self._momenta: dict[mtf.Variable, mtf.Variable] = {}
@@ -95,7 +153,7 @@ class OuterSteps(Stage):
         self._skips: Skips | None = None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
+        """Returns the gradients of the islands; makes their values and what holds them."""
         wrapper, islands, mesh = self._wrapper, self._islands, gradients.mesh
         self._variables = gradients.owners
         self._state: OuterState = step.plan.state(wrapper, wrapper.name, lambda: self._make(mesh))
@@ -149,8 +207,7 @@ class OuterSteps(Stage):
             scaled = [times(share, g) for g in scaled]
         dims = [[d for d in g.shape.dims if d not in islands.shard_dims] for g in scaled]
         own = SameSlices(scaled, list(map(mtf.Shape, dims))).outputs
-        has_shards = wrapper.inside is not None and wrapper.inside.shard_dims
-        return gradients.with_present(own, Form.PER_SHARD if has_shards else Form.REDUCED)
+        return gradients.with_present(own, wrapper._form_inside)
 
     def _weights_of_islands(self, weights: Weights) -> tuple[mtf.Tensor, Weights]:
         """Returns what makes an island's term its own mean, and the weights inside of an island.
@@ -175,7 +232,7 @@ class OuterSteps(Stage):
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """See `Stage.after_update`."""
+        """Makes the outer steps."""
         wrapper, graph = self._wrapper, step.plan.graph
         made = [v for v in graph.all_variables if v not in self._made_before]
         counts = [v for v in made if getattr(v, "restarts_with_slots", False)]
@@ -229,7 +286,7 @@ class OuterSteps(Stage):
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """See `Stage.end_of_step`."""
+        """Notes what was made, and checks what is skipped."""
         state, skips = self._state, self._skips
         made, skipped = map(mtf.anonymize, values_after(state[:2], operations))
         now = OuterState(made, skipped, None)
@@ -520,13 +577,6 @@ class OuterOptimizer(ReportsSkips):
     state = OfStep[Union[OuterState, None]](None)
     _now = OfStep[Union[OuterState, None]](None)
     _outer = OfStep[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
-    traits = Traits(
-        reduces=False,
-        needs_shards=True,
-        keeps_outer_values=True,
-        makes_islands=True,
-        one_mesh=ONE_FOR_EACH_MESH,
-    )
 
     def __init__(
         self,
@@ -609,13 +659,11 @@ class OuterOptimizer(ReportsSkips):
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common, needs_mesh_for)
         self.islands, self.inside = _islands(self.axes, names)
-        if not self.islands.shard_dims:
-            self.traits = self.traits._replace(needs_shards=False, makes_islands=False)
-        self._check_order()
         self.inner_steps, self.fragments = inner_steps, fragments
         self.outer_learning_rate, self.outer_momentum = outer_learning_rate, outer_momentum
         self.nesterov, self.leave_out_not_finite = nesterov, leave_out_not_finite
         self._limit = limit if leave_out_not_finite else None
+        self._check_order()
         for inner in self._wrappers()[1:]:
             if inner.traits.averages and inner not in self._segment_wrappers():
                 raise ValueError(
@@ -626,21 +674,36 @@ class OuterOptimizer(ReportsSkips):
             if self.islands.shard_dims and self.inside is not None:
                 inner._check_inside(self.islands, self.inside)
 
-    def _gradient_reduction(self) -> Reduction:
+    def _gradient_reduction(
+        self, place: Place | None = None, own: ReplicaAxes | None = None
+    ) -> Reduction:
         # Gradients are reduced inside an island; the wrapper's reducer is for outer steps.
-        return Reduction(FusedAllReduce(), self._shard_names, self.axes, self.name)
+        return (
+            super()
+            ._gradient_reduction(place, own)
+            ._replace(strategy=FusedAllReduce(), other_axes=None)
+        )
+
+    @property
+    def _form_inside(self) -> Form:
+        """The form of gradients inside of an island."""
+        has_shards = self.inside is not None and self.inside.shard_dims
+        return Form.PER_SHARD if has_shards else Form.REDUCED
 
     @property
     def plain_reducer(self) -> Strategy:
         """The strategy for flags and counts, without compression."""
         return FusedAllReduce() if has_gradient_reduction(self.reducer) else self.reducer
 
-    def stages(self) -> list[Stage]:
+    def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [OuterSteps(self)]
+        del place
+        return [OuterSteps(self, self.islands)]
 
-    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
-        """See `Wrapper.check`."""
+    def _check_gradients(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> None:
+        """Raises ValueError for gradients or variables that islands cannot have of their own."""
         given = [v for g, v in zip(grads, variables) if g is not None]
         if not given:
             return

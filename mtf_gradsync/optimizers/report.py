@@ -278,7 +278,7 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
         )
     axes = axes or opt.axes_now(opt.step.received[0].present)
     steps = [w.step for w in wrappers if w.step is not None]
-    reduced = next((s.reduced for s in steps if s.reduced is not None), None)
+    reduced = next((s.reduced_first for s in steps if s.reduced_first is not None), None)
     if axes is None or axes.num_shards == 1 or reduced is None:
         what = (
             "are on one shard" if axes and axes.num_shards == 1 else "were not summed over shards"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from types import MappingProxyType
@@ -24,12 +25,14 @@ from mtf_gradsync.optimizers import sharded_variables
 from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     ONE_FOR_EACH_MESH,
+    About,
     Form,
     GradientSet,
+    Line,
     Partition,
+    Place,
     Stage,
     StepBuilder,
-    Traits,
 )
 from mtf_gradsync.optimizers.sharded_variables import (
     PartOfVariable,
@@ -109,22 +112,61 @@ def _core_bytes(axes: ReplicaAxes, variable: mtf.Variable) -> int:
 _MIN_SIZE = 128
 
 
+@dataclasses.dataclass(frozen=True)
 class _UpdateParts(Stage):
     """Has the inner optimizer update parts of variables, and gathers the new values."""
 
+    wrapper: ShardedUpdateOptimizer
+    axes: ReplicaAxes
+    _partition: Partition
     takes = Form.REDUCED
+    _one_mesh = ONE_FOR_EACH_MESH
 
-    def __init__(self, wrapper: ShardedUpdateOptimizer):
-        self._wrapper = wrapper
-
-    def update(
+    def check(
         self,
-        gradients: GradientSet,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        arguments: OwnArguments,
+    ) -> None:
+        """Raises ValueError if no variable can be split, or if one cannot be updated again.
+
+        So does an argument, a tensor with a dimension along which a variable is split.
+        """
+        given = [v for g, v in zip(grads, variables) if g is not None]
+        if given:
+            self.wrapper._check_parts(given, self.axes)
+        parts = self._partition.shapes_of(given)
+        for name, tensor in arguments.tensors():
+            for variable, part in parts.items():
+                split = [d.name for d in variable.shape.dims if d not in part.dims]
+                if set(split).intersection(d.name for d in tensor.shape.dims):
+                    raise ValueError(
+                        f"ShardedUpdateOptimizer splits {variable.name!r} along {split}, but not "
+                        f"the optimizer's argument {name} of shape {tensor.shape.to_string}. Give "
+                        "a scalar, or use the optimizer without ShardedUpdateOptimizer."
+                    )
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """See `Stage.apply`."""
+        step.around_update(functools.partial(self._update, step))
+        return gradients
+
+    def describe(self, about: About) -> list[Line]:
+        """See `Stage.describe`."""
+        what = "update each replica's part of the variables, gather the new values"
+        if about.variables:
+            parts = self._partition.shapes_of(about.variables)
+            what += f": {len(parts)} of {len(about.variables)} variables are split"
+        return [Line(what)]
+
+    def _update(
+        self,
         step: StepBuilder,
+        gradients: GradientSet,
         apply_inner: Callable[[GradientSet], list[mtf.Operation]],
     ) -> list[mtf.Operation]:
-        wrapper, owners = self._wrapper, gradients.owners
-        shapes = wrapper.partition().shapes_of(owners)
+        wrapper, axes, owners = self.wrapper, self.axes, gradients.owners
+        shapes = self._partition.shapes_of(owners)
         parts = {v: wrapper._part(v, shape) for v, shape in shapes.items()}
         inner = tuple(parts.get(v, v) for v in gradients.variables)
         graph = gradients.graph
@@ -137,19 +179,19 @@ class _UpdateParts(Stage):
             s: by_name[owner]
             for s in made
             if (owner := owner_of(s.name, by_name))
-            and wrapper.axes.free_shard_dims(s.shape) == wrapper.axes.shard_dims
+            and axes.free_shard_dims(s.shape) == axes.shard_dims
         }
         min_size = max(wrapper._min_size, sharded_variables.MIN_GATHERED_SIZE)
         gathers = sharded_variables.partition_slots(
-            list(unsplit), updates, lambda shape: slot_shapes(shape, wrapper.axes, min_size)
+            list(unsplit), updates, lambda shape: slot_shapes(shape, axes, min_size)
         )
         gathered = list(unsplit.values()) if gathers else []
         step.when_built(lambda: wrapper._note({v: parts.get(v) for v in owners}, gathered))
         assign_gathered(updates, parts)
-        log_savings(wrapper.name, wrapper.axes, made, list(parts), owners)
+        log_savings(wrapper.name, axes, made, list(parts), owners)
         first = [*made, *gathers]
         others = [op for op in graph.operations if op not in before and op not in first]
-        group_sums([*first, *others], wrapper.axes, wrapper.reducer)
+        group_sums([*first, *others], axes, wrapper.reducer)
         return updates
 
 
@@ -174,7 +216,6 @@ class ShardedUpdateOptimizer(Wrapper):
       2020; Rajbhandari et al., "ZeRO", 2019 (stage 1).
     """
 
-    traits = Traits(shards_updates=True, one_mesh=ONE_FOR_EACH_MESH)
     axes: ReplicaAxes
     # Of the steps that were built: the parts of variables, None for those that are not split, and
     # the variables with partitioned slots, which are gathered for the update.
@@ -218,6 +259,8 @@ class ShardedUpdateOptimizer(Wrapper):
             min_size = check_whole_number("min_size", min_size, 0, most=None)
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common, "the replicas")
+        self._min_size = _MIN_SIZE if min_size is None else min_size
+        self._checks_tiles = min_size is None
         self._check_order()
         if self.axes.num_shards == 1:
             raise ValueError(
@@ -226,8 +269,6 @@ class ShardedUpdateOptimizer(Wrapper):
                 f"batch dims {list(self.axes.batch_dims)}. Use the inner optimizer without the "
                 "wrapper; its checkpoints are the same."
             )
-        self._min_size = _MIN_SIZE if min_size is None else min_size
-        self._checks_tiles = min_size is None
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
         """See `Wrapper.get_slot`."""
@@ -253,9 +294,11 @@ class ShardedUpdateOptimizer(Wrapper):
           names of batch dimensions; None for a variable that is not split.
         """
         together = dict.fromkeys([*var.graph.trainable_variables, var])
-        return self._shapes_of_parts(list(together)).get(var)
+        return self._shapes_of_parts(list(together), self.axes).get(var)
 
-    def _shapes_of_parts(self, variables: Sequence[mtf.Variable]) -> dict[mtf.Variable, mtf.Shape]:
+    def _shapes_of_parts(
+        self, variables: Sequence[mtf.Variable], axes: ReplicaAxes
+    ) -> dict[mtf.Variable, mtf.Shape]:
         """Returns the shapes of the parts of variables that get gradients in one step.
 
         Those that are not split are left out. Those of an earlier step are split as they were,
@@ -263,12 +306,12 @@ class ShardedUpdateOptimizer(Wrapper):
         """
         before = {v: self._parts[v] for v in variables if v in self._parts}
         parts = {v: part.shape for v, part in before.items() if part is not None}
-        slice_shape, fixed = self.axes.slice_shape, self._fixed_dims()
+        slice_shape, fixed = axes.slice_shape, self._fixed_dims()
         new = {
             v: shape
             for v in variables
             if v not in before
-            and (shape := shape_of_part(v.shape, self.axes, fixed, self._min_size)) != v.shape
+            and (shape := shape_of_part(v.shape, axes, fixed, self._min_size)) != v.shape
         }
         if self._checks_tiles:
             saving = {
@@ -280,28 +323,25 @@ class ShardedUpdateOptimizer(Wrapper):
             new = saving if saving or parts else new
         return {**parts, **new}
 
-    def _replicas_share_updates(self) -> bool:
+    def _replicas_share_updates(self, axes: ReplicaAxes) -> bool:
         """Returns whether the program's mesh makes one update for all replicas of a variable.
 
         `placement_mesh_impl` does so on devices of one memory: parts would only add operations.
         """
-        key = mesh_key(self.axes.mesh_shape, self.axes.layout)
+        key = mesh_key(axes.mesh_shape, axes.layout)
         impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
         return bool(impls) and all(map(shares_all, impls))
 
-    def stages(self) -> list[Stage]:
+    def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_UpdateParts(self)]
+        axes = place.axes
+        assert axes is not None  # as the wrapper needs to know the mesh
 
-    def partition(self) -> Partition:
-        """See `Wrapper.partition`."""
-        splits = not self._replicas_share_updates()
-        return Partition(
-            self.axes,
-            self.reducer,
-            lambda variables: self._shapes_of_parts(variables) if splits else {},
-            self.name,
-        )
+        def shapes_of(variables: Sequence[mtf.Variable]) -> dict[mtf.Variable, mtf.Shape]:
+            shared = self._replicas_share_updates(axes)
+            return {} if shared else self._shapes_of_parts(variables, axes)
+
+        return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
         """Returns the part of a variable: one object for all updates, by which slots are found."""
@@ -322,22 +362,8 @@ class ShardedUpdateOptimizer(Wrapper):
         """Returns names of dimensions that an inner optimizer looks for in variables' shapes."""
         return {name for opt in self.inner_stack() for name in dims_known_by_name(opt)}
 
-    def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for a tensor with a dimension along which a variable is split."""
-        parts = self.partition().shapes_of(variables)
-        for name, tensor in own.tensors():
-            for variable, part in parts.items():
-                split = [d.name for d in variable.shape.dims if d not in part.dims]
-                if set(split).intersection(d.name for d in tensor.shape.dims):
-                    raise ValueError(
-                        f"ShardedUpdateOptimizer splits {variable.name!r} along {split}, but not "
-                        f"the optimizer's argument {name} of shape {tensor.shape.to_string}. Give "
-                        "a scalar, or use the optimizer without ShardedUpdateOptimizer."
-                    )
-
-    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
+    def _check_parts(self, given: Sequence[mtf.Variable], axes: ReplicaAxes) -> None:
         """Raises ValueError if no variable can be split, or if one cannot be updated again."""
-        given = [v for g, v in zip(grads, variables) if g is not None]
         again = [v.name for v in given if v in self._with_gathered_slots]
         if again:
             raise ValueError(
@@ -346,17 +372,17 @@ class ShardedUpdateOptimizer(Wrapper):
                 f"gradients for {counted(again, 'variable')} again. Call apply_grads once, or "
                 "build a new graph."
             )
-        if not given or self._shapes_of_parts(given):
+        if self._shapes_of_parts(given, axes):
             return
-        limits = self.axes, self._fixed_dims(), self._min_size
+        limits = axes, self._fixed_dims(), self._min_size
         lines = [
             f"\n  {v.name!r} of shape {v.shape.to_string} {why_unsplit(v.shape, *limits)}"
             for v in given
         ]
         raise ValueError(
             "ShardedUpdateOptimizer has nothing to split over the replica axes "
-            f"{[d.name for d in self.axes.shard_dims]} of the mesh "
-            f"{self.axes.mesh_shape.to_string}:{some_lines(lines)}\nUse the inner optimizer "
+            f"{[d.name for d in axes.shard_dims]} of the mesh "
+            f"{axes.mesh_shape.to_string}:{some_lines(lines)}\nUse the inner optimizer "
             "without the wrapper (its checkpoints are the same), or a mesh whose sizes divide a "
             "dimension."
         )

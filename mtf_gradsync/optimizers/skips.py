@@ -459,17 +459,6 @@ class ReportsSkips(Wrapper):
 
     _skips = OfStep[Union[Skips, None]](None)
 
-    def _shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
-        """Returns the replica axes that number shards in the log, and `of_shards_only` for flags.
-
-        Inside of islands these are all shards of the mesh. Where each is an island, a gradient is
-        that of its shard.
-        """
-        around = self._in_islands_of
-        if around is None or not around.islands.shard_dims:
-            return self.axes_now(grads), True
-        return around.axes, around.inside.num_shards > 1
-
     def _note_skips(self, skips: Skips | None) -> None:
         self._skips = skips
 

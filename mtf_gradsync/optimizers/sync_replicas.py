@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Mapping, Sequence, Union
 
 import gin
@@ -18,14 +19,17 @@ from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import replicas
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
-from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     ONE_FOR_EACH_MESH,
+    About,
     Form,
     GradientSet,
+    Line,
+    PerShard,
+    Place,
     Stage,
     StepBuilder,
-    Traits,
 )
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
@@ -180,16 +184,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         self._rule, self._averaged = rule, averaged
         self._contributes, self._local_steps = contributes, local_steps
         self._limit = limit
-        self.traits = Traits(
-            needs_shards=not accept_summed and self.axes.num_shards > 1,
-            or_else="give it accept_summed=True",
-            schedules_updates=True,
-            skips_not_finite=True,
-            averages=bool(averaged),
-            skips_shards=self.axes.num_shards > 1 and not accept_summed,
-            counts_shards=True,
-            one_mesh=ONE_FOR_EACH_MESH,
-        )
+        self._accept_summed = accept_summed
         self._check_order()
 
     def _check_step(self, global_step: Any, name: Any) -> None:
@@ -200,10 +195,12 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             )
         super()._check_step(global_step, name)
 
-    def stages(self) -> list[Stage]:
+    def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
+        axes = place.axes
+        assert axes is not None  # as the wrapper needs to know the mesh
         return [
-            _AggregateReplicas(self),
+            _AggregateReplicas(self, axes),
             MoveAverages(self._rule, self._averaged, self._slots, self.name),
         ]
 
@@ -270,31 +267,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             *([self._weight] if self._weight else []),
         ]
 
-    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
-        """See `Wrapper.check`."""
-        for grad, variable in zip(grads, variables):
-            if grad is not None and self._has_own_copy(variable):
-                raise ValueError(
-                    f"Variable {variable.name!r} of shape {variable.shape.to_string} has the "
-                    "shard dims, a copy for each replica: SyncReplicasOptimizer averages the "
-                    "gradients of variables that replicas share."
-                )
-        if not variables:
-            return
-        if self.traits.needs_shards:
-            own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-            names = [f"variable {v.name!r}" for v in variables]
-            check_recoverable(own, self.axes, names, remakes=True)
-        mesh = variables[0].mesh
-        replicas.check_tensor_mesh("contributes", self._contributes, mesh)
-        replicas.check_tensor_mesh("local_steps", self._local_steps, mesh)
-        elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
-        if elsewhere:
-            raise ValueError(
-                f"variables_to_average has {counted(elsewhere, 'variable')} of another mesh or "
-                "graph than the variables with gradients; make an optimizer for each graph."
-            )
-
     def _note(
         self,
         before: ReplicaState,
@@ -306,22 +278,79 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         self._note_skips(skips)
 
 
+@dataclasses.dataclass(frozen=True)
 class _AggregateReplicas(Stage):
     """Adds up contributions of fresh replicas, and passes on the average when there are enough."""
 
-    takes = Form.PER_SHARD
-    gives = Form.REDUCED
-    wants_reduced = True
-    remakes = True
-    tells_finite = True
+    wrapper: SyncReplicasOptimizer
+    axes: ReplicaAxes
+    gives, _leaves = Form.REDUCED, Form.PENDING
+    finite = "skips"
+    _divides = "average over those that contributed"
+    _wants_reduced = _tells_finite = _counts_shards = True
+    _one_mesh, _sums_in = ONE_FOR_EACH_MESH, "wide"
 
-    def __init__(self, wrapper: SyncReplicasOptimizer):
-        self._wrapper = wrapper
-        self.mixed = "refuse" if wrapper.traits.needs_shards else "reduce"
+    @property
+    def _needs_shards(self) -> bool:
+        return not self.wrapper._accept_summed and self.axes.num_shards > 1
+
+    @property
+    def _skips_shards(self) -> bool:  # type: ignore[override]
+        return self._needs_shards
+
+    @property
+    def takes(self) -> PerShard:  # type: ignore[override]
+        """See `Stage.takes`."""
+        if self._needs_shards:
+            return PerShard("refuse", "give it accept_summed=True", remakes=True)
+        return PerShard("reduce", remakes=True)
+
+    @property
+    def due(self) -> str:  # type: ignore[override]
+        """See `Stage.due`."""
+        return f"once {self.wrapper._to_aggregate} contributed"
+
+    def describe(self, about: About) -> list[Line]:
+        """See `Stage.describe`."""
+        what = "add up gradients of replicas that are fresh, finite"
+        what += " and asked to contribute" * (self.wrapper._contributes is not None)
+        return [Line(what)]
+
+    def check(
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        arguments: OwnArguments,
+    ) -> None:
+        """See `Stage.check`."""
+        wrapper = self.wrapper
+        for grad, variable in zip(grads, variables):
+            if grad is not None and wrapper._has_own_copy(variable):
+                raise ValueError(
+                    f"Variable {variable.name!r} of shape {variable.shape.to_string} has the "
+                    "shard dims, a copy for each replica: SyncReplicasOptimizer averages the "
+                    "gradients of variables that replicas share."
+                )
+        if not variables:
+            return
+        if self._needs_shards:
+            own = [None if g is None or wrapper._shard_dims(g.shape) else g for g in grads]
+            names = [f"variable {v.name!r}" for v in variables]
+            check_recoverable(own, self.axes, names, remakes=True)
+        mesh = variables[0].mesh
+        replicas.check_tensor_mesh("contributes", wrapper._contributes, mesh)
+        replicas.check_tensor_mesh("local_steps", wrapper._local_steps, mesh)
+        elsewhere = [v.name for v in wrapper._averaged if v.mesh is not mesh]
+        if elsewhere:
+            raise ValueError(
+                f"variables_to_average has {counted(elsewhere, 'variable')} of another mesh or "
+                "graph than the variables with gradients; make an optimizer for each graph."
+            )
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        wrapper, given = self._wrapper, gradients
-        axes, reducer, mesh = wrapper.axes, wrapper.reducer, gradients.mesh
+        """See `Stage.apply`."""
+        wrapper, given = self.wrapper, gradients
+        axes, reducer, mesh = self.axes, wrapper.reducer, gradients.mesh
         before = step.plan.state(
             wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
         )
@@ -384,8 +413,9 @@ class _AggregateReplicas(Stage):
             kept = 1.0 - mtf.cast(due, tf.float32)
             writes.append(mtf.assign(weight, divisor * kept))
         step.write(writes, gate)
-        skips = self._skips = self._make_skips(given, before)
+        skips = self._make_skips(given, before)
         if skips:
+            step.at_end(skips.end_of_step)
             too_many = mtf.greater(now.waiting, wrapper._limit)
             step.run_when(too_many, gate, lambda: self._report(skips, given))
         mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
@@ -397,17 +427,11 @@ class _AggregateReplicas(Stage):
         sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
         return sums.change_reduced(lambda g: g * (1.0 / axes.num_shards))
 
-    def end_of_step(
-        self, operations: Sequence[mtf.Operation], step: StepBuilder
-    ) -> list[mtf.Operation]:
-        del step
-        return self._skips.end_of_step(operations) if self._skips else []
-
     def _make_skips(self, gradients: GradientSet, before: ReplicaState) -> Skips | None:
-        wrapper = self._wrapper
+        wrapper = self.wrapper
         if not wrapper._limit:
             return None
-        rows = [f"(shard {number})" for number in range(wrapper.axes.num_shards)]
+        rows = [f"(shard {number})" for number in range(self.axes.num_shards)]
         words = Words(
             "", [v.name for v in gradients.owners], rows, "", "Not finite in the last step:"
         )
@@ -415,7 +439,7 @@ class _AggregateReplicas(Stage):
         return Skips(wrapper.name, words, (), waiting, wrapper._limit, missed=before.missed)
 
     def _report(self, skips: Skips, gradients: GradientSet) -> list[mtf.Operation]:
-        axes, reducer = self._wrapper.axes, self._wrapper.reducer
+        axes, reducer = self.axes, self.wrapper.reducer
         found = NotFinite(gradients.present, axes, reducer).outputs[0]
         return skips.report([mtf.anonymize(found)])
 

@@ -23,14 +23,18 @@ from mtf_gradsync.optimizers.interface import ShardShapes, TrainOptimizerInterfa
 from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
-    Partition,
+    IslandAxes,
+    Place,
+    Program,
     Reduction,
     Segment,
+    Stack,
     Stage,
     StepBuilder,
     Traits,
     check_meshes,
     check_order,
+    completed,
 )
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
@@ -73,12 +77,11 @@ class CommonArguments(NamedTuple):
 class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
-    A subclass calls `_wrap` in its constructor, and defines its `stages` and its `traits`, which
-    restrict the wrappers around and inside it. A stack of wrappers is built as one list of stages
-    (`StepBuilder`). The page "Write your own wrapper" has an example.
+    A subclass calls `_wrap` in its constructor, and defines its `stages`, which say what they take
+    and give, and so restrict the wrappers around and inside it. A stack of wrappers is one value,
+    of which a step is built (`StepBuilder`). The page "Write your own wrapper" has an example.
 
     Attributes:
-      traits: what the wrapper needs of its stack.
       loss_reduction: how `compute_gradients` joins losses of shards, `tf.losses.Reduction.MEAN` or
         `.SUM`. None leaves that to the rest of the stack, where it is the mean if all have None.
       shown: the values of `reported` that training shows next to the loss, by the names to show.
@@ -90,7 +93,6 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
       times_applied: how many times it has applied gradients in the graph of that step.
     """
 
-    traits = Traits()
     shown: Sequence[tuple[str, str]] = ()
 
     opt: Any
@@ -177,37 +179,16 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
     def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
         """Raises ValueError if the wrapper makes no sense inside of islands."""
 
-    @contextlib.contextmanager
-    def _placed(self) -> Iterator[None]:
-        """Gives the wrappers inside of islands the replica axes of an island, within the block."""
-        stack = iter(self._wrappers())
-        around = next((w for w in stack if w.traits.makes_islands), None)
-        before = {wrapper: wrapper._in_islands_of for wrapper in stack}
-        try:
-            for wrapper in before:
-                wrapper._in_islands_of = around
-            yield
-        finally:
-            for wrapper, outer in before.items():
-                wrapper._in_islands_of = outer
-
     # Methods that subclasses override.
 
-    def stages(self) -> list[Stage]:
-        """The stages of a step that this wrapper adds, from the outside in."""
-        return []
-
-    def settle(self, grads: Sequence[mtf.Tensor | None], around: Sequence[Wrapper]) -> None:
-        """Decides what depends on the program's mesh, before the stages of a step are made.
+    def stages(self, place: Place) -> Sequence[Stage]:
+        """Returns the stages of a step that this wrapper adds, from the outside in.
 
         Args:
-          grads: gradients as given to the outermost wrapper, or None.
-          around: the wrappers around this one, from the outside in.
+          place: where the wrapper stands in its stack, and what is known of the program.
         """
-
-    def partition(self) -> Partition | None:
-        """How this wrapper shards the updates of the inner optimizer; None if it does not."""
-        return None
+        del place
+        return []
 
     def without_scale(
         self, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
@@ -223,22 +204,6 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         """
         del variables
         return grads
-
-    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for gradients or variables that this wrapper cannot handle.
-
-        Args:
-          grads: gradients as given to the outermost wrapper, or None.
-          variables: their variables.
-        """
-
-    def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for arguments that the optimizer cannot get from this wrapper.
-
-        Args:
-          own: more arguments for `apply_grads` of the innermost optimizer.
-          variables: the variables that get a gradient.
-        """
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """This wrapper's values for `mtf_gradsync.reported`, by name."""
@@ -283,44 +248,40 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         weights = self._checked_weights(weights, grads, variables)
         if variables:
             self._build_pairs(variables[0].graph)
-        wrappers = self._segment_wrappers()
         owners = [v for g, v in zip(grads, variables) if g is not None]
+        stack = self._stack(grads, variables)
+        check_meshes(stack, grads, variables)
+        for one in stack.stages:
+            one.check(grads, variables, own)
+        if not owners:
+            self._warn_of_no_gradients(variables)
+            return []
         # Builds the steps of other pairs, which an error in this one does not undo.
         books = [wrapper._slots for wrapper in self._wrappers()]
         with contextlib.ExitStack() as undone:
-            undone.enter_context(self._placed())
-            for number, wrapper in enumerate(wrappers):
-                wrapper.settle(grads, wrappers[:number])
-            check_meshes(wrappers, grads, variables)
-            for wrapper in wrappers:
-                wrapper.check(grads, variables)
-                wrapper.check_arguments(own, owners)
-            if not owners:
-                self._warn_of_no_gradients(variables)
-                return []
             undone.enter_context(StepPlan.of(variables[0].graph).undone_on_error())
             for book in books:
                 undone.enter_context(book.undone_on_error())
             given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))
             axes = None
             if weights is not None:
-                axes = self.axes_now(given.present)
+                axes = stack.axes_now(0, given.present)
                 given = given.with_grads(given.grads, weights=weights_of(weights, given.mesh, axes))
-            innermost = wrappers[-1]
-            step = StepBuilder(
-                [Segment(w.stages(), w._gradient_reduction()) for w in wrappers],
-                innermost.opt,
-                # A wrapper inside an optimizer of another library reduces by itself.
-                takes_pending=len(wrappers) < len(self._wrappers()),
-                partition=next((p for p in (w.partition() for w in wrappers) if p), None),
-                slots=innermost._slots,
-                arguments=own,
-                keeper=self.innermost(),
-            )
+            wrappers = self._segment_wrappers()
+            step = StepBuilder(stack, wrappers[-1]._slots, own, self.innermost())
             operations = step.build(given, axes)
         for wrapper in wrappers:
             wrapper._note_step(step)
         return operations
+
+    def _stack(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> Stack:
+        """Returns the stack, completed for gradients; nothing is built."""
+        present = [g for g in grads if g is not None]
+        program = Program.of(present) if present else None
+        islands = StepPlan.of(variables[0].graph).islands if variables else None
+        return completed(self._segment_wrappers(), self._others(), program, islands)
 
     def _checked_weights(
         self,
@@ -370,12 +331,31 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
     def _check_arguments(self, own: OwnArguments) -> None:
         own.check(self._segment_wrappers()[-1].opt)
 
-    def _gradient_reduction(self) -> Reduction:
-        """How this wrapper reduces gradients."""
-        strategy = self._gradient_reducer
-        around = self._in_islands_of
-        axes = self.axes or (around.inside if around else None)
-        return Reduction(strategy, self._shard_names, axes, self.name, self.reducer)
+    @property
+    def traits(self) -> Traits:
+        """What its stages mean for the wrappers around and inside of it."""
+        return Traits.of(self.stages(self._place(None, (), None)))
+
+    def _place(
+        self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None
+    ) -> Place:
+        """Returns where this wrapper stands, inside of islands and of other wrappers."""
+        axes = self._given_axes
+        if axes and islands and set(axes.mesh_axes) & set(islands.islands.mesh_axes):
+            axes = islands.inside
+        names = axes.batch_dims if axes else self._given_names
+        return Place(axes, names, islands, tuple(around), program)
+
+    def _gradient_reduction(
+        self, place: Place | None = None, own: ReplicaAxes | None = None
+    ) -> Reduction:
+        """How this wrapper reduces gradients in its place; `own` are axes that its stages found."""
+        place = place or self._place(None, (), None)
+        axes = own or place.axes
+        names = axes.batch_dims if axes else place.names
+        if axes is None and place.islands:
+            axes = place.islands.inside
+        return Reduction(self._gradient_reducer, names, axes, self.name, self.reducer)
 
     def _note_step(self, step: StepBuilder) -> None:
         again = self.step is not None and self.step.plan.graph is step.plan.graph
@@ -437,6 +417,10 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         """The wrappers up to the first optimizer of another library."""
         stack = (self, *self.inner_stack())
         return list(itertools.takewhile(lambda opt: isinstance(opt, Wrapper), stack))
+
+    def _others(self) -> list[Any]:
+        """The optimizers inside of `_segment_wrappers`."""
+        return self.inner_stack()[len(self._segment_wrappers()) - 1 :]
 
     def innermost(self) -> Any:
         """The optimizer that does the updates."""

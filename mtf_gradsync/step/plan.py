@@ -148,6 +148,7 @@ class StepPlan:
       graph: the graph.
       later: steps of the graph that are still to be built (see `later`).
       open_branch: the branch that is being built; None outside of any.
+      islands: the islands inside of which an update is being built; None outside of any.
     """
 
     def __init__(self, graph: mtf.Graph):
@@ -160,6 +161,7 @@ class StepPlan:
         # The graph's operations before the outermost open branch.
         self._before_branches: set[mtf.Operation] = set()
         self._is_gating = False
+        self.islands: Any = None
         self._in_place: dict[mtf.Variable, None] = {}
         self._states: dict[str, tuple[Any, Any]] = {}
         self._parts: dict[type, Any] = {}
@@ -270,6 +272,15 @@ class StepPlan:
             yield
         finally:
             self._is_gating = outer
+
+    @contextlib.contextmanager
+    def building_inside(self, islands: Any) -> Iterator[None]:
+        """Tells the steps that are built inside the block which islands they are inside of."""
+        outer, self.islands = self.islands, islands or self.islands
+        try:
+            yield
+        finally:
+            self.islands = outer
 
     def arrange(self, operations: Sequence[mtf.Operation]) -> None:
         """Moves operations to the end of the graph's list, in order; no others may use them."""

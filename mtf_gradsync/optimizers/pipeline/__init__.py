@@ -1,37 +1,59 @@
 """Builds one training step from a stack of wrappers."""
 
-from mtf_gradsync.optimizers.pipeline.builder import Segment, Stage, StepBuilder
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import (
     Form,
     GradientSet,
     Partition,
+    PerShard,
     Reduced,
     Reduction,
     shard_names,
 )
-from mtf_gradsync.optimizers.pipeline.order import (
+from mtf_gradsync.optimizers.pipeline.stack import (
     ONE_FOR_EACH_MESH,
+    About,
+    IslandAxes,
+    Line,
+    Place,
+    Program,
+    Segment,
+    Stack,
+    Stage,
     Traits,
     check_meshes,
     check_order,
+    completed,
+    nth,
+    told,
     traits_of,
     why_not,
 )
 
 __all__ = [
     "ONE_FOR_EACH_MESH",
+    "About",
     "Form",
     "GradientSet",
+    "IslandAxes",
+    "Line",
     "Partition",
+    "PerShard",
+    "Place",
+    "Program",
     "Reduced",
     "Reduction",
     "Segment",
+    "Stack",
     "Stage",
     "StepBuilder",
     "Traits",
     "check_meshes",
     "check_order",
+    "completed",
+    "nth",
     "shard_names",
+    "told",
     "traits_of",
     "why_not",
 ]

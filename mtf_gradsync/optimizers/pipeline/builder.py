@@ -1,10 +1,10 @@
-"""The stages of a stack of wrappers, and the builder that makes a training step of them."""
+"""Makes the operations of a training step from a stack of wrappers, in the order of its stages."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Iterator, Literal, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from mtf_gradsync._common import counted, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
@@ -19,11 +19,13 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     Form,
     GradientSet,
     Partition,
+    PerShard,
     Reduced,
     Reduction,
     finished,
     in_dtypes_of,
 )
+from mtf_gradsync.optimizers.pipeline.stack import Stack
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.schedules import UpdateCounters
@@ -40,88 +42,6 @@ from mtf_gradsync.step import (
     values_after,
     write_in_order,
 )
-
-
-class Stage:
-    """One stage of a training step; the base class passes gradients on as they are.
-
-    The builder calls the stages of a stack from the outermost wrapper to the innermost, and
-    converts gradients to the form that a stage takes, and then to the form that it gives.
-
-    Attributes:
-      takes: the form of gradients for `apply`; `REDUCED` includes `PART` if the updates of the
-        stack are sharded. None for any form.
-      gives: the form of gradients after the stage; None for the one that `apply` returns.
-      wants_reduced: whether the stage needs reduced gradients and not parts, as it adds them up
-        in accumulators that are laid out like variables.
-      mixed: if the stage takes `PER_SHARD`, what to do about gradients in which shards are mixed:
-        each shard takes an equal share, or they are reduced (`already_reduced` of the set has
-        their positions), or it is an error.
-      adds_up: if the stage takes `PER_SHARD`, whether it treats all shards alike, so that a shard
-        may hold a part of the sum that is not its own gradient, such as an expert's of all
-        examples.
-      remakes: if the stage takes `PER_SHARD`, whether it makes gradients at `made_of_sums` again,
-        without the shards that it skips. They, and gradients that hold no shard's data but are
-        split over a replica axis, are then no error and are at `already_reduced`.
-      tells_finite: whether `apply` calls `StepBuilder.tell_finite`.
-      reads_shown: whether `after_update` reads values for evaluation, which stages inside or around
-        this one may replace (`StepBuilder.show`): it is called after theirs.
-      mixed_warning: a warning about those that are reduced, with fields for the wrapper's name, the
-        variables and the operations that mix shards; "" for none.
-    """
-
-    takes: Form | None = None
-    gives: Form | None = None
-    wants_reduced = False
-    mixed: Literal["share", "reduce", "refuse"] = "share"
-    mixed_warning = ""
-    adds_up = False
-    remakes = False
-    tells_finite = False
-    reads_shown = False
-
-    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """Returns the gradients for the next stage; may add operations and conditions to the step.
-
-        The gradients given are in the form that the stage takes.
-        """
-        del step
-        return gradients
-
-    def update(
-        self,
-        gradients: GradientSet,
-        step: StepBuilder,
-        apply_inner: Callable[[GradientSet], list[mtf.Operation]],
-    ) -> list[mtf.Operation]:
-        """Returns the operations of the update, which `apply_inner` makes from gradients."""
-        del step
-        return apply_inner(gradients)
-
-    def after_update(
-        self, updates: Sequence[mtf.Operation], step: StepBuilder
-    ) -> list[mtf.Operation]:
-        """Returns more operations for steps with an update, to run after those of `updates`.
-
-        `step.value_after` gives the new value of a variable. The innermost wrapper's stages are
-        called first, and those with `reads_shown` last.
-        """
-        del updates, step
-        return []
-
-    def end_of_step(
-        self, operations: Sequence[mtf.Operation], step: StepBuilder
-    ) -> list[mtf.Operation]:
-        """Returns more operations for every step; `operations` are all others of the step."""
-        del operations, step
-        return []
-
-
-class Segment(NamedTuple):
-    """The stages of one wrapper, in the order in which gradients pass through them."""
-
-    stages: Sequence[Stage]
-    reduction: Reduction
 
 
 class StepConditions:
@@ -176,7 +96,7 @@ class StepConditions:
     def when_finite_is_known(self, then: Callable[[mtf.Tensor, mtf.Tensor | None], object]) -> None:
         """Registers a function to call with what a stage inside gives `tell_finite`.
 
-        That stage (`Stage.tells_finite`) knows which shards it skips.
+        That stage knows which shards it skips.
         """
         self._if_finite.append(then)
 
@@ -244,46 +164,35 @@ class StepBuilder(StepConditions):
       received: for each wrapper, from the outside in, the gradients that it received.
       passed_on: for each wrapper, in the same order, the gradients that it passed on.
       per_shard: per-shard gradients that a stage has recovered; None if there are none.
-      reduced: the first reduction; None before.
+      stack: the stack that the step is made of.
+      reduced_first: the first reduction; None before.
       compressions: what strategies that compress report of the bytes that they save.
       without_data: int32 scalar, updates that were skipped so far as their weights were 0, after
         the step; None without weights.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        opt: Any,
-        takes_pending: bool,
-        partition: Partition | None,
-        slots: SlotBook,
-        arguments: OwnArguments,
-        keeper: Any,
-    ):
+    def __init__(self, stack: Stack, slots: SlotBook, arguments: OwnArguments, keeper: Any):
         """Describes the step of a stack of wrappers; builds nothing.
 
         Args:
-          segments: the stages of each wrapper, from the outside in.
-          opt: the inner optimizer of the innermost wrapper.
-          takes_pending: whether opt takes gradients that are not reduced.
-          partition: how updates are sharded; None if they are not.
+          stack: the stack, completed.
           slots: records the variables that the step creates.
-          arguments: arguments of opt's `apply_grads` after gradients and variables.
-          keeper: the optimizer that keeps the slots: opt, or one inside of it.
+          arguments: arguments of the inner `apply_grads` after gradients and variables.
+          keeper: the optimizer that keeps the slots: that of the stack, or one inside of it.
         """
         super().__init__()
+        self.stack = stack
         self._slots, self._arguments, self._keeper = slots, arguments, keeper
-        self._segments = list(segments)
-        self.stages = [stage for segment in segments for stage in segment.stages]
-        self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
+        self._number = 0  # of the wrapper whose stages are being built
         self._notes: list[Callable[[], None]] = []
-        # Stages, not built yet, that need reduced gradients and not parts.
-        self._wants_reduced = [stage for stage in self.stages if stage.wants_reduced]
+        self._around: list[Callable[..., list[mtf.Operation]]] = []
+        self._after: list[tuple[bool, Callable[..., Sequence[mtf.Operation]]]] = []
+        self._at_end: list[Callable[..., Sequence[mtf.Operation]]] = []
         self._by_strategy = StrategyReductions(slots)
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
-        self.reduced: Reduced | None = None
+        self.reduced_first: Reduced | None = None
         self.compressions = self._by_strategy.compressions
         self.without_data: mtf.Tensor | None = None
         self._shown: dict[mtf.Variable, mtf.Variable] = {}
@@ -297,40 +206,39 @@ class StepBuilder(StepConditions):
         self.plan = StepPlan.of(gradients.graph)
         before = set(gradients.graph.operations)
         counter: mtf.Variable | None = None
+        segments = self.stack.segments
         with self._branches:
+            # 1. Shards with weights have gradients of their weighted losses.
             if gradients.weights is not None:
-                strategy = self._segments[0].reduction.strategy
+                strategy = segments[0].reduction.strategy
                 gradients = gradients.with_grads(
                     weighted_shards(gradients.grads, gradients.weights, axes, strategy)
                 )
-            for segment in self._segments:
+            # 2. The stages, from the outside in; some open branches for all that follows.
+            for self._number, segment in enumerate(segments):
                 self.received.append(gradients)
                 for stage in segment.stages:
-                    gradients = self.convert(gradients, stage.takes, segment.reduction, stage)
                     gradients = stage.apply(gradients, self)
-                    if stage in self._wants_reduced:
-                        self._wants_reduced.remove(stage)
-                    if stage.gives is Form.REDUCED:
-                        gradients = self.convert(gradients, Form.REDUCED, segment.reduction)
                 self.passed_on.append(gradients)
-            if not self._takes_pending:
-                gradients = self.convert(gradients, Form.REDUCED, self._segments[-1].reduction)
+            # 3. The update, where there is data for it.
             counter = self._only_with_data(gradients)
             self.write_state()
-            gradients = in_dtypes_of(self._opt, gradients)
+            gradients = in_dtypes_of(self.stack.opt, gradients)
             self.passed_on[-1] = gradients
             updates = gated_update(lambda: self._counted_update(gradients), gradients.grads)
             self.add(updates)
-            for stage in sorted(reversed(self.stages), key=lambda stage: stage.reads_shown):
-                self.add(stage.after_update(updates, self))
+            # 4. What follows an update, innermost first; what reads values for evaluation last.
+            for _, make in sorted(reversed(self._after), key=lambda pair: pair[0]):
+                self.add(make(updates))
+        # 5. What every step ends with.
         (operations,) = self._lists
-        for stage in reversed(self.stages):
-            self.add(stage.end_of_step(list(operations), self))
+        for make in reversed(self._at_end):
+            self.add(make(list(operations)))
         if counter is not None:
             (self.without_data,) = values_after([counter], operations)
         for note in self._notes:
             note()
-        self._by_strategy.warn_of_unused([one.reduction for one in self._segments])
+        self._by_strategy.warn_of_unused([one.reduction for one in segments])
         made = [op for op in gradients.graph.operations if op not in before]
         self.plan.part(WriteOrder).one_step(made)
         return operations
@@ -338,9 +246,47 @@ class StepBuilder(StepConditions):
     @property
     def names(self) -> list[str]:
         """Names of the wrappers, from the outside in."""
-        return [segment.reduction.name for segment in self._segments]
+        return [segment.reduction.name for segment in self.stack.segments]
 
     # For stages.
+
+    def state(self, wrapper: Any, make: Callable[[], Any]) -> Any:
+        """Returns a wrapper's variables in this graph, which the first call makes.
+
+        Raises a ValueError if another wrapper of its name has some in this graph.
+        """
+        return self.plan.state(wrapper, wrapper.name, make)
+
+    def around_update(self, update: Callable[..., list[mtf.Operation]]) -> None:
+        """Registers a function to make the update.
+
+        It is called with gradients and a function that makes the operations of the update inside
+        from gradients, and returns the operations of the update.
+        """
+        self._around.append(update)
+
+    def after_update(
+        self, make: Callable[[list[mtf.Operation]], Sequence[mtf.Operation]], is_shown: bool = False
+    ) -> None:
+        """Registers a function that makes operations for steps with an update, to run after it.
+
+        It is called with the operations of the update; `value_after` gives the new value of a
+        variable. Those of the innermost wrapper are called first, and last those that read values
+        for evaluation (`is_shown`), which others may replace (`show`).
+        """
+        self._after.append((is_shown, make))
+
+    def at_end(self, make: Callable[[list[mtf.Operation]], Sequence[mtf.Operation]]) -> None:
+        """Registers a function that makes operations for every step from all others of the step."""
+        self._at_end.append(make)
+
+    def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
+        """See `Stack.axes_now`, for the wrapper whose stages are being built."""
+        return self.stack.axes_now(self._number, grads)
+
+    def shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
+        """See `Stack.shards_to_name`, for the wrapper whose stages are being built."""
+        return self.stack.shards_to_name(self._number, grads)
 
     def when_built(self, note: Callable[[], None]) -> None:
         """Registers a function to call once the step was built without an error."""
@@ -376,33 +322,14 @@ class StepBuilder(StepConditions):
         else:
             self.run_when(when(), gate, writes)
 
-    def convert(
-        self,
-        gradients: GradientSet,
-        form: Form | None,
-        reduction: Reduction,
-        stage: Stage | None = None,
+    def reduced(
+        self, gradients: GradientSet, reduction: Reduction, partition: Partition | None
     ) -> GradientSet:
-        """Returns gradients in the form that a stage takes; all of the step's are converted here.
+        """Reduces gradients over the mesh, divides them by their divisor and casts them.
 
-        `reduce_now` is for values that are not the gradients of the step.
-
-        Args:
-          gradients: gradients in any form.
-          form: `PER_SHARD`, or `REDUCED`, which becomes `PART` if updates are sharded, unless a
-            stage that is not built yet `wants_reduced`. Other forms and None are no conversion.
-          reduction: how the wrapper reduces gradients.
-          stage: the stage that takes per-shard gradients, which says what to do about mixed ones.
+        With a partition each replica gets its part. `reduce_now` is for values that are not the
+        gradients of the step.
         """
-        if form is Form.PER_SHARD:
-            return self._per_shard(gradients, reduction, stage or Stage())
-        return self._reduced(gradients, reduction) if form is Form.REDUCED else gradients
-
-    def _reduced(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Reduces gradients over the mesh, divides them by their divisor and casts them."""
-        partition = None if self._wants_reduced else self._partition
-        if gradients.form is (Form.PART if partition else Form.REDUCED):
-            return gradients
         given, unreduced = gradients.present, gradients
         if partition is None:
             strategy = reduction.strategy
@@ -419,11 +346,12 @@ class StepBuilder(StepConditions):
             )
             given = [s if x is y else x for x, y, s in zip(given, unscattered, sources)]
             gradients = gradients.with_present(parts, Form.PART)
-        if self.reduced is None:
-            self.reduced = Reduced(given, gradients.present, self.plan.open_branch, strategy)
+        if self.reduced_first is None:
+            branch = self.plan.open_branch
+            self.reduced_first = Reduced(given, gradients.present, branch, strategy)
         if not unreduced.form.is_reduced:
             gradients = dataclasses.replace(gradients, unreduced=unreduced)
-        return finished(gradients, self._opt)
+        return finished(gradients, self.stack.opt)
 
     def reduce_now(
         self,
@@ -452,29 +380,29 @@ class StepBuilder(StepConditions):
         shown = [self._shown.get(v, v) for v in variables]
         return values_after(shown, [*updates, *self._shown_after])
 
-    # From stage to stage.
-
-    def _per_shard(self, gradients: GradientSet, reduction: Reduction, stage: Stage) -> GradientSet:
-        """Returns per-shard gradients; those in which shards are mixed as `Stage.mixed` says."""
+    def split_by_shard(
+        self, gradients: GradientSet, reduction: Reduction, request: PerShard
+    ) -> GradientSet:
+        """Returns per-shard gradients; those in which shards are mixed as the request says."""
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
         apart = Apart(own, axes)
-        found = mixed_gradients(own, axes) if stage.adds_up else apart.mixed
-        made = apart.made_of_sums if stage.remakes else {}
-        shared = apart.shared if stage.remakes else ()
-        if stage.mixed == "refuse" and not stage.adds_up:
-            apart.check([f"variable {v.name!r}" for v in gradients.variables], stage.remakes)
+        found = mixed_gradients(own, axes) if request.adds_up else apart.mixed
+        made = apart.made_of_sums if request.remakes else {}
+        shared = apart.shared if request.remakes else ()
+        if request.mixed == "refuse" and not request.adds_up:
+            apart.check([f"variable {v.name!r}" for v in gradients.variables], request.remakes)
         # Where an operation drops the sum, reduced gradients would differ between shards.
         mixed = {
             i: operation
             for i, (operation, cause) in found.items()
-            if stage.mixed == "reduce" and cause is not Cause.DROPS_SUM and i not in made
+            if request.mixed == "reduce" and cause is not Cause.DROPS_SUM and i not in made
         }
-        if mixed and stage.mixed_warning:
+        if mixed and request.warning:
             which = counted([gradients.variables[i].name for i in mixed], "variable")
             mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
-            warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, which, mixing)
+            warn_once(request.warning, request.warning, reduction.name, which, mixing)
         reduced = [grads[i] if i in made else None for i in range(len(grads))]
         to_reduce = {*mixed, *shared}
         if to_reduce:
@@ -483,7 +411,7 @@ class StepBuilder(StepConditions):
             reduced = [x if r is None else r for x, r in zip(now, reduced)]
         others = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy
-        shards = split_into_shards(others, axes, strategy, accept_summed=stage.mixed != "refuse")
+        shards = split_into_shards(others, axes, strategy, accept_summed=request.mixed != "refuse")
         result = gradients.with_grads(
             [s if r is None else r for r, s in zip(reduced, shards)],
             Form.PER_SHARD,
@@ -513,31 +441,35 @@ class StepBuilder(StepConditions):
 
     def _counted_update(self, gradients: GradientSet) -> list[mtf.Operation]:
         """Makes the update, and advances the counters of updates that nothing else advances."""
-        updates = self._update(gradients, self.stages)
+        updates = self._update(gradients, self._around)
         meshes = {v.mesh for v in gradients.variables}
         return [*updates, *self.plan.part(UpdateCounters).advances(gradients.graph, meshes)]
 
-    def _update(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
-        """Makes the inner optimizer's update inside `Stage.update` of all stages, in order."""
-        if stages:
-            first, *others = stages
-            return first.update(gradients, self, lambda given: self._update(given, others))
+    def _update(
+        self, gradients: GradientSet, around: Sequence[Callable[..., list[mtf.Operation]]]
+    ) -> list[mtf.Operation]:
+        """Makes the inner optimizer's update inside what was registered by `around_update`."""
+        if around:
+            first, *others = around
+            return first(gradients, lambda given: self._update(given, others))
         before = set(gradients.graph.all_variables)
         args, kwargs = self._arguments
-        updates = self._opt.apply_grads(
-            list(gradients.grads), list(gradients.variables), *args, **kwargs
-        )
+        opt = self.stack.opt
+        with self.plan.building_inside(self.stack.islands):
+            updates = opt.apply_grads(
+                list(gradients.grads), list(gradients.variables), *args, **kwargs
+            )
         if updates is None:
             raise TypeError(
-                f"apply_grads of {self._opt!r} must return a list of mtf operations, got None. "
+                f"apply_grads of {opt!r} must return a list of mtf operations, got None. "
                 "Return an empty list for no operations."
             )
-        inside = getattr(self._opt, "variables", None)
+        inside = getattr(opt, "variables", None)
         updates = write_in_order(built(updates))
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
         written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
         self.plan.part(SlotOwners).check(self._keeper, written, gradients.variables)
         self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
-        tell_of_names_and_dtypes(self._opt, gradients.variables)
+        tell_of_names_and_dtypes(opt, gradients.variables)
         return updates

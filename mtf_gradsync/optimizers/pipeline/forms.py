@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
@@ -35,6 +35,31 @@ class Form(enum.Enum):
     def is_reduced(self) -> bool:
         """Whether the sum over the replicas has run."""
         return self in (Form.REDUCED, Form.PART)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerShard:
+    """A request of a stage for one gradient of each shard; see `Stage.takes`.
+
+    Attributes:
+      mixed: what to do about gradients in which shards are mixed: each shard takes an equal share,
+        or they are reduced (`GradientSet.already_reduced` has their positions), or it is an error.
+      or_else: for the error about a wrapper around that reduces: what helps, other than to turn
+        them round. None if reduced gradients will do, of which each shard has an equal share.
+      warning: about those that are reduced, with fields for the wrapper's name, the variables and
+        the operations that mix shards; "" for none.
+      adds_up: whether the stage treats all shards alike, so that a shard may hold a part of the sum
+        that is not its own gradient, such as an expert's of all examples.
+      remakes: whether it makes gradients at `GradientSet.made_of_sums` again, without the shards
+        that it skips. They, and gradients that hold no shard's data but are split over a replica
+        axis, are then no error and are at `already_reduced`.
+    """
+
+    mixed: Literal["share", "reduce", "refuse"] = "share"
+    or_else: str | None = None
+    warning: str = ""
+    adds_up: bool = False
+    remakes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

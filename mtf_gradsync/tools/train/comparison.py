@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
 
-from mtf_gradsync.extension import Wrapper, tf
+from mtf_gradsync.extension import Description, Wrapper, describe, tf
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.runtimes.simd import CommunicationReport, CommunicationRow, Total
@@ -29,12 +29,14 @@ class ComparedStep(NamedTuple):
 
     Attributes:
       optimizers: class names, outermost first.
+      description: what they do in a step (`mtf_gradsync.describe`).
       collectives: those of the SIMD program.
       part: the one of `PARTS` to which each row of `collectives` belongs, by the row's name.
       transfers: copies between the devices of a placement mesh; None if they were not listed.
     """
 
     optimizers: tuple[str, ...]
+    description: Description
     collectives: simd.CommunicationReport
     part: dict[str, str]
     transfers: simd.CommunicationReport | None
@@ -68,6 +70,7 @@ class WrapperComparison(NamedTuple):
             transfers = None if step.transfers is None else json.loads(step.transfers.to_json())
             content[name] = {
                 "optimizers": list(step.optimizers),
+                "does": json.loads(step.description.to_json()),
                 "collectives": collectives,
                 "transfers": transfers,
             }
@@ -106,9 +109,11 @@ def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
     """Returns one step, and whether its optimizer is a wrapper."""
     with tf.Graph().as_default():
         graph, program = build_simd(job)
+        description = describe(graph.optimizers[0])
         collectives = simd.list_collectives(program, lowering=graph.lowering)
     step = ComparedStep(
         optimizers=tuple(type(opt).__name__ for opt in graph.optimizers),
+        description=description,
         collectives=collectives,
         part=part_of_each(graph, collectives),
         transfers=_list_transfers(job) if with_transfers else None,
@@ -128,6 +133,7 @@ def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
 
 
 _TITLES = ("bare", "wrapped")
+_WIDTH = 80
 _PART_LABELS = dict(zip(PARTS, ("forward and backward pass", "gradients", "optimizer")))
 _BRANCHES, _UPDATE_STEP = "in branches", "update step"
 _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True)
@@ -140,6 +146,7 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     """
     steps = (comparison.bare, comparison.wrapped)
     blocks = [_head(comparison)]
+    blocks += ["What the optimizer does", comparison.wrapped.description.as_text(_WIDTH)]
     blocks += ["Collectives of the SIMD (TPU) program in one step"]
     blocks += [_totals([_lines(step.collectives, _parts(step)) for step in steps])]
     if comparison.bare.transfers and comparison.wrapped.transfers:

@@ -63,6 +63,13 @@ def test_wrapper_sums_the_same_bytes_in_one_group(report, tmp_path):
     # two dense kernels (d_ff split).
     numbers = 16 * 16 + 260 // 2 * 16 + 3 * 16 + 4 * 16 * 8 + 2 * 16 * 16
     assert before["bytes_per_core"] == after["bytes_per_core"] == 4 * numbers
+    reduce, update = (line["what"] for line in wrapped["does"])
+    told = f"reduce over batch, 2 shards: fused, {4 * numbers / 1000:.3g} kB in 1 group"
+    assert reduce == told
+    assert "What the optimizer does\n\nevery step  reduce over batch, 2 shards: fused," in text
+    # The norms are one stacked variable of the model, and so is what layers share.
+    assert re.fullmatch(r"update \d+ variables by Adafactor", update)
+    assert [line["what"] for line in bare["does"]] == ["update by Adafactor"]
     assert {row["group"] for row in gradient_rows(bare) + gradient_rows(wrapped)} == {"batch"}
     assert without_gradients(bare) == without_gradients(wrapped)
     whole = wrapped["collectives"]["totals"]

@@ -1,0 +1,222 @@
+"""describe: what an optimizer does in a step, a line for each part of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import AppliesGradients
+from mtf_gradsync.gradients.pending import find_axes
+from mtf_gradsync.gradients.stage import check_variables
+from mtf_gradsync.mesh.axes import (
+    LayoutLike,
+    MeshShapeLike,
+    ReplicaAxes,
+    as_layout,
+    as_mesh_shape,
+    axes_by_names,
+)
+from mtf_gradsync.optimizers.pipeline import About, Line, Program, completed
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import FusedAllReduce
+from mtf_gradsync.reduce.packs import plan_buckets
+
+
+class DescribedLine(NamedTuple):
+    """A line of a description.
+
+    Attributes:
+      when: on which steps, such as "every step"; "" on those of the line before.
+      what: what is done then.
+      wrapper: the name of the wrapper that does it; "" for the optimizer inside of all.
+    """
+
+    when: str
+    what: str
+    wrapper: str
+
+
+class Description(NamedTuple):
+    """What an optimizer does in a step, in order; as a string, a table.
+
+    Attributes:
+      lines: the lines.
+    """
+
+    lines: tuple[DescribedLine, ...]
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def as_text(self, width: int | None = None) -> str:
+        """Returns the table, in lines of at most `width` characters if that is given."""
+        of_wrappers = [f"({line.wrapper})" if line.wrapper else "" for line in self.lines]
+        when, what, by = (
+            max(map(len, column))
+            for column in ([x.when for x in self.lines], [x.what for x in self.lines], of_wrappers)
+        )
+        if width is not None:
+            what = min(what, max(20, width - when - by - 4))
+        rows = []
+        for line, wrapper in zip(self.lines, of_wrappers):
+            first, *more = textwrap.wrap(line.what, what)
+            rows.append(f"{line.when:{when}}  {first:{what}}  {wrapper}".rstrip())
+            rows += [f"{'':{when}}    {rest}" for rest in more]
+        return "\n".join(rows)
+
+    def to_json(self) -> str:
+        """Returns the lines as JSON text: a list of objects with `when`, `what` and `wrapper`.
+
+        Each has its own `when`, also where the table leaves it out.
+        """
+        when, rows = "", []
+        for line in self.lines:
+            when = line.when or when
+            rows.append(line._replace(when=when)._asdict())
+        return json.dumps(rows, indent=2)
+
+
+def describe(
+    opt: AppliesGradients,
+    mesh_shape: MeshShapeLike | None = None,
+    layout: LayoutLike | None = None,
+    variables: Sequence[mtf.Variable] | None = None,
+) -> Description:
+    """Describes what an optimizer does in a step: when, what, over which axes, how many bytes.
+
+    It shows the value that the step is built from, of the step that was built last where gradients
+    were applied already. Nothing is built.
+
+    Args:
+      opt: an optimizer, usually a stack of wrappers.
+      mesh_shape: Mesh-TF's mesh shape, for wrappers that were not given one. None takes the mesh
+        that the program has made for this graph; without either, sizes are not shown.
+      layout: Mesh-TF's layout rules; together with mesh_shape.
+      variables: the mesh variables that get gradients, whose bytes are shown. None takes those of
+        the last step, if there was one.
+
+    Returns:
+      The description; print it, or take its `lines` or `to_json()`.
+
+    Raises:
+      TypeError: variables are no mesh variables.
+      ValueError: only one of mesh_shape and layout is given, or one cannot be read.
+
+    Example:
+      >>> print(gs.describe(gs.CrossShardOptimizer(gs.AdamWOptimizer(0.001))))
+      every step  reduce over the replica axes: fused  (CrossShardOptimizer)
+                  update by AdamW
+    """
+    if (mesh_shape is None) != (layout is None):
+        raise ValueError(
+            "mesh_shape and layout go together, got "
+            f"mesh_shape={mesh_shape!r} and layout={layout!r}."
+        )
+    mesh = None if mesh_shape is None else (as_mesh_shape(mesh_shape), as_layout(layout))
+    given = () if variables is None else tuple(check_variables(variables))
+    return Description(tuple(_with_times(_lines(opt, mesh, given))))
+
+
+class _Told(NamedTuple):
+    """A line, the wrapper that it is of, and on which steps those after it run."""
+
+    line: Line
+    wrapper: str
+    then: str = ""
+
+
+def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
+    """Returns the lines of a stack in the order in which its stages stand."""
+    if not isinstance(opt, Wrapper):
+        return [_Told(Line(_update(opt, variables)), "")]
+    step = opt.step
+    grads: Sequence[mtf.Tensor] = ()
+    if step is not None and step.received:
+        variables, grads = variables or step.received[0].owners, step.received[0].present
+
+    def axes_of_program(names: Sequence[str]) -> ReplicaAxes | None:
+        found = find_axes(grads, names) if grads and mesh is None else None
+        return found or axes_by_names(names, mesh)
+
+    if step is None or mesh is not None:
+        meshes = {v.mesh for v in variables} or {None}
+        program = Program(axes_of_program, len(meshes))
+        stack = completed(opt._segment_wrappers(), opt._others(), program)
+    else:
+        stack = step.stack
+    told: list[_Told] = []
+    dtype: Any = None
+    for segment in stack.segments:
+        reduction = segment.reduction
+        axes = reduction.axes or axes_of_program(reduction.batch_dims)
+        for stage in segment.stages:
+            about = _about(axes, tuple(variables), dtype)
+            some = [_Told(line, reduction.name) for line in stage.describe(about)]
+            if stage.due:
+                some[-1] = some[-1]._replace(then=stage.due)
+            told += some
+            dtype = stage._sums_in or dtype
+    more = next((x for x in opt._others() if isinstance(x, Wrapper)), None)
+    if more is None:
+        return [*told, _Told(Line(_update(stack.opt, variables)), "")]
+    handed = _Told(Line(f"hand gradients to {type(stack.opt).__name__}"), "")
+    return [*told, handed, *_lines(more, mesh, variables)]
+
+
+def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
+    """Puts lines in the order in which they are done, and says when."""
+    first = [x for x in told if x.line.first]
+    after = [x for x in reversed(told) if x.line.after]
+    between = [x for x in told if x not in first and x not in after]
+    lines, when = [], "every step"
+    for one in [*first, *between]:
+        now = one.line.when or when
+        lines.append(DescribedLine(now, one.line.what, one.wrapper))
+        when = one.then or when
+    lines += [DescribedLine(x.line.when or "after it", x.line.what, x.wrapper) for x in after]
+    shown = [""] + [line.when for line in lines]
+    return [
+        line._replace(when="" if line.when == before else line.when)
+        for line, before in zip(lines, shown)
+    ]
+
+
+def _update(opt: Any, variables: Sequence[mtf.Variable]) -> str:
+    inside = opt.opt if type(opt).__name__ == "MeshOptimizer" else opt
+    name = type(inside).__name__
+    name = name[: -len("Optimizer")] if name.endswith("Optimizer") else name
+    count = len(variables)
+    which = f" {count:,} variable{'s' * (count != 1)}" if count else ""
+    return f"update{which} by {name}"
+
+
+def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype: Any) -> About:
+    def num_bytes(strategy: Any) -> tuple[int, int] | None:
+        if axes is None or not variables:
+            return None
+        groups: dict[Any, list[int]] = {}
+        for variable in variables:
+            free = axes.free_shard_dims(variable.shape)
+            size = _size(variable.activation_dtype, dtype, strategy)
+            if free:
+                count = math.prod(axes.slice_shape(variable.shape))
+                groups.setdefault(free, []).append(count * size)
+        number = len(groups)
+        if isinstance(strategy, FusedAllReduce) and strategy.bucket_bytes is not None:
+            limits = strategy.bucket_bytes, strategy.packed_bytes
+            number = sum(len(plan_buckets(sizes, *limits)) for sizes in groups.values())
+        return sum(map(sum, groups.values())), number
+
+    return About(axes, variables, num_bytes)
+
+
+def _size(own: tf.DType, summed_in: Any, strategy: Any) -> int:
+    """Returns the bytes of a number of a gradient as it is sent."""
+    size = own.size
+    if summed_in is not None:
+        size = max(size, 4) if summed_in == "wide" else summed_in.size
+    narrow = getattr(strategy, "compressed_dtype", None)
+    return narrow.size if narrow is not None and size >= 4 else size

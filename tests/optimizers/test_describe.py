@@ -1,0 +1,171 @@
+"""gs.describe: the table of a step, and that it is what the step does."""
+
+import json
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import DescribedLine
+from tests import harness, models
+from tests.optimizers.pipeline.test_order import TABLE, order_table
+
+SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+MESH = {"mesh_shape": SHAPE, "layout": LAYOUT, "batch_dims": BATCH_DIMS}
+
+
+def four(**mesh):
+    clipped = gs.ClipByGlobalNormOptimizer(gs.AdamWOptimizer(0.1), 1.0)
+    scaled = gs.LossScaleOptimizer(clipped, name="loss_scale")
+    return gs.AverageOptimizer(
+        gs.GradientAccumulationOptimizer(scaled, 4, True, name="accumulation", **mesh),
+        name="average",
+    )
+
+
+def some_variables():
+    """Three of 512 x 1024 numbers, of which the layout splits one along the model axis."""
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    rows, columns = mtf.Dimension("in", 512), mtf.Dimension("out", 1024)
+    hidden = mtf.Dimension("hidden", 1024)
+    shapes = [[rows, columns], [rows, columns], [rows, hidden]]
+    return [
+        mtf.get_variable(mesh, f"w{i}", mtf.Shape(dims)).operation for i, dims in enumerate(shapes)
+    ]
+
+
+def test_a_stack_is_a_table():
+    # A core has two of 2 MiB, and half of one.
+    lines = [line[:2] for line in gs.describe(four(**MESH), variables=some_variables()).lines]
+    assert lines == [
+        ("every step", "divide by the loss scale, dynamic, at first 32,768"),
+        ("", "add up gradients on each shard, float32"),
+        ("every 4th", "reduce over batch, 4 shards: fused, 5.24 MB in 1 group; divide by 4"),
+        ("", "skip where not finite"),
+        ("", "clip to a global norm of 1"),
+        ("", "update 3 variables by AdamW"),
+        ("after it", "averages, decay 0.999"),
+    ]
+
+
+def test_columns_of_the_table_are_aligned():
+    found = gs.describe(four(**MESH))
+    table = str(found).splitlines()
+    starts = [row.index(line.what) for row, line in zip(table, found.lines)]
+    assert set(starts) == {len("every step  ")}
+    ends = {row.index(f"({x.wrapper})") for row, x in zip(table, found.lines) if x.wrapper}
+    assert len(ends) == 1
+    assert not any(row.endswith(" ") for row in table)
+    narrow = found.as_text(70).splitlines()
+    assert max(map(len, narrow)) <= 70 < max(map(len, table))
+    words = " ".join(narrow).split()
+    assert sorted(words) == sorted(" ".join(table).split())
+
+
+def test_json_says_on_each_line_when():
+    found = gs.describe(four())
+    rows = json.loads(found.to_json())
+    assert [row["what"] for row in rows] == [line.what for line in found.lines]
+    assert [row["wrapper"] for row in rows] == [line.wrapper for line in found.lines]
+    # Without a mesh reduced gradients add up.
+    whens = ["every step"] * 3 + ["every 4th"] * 4 + ["after it"]
+    assert [row["when"] for row in rows] == whens
+    assert rows[1]["what"] == "reduce over the replica axes: fused"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda opt: gs.CrossShardOptimizer(opt, **MESH),
+        lambda opt: gs.GradientAccumulationOptimizer(opt, 2, **MESH),
+        lambda opt: gs.CrossShardOptimizer(
+            opt, reducer=gs.reduce.CompressedAllReduce(wire_dtype="bfloat16"), **MESH
+        ),
+    ],
+)
+def test_bytes_and_groups_are_those_of_the_program(wrap):
+    """The reference is the list of the collectives of the SIMD program."""
+    opt = wrap(mtf.optimize.SgdOptimizer(0.1))
+    before = []
+
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        pairs = opt.compute_gradients(loss)
+        before.append(gs.describe(opt, variables=[v for _, v in pairs]))
+        return opt.apply_gradients(pairs), {"loss": loss}
+
+    built = harness.built("simd", SHAPE, LAYOUT, build, models.mlp_batches(1)[0])
+    rows = simd.list_collectives(built.program, lowering=built.lowering).rows
+    sums = [r for r in rows if r.variables and r.operation == "CrossReplicaSum"]
+    sums = [r for r in sums if "rows" in r.group.split("+")]  # not those of the model
+    (line,) = (x for x in gs.describe(opt).lines if x.what.startswith("reduce over"))
+    size = sum(r.bytes_per_core for r in sums)
+    groups = len({r.together or r.name for r in sums})
+    assert (
+        f"batch, 4 shards: fused{', sent in bfloat16' if 'sent' in line.what else ''}" in line.what
+    )
+    assert f", {size} bytes in {groups} group" in line.what
+    # What was described before is what was built.
+    assert before == [gs.describe(opt)]
+    assert opt.step.stack.stages
+
+
+def test_describing_changes_nothing_and_every_order_that_works_has_a_description():
+    make = order_table.WRAPPERS
+    for (outer, inner), why in TABLE.items():
+        if why is None:
+            stack = [make[outer](make[inner](order_table.plain()))]
+            stack.append(stack[0].opt)
+            held = [dict(vars(opt)) for opt in stack]
+            found = gs.describe(stack[0], "rows:2;cols:2", "outer:rows;batch:cols")
+            assert [dict(vars(opt)) for opt in stack] == held
+            assert sum(line.what.startswith("update by Sgd") for line in found.lines) == 1
+            # Each of both has a line of its own, but for who only reduces what is reduced.
+            names = {line.wrapper for line in found.lines}
+            missing = {x.name for x in stack if isinstance(x, gs.optimizers.Wrapper)} - names
+            assert missing <= {"CrossShardOptimizer"}, str(found)
+
+
+def test_a_stack_in_an_optimizer_of_another_library_is_described_to_its_end():
+    class Another:
+        def __init__(self, opt):
+            self.opt = opt
+
+        def apply_grads(self, grads, variables):
+            return self.opt.apply_grads(grads, variables)
+
+    inside = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))
+    found = gs.describe(gs.AverageOptimizer(Another(inside), 0.5))
+    assert found.lines == (
+        DescribedLine("every step", "hand gradients to Another", ""),
+        DescribedLine("", "reduce over the replica axes: fused", "CrossShardOptimizer"),
+        DescribedLine("", "update by Sgd", ""),
+        DescribedLine("after it", "averages, decay 0.5", "AverageOptimizer"),
+    )
+    assert gs.describe(gs.MeshOptimizer(tf.train.AdamOptimizer(0.1))).lines == (
+        DescribedLine("every step", "update by Adam", ""),
+    )
+
+
+def test_an_order_that_is_refused_shows_what_both_do():
+    inner = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 4, **MESH)
+    with pytest.raises(ValueError, match="turn them round") as raised:
+        gs.ClipByGlobalNormOptimizer(inner, 2.5, name="clip")
+    _, *lines = str(raised.value).splitlines()
+    assert lines[:2] == [
+        "  clip: reduce over the replica axes: fused; clip to a global norm of 2.5",
+        "  GradientAccumulationOptimizer (every 4th): add up gradients on each shard; "
+        "reduce over batch, 4 shards: fused",
+    ]
+
+
+def test_arguments_are_checked():
+    opt = four()
+    with pytest.raises(ValueError, match="mesh_shape and layout go together"):
+        gs.describe(opt, mesh_shape="all:4")
+    with pytest.raises(ValueError, match="mesh_shape must be a mesh shape"):
+        gs.describe(opt, mesh_shape="all", layout="batch:all")
+    with pytest.raises(TypeError, match=r"variables must hold mtf\.Variable"):
+        gs.describe(opt, variables=[np.ones(3)])
