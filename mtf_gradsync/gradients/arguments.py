@@ -11,7 +11,7 @@ from mtf_gradsync._private.mesh_tensorflow import give_outputs
 from mtf_gradsync._private.tensorflow import in_loop_or_branch
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.step import PartLowering, PlanPart, StepPlan, Watched
+from mtf_gradsync.step import PlanPart, StepPlan, Watched
 
 
 def is_tensor(value: Any) -> bool:
@@ -85,11 +85,6 @@ class _CheckedScalars(PlanPart):
     """The checked scalars of a graph, each made once: by whose and which they are."""
 
     made: Mapping[Any, tuple[Any, mtf.Tensor]] = {}  # an object keeps its id as long as it lives
-
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
-        del lowering
-        return PartLowering()
 
 
 class _CheckedScalar(Watched):

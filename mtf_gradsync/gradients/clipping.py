@@ -24,7 +24,7 @@ from mtf_gradsync.gradients.stage import (
 from mtf_gradsync.gradients.stages import each_mesh, on_present, per_shard, sum_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step import PlanPart, StepPlan
 
 ClipNorm = Union[float, tf.Tensor, tf.Variable, mtf.Tensor, mtf.Variable]
 
@@ -94,11 +94,6 @@ class _Groups(PlanPart):
 
     def __init__(self) -> None:
         self._made: tuple[tuple[frozenset, frozenset], ...] = ()
-
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
-        del lowering
-        return PartLowering()
 
     def add(self, grads: Sequence[mtf.Tensor]) -> None:
         """Adds gradients; warns if others of the same loss were clipped by another norm."""

@@ -229,7 +229,12 @@ class CompressedAllReduce(Strategy):
         self.check(mesh_impl, groups)
         values = list(values)
         check_values(values)
-        wide = [i for i, value in enumerate(values) if _is_wide(value)]
+        wide = [
+            i
+            for i, value in enumerate(values)
+            if value.tensor_list[0].dtype.base_dtype in (tf.float32, tf.float64)
+            and mtf.list_product(value.slice_shape) > 0
+        ]
         if groups.group_size == 1 or not wide or not self._narrows(mesh_impl, groups):
             return values
 
@@ -309,11 +314,6 @@ class CompressedAllReduce(Strategy):
                 groups.group_size,
             )
         return sent == wire
-
-
-def _is_wide(value: Any) -> bool:
-    dtype = value.tensor_list[0].dtype.base_dtype
-    return dtype in (tf.float32, tf.float64) and mtf.list_product(value.slice_shape) > 0
 
 
 def _check_wire_dtype(wire_dtype: Any) -> tf.DType | None:

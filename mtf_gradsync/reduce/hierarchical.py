@@ -333,7 +333,11 @@ class HierarchicalAllReduce(Strategy):
         left = list(range(len(results)))
         turns = itertools.count()
         for entry in self.spec:
-            mine = [i for i in left if _fits(values[i], entry.limit)]
+            sizes = {
+                i: mtf.list_product(values[i].slice_shape) * values[i].tensor_list[0].dtype.size
+                for i in left
+            }
+            mine = [i for i in left if entry.limit in (None, -1) or sizes[i] <= entry.limit]
             left = [i for i in left if i not in mine]
             if mine:
                 summed = packed_all_reduce(
@@ -428,8 +432,3 @@ def _check_entry(entry: Any) -> AllReduceSpec:
     more = "-1 is no limit."
     check_whole_number("A limit in spec, in bytes,", entry.limit, 0, more, most=None)
     return entry
-
-
-def _fits(value: Any, limit: int | None) -> bool:
-    dtype = value.tensor_list[0].dtype
-    return limit is None or limit == -1 or mtf.list_product(value.slice_shape) * dtype.size <= limit

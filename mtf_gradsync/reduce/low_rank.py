@@ -319,7 +319,11 @@ class LowRankAllReduce(GradientStrategy):
         def times(*xs: tf.Tensor, transposed: bool = False) -> tuple[tf.Tensor, ...]:
             pairs = zip(made, xs[: len(made)], xs[len(made) :])
             return tuple(
-                tf.matmul(_as_matrix(x, m), factor, transpose_a=transposed)
+                tf.matmul(
+                    tf.reshape(tf.cast(x, tf.float32), [m.rows, m.columns]),
+                    factor,
+                    transpose_a=transposed,
+                )
                 for m, x, factor in pairs
             )
 
@@ -391,7 +395,3 @@ def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
     of_rows = [dim for dim in slices[: matrix.split] if dim.size > 1]
     columns = gradient.shape.dims[matrix.split :]
     return mtf.Shape([*of_rows, mtf.Dimension("low_rank", matrix.rank), *columns])
-
-
-def _as_matrix(x: tf.Tensor, matrix: _Matrix) -> tf.Tensor:
-    return tf.reshape(tf.cast(x, tf.float32), [matrix.rows, matrix.columns])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence
 
@@ -220,7 +221,10 @@ def _sum_packs(
     packed = [_pack(mesh_impl, [parts[p] for p in pack]) for pack in packs]
     for pack, total in zip(packs, sum_fn(packed, groups, [next(turns) for _ in packs])):
         shapes = [parts[p].slice_shape for p in pack]
-        parts.update(zip(pack, _unpack(mesh_impl, total, shapes)))
+        several = len(shapes) > 1
+        fn = functools.partial(unpack, shapes=shapes)
+        own = _on_sums(mesh_impl, fn, [total], len(shapes)) if several else [total]
+        parts.update(zip(pack, own))
     results = list(values)
     for index, some in pieces.items():
         shape = values[index].slice_shape
@@ -232,12 +236,6 @@ def _pack(mesh_impl: Any, members: Sequence[Any]) -> Any:
     if len(members) == 1:
         return members[0]
     return mesh_impl.slicewise(lambda *slices: pack(slices), *members)
-
-
-def _unpack(mesh_impl: Any, total: Any, shapes: Sequence[Sequence[int]]) -> Sequence[Any]:
-    if len(shapes) == 1:
-        return [total]
-    return _on_sums(mesh_impl, lambda x: unpack(x, shapes), [total], len(shapes))
 
 
 def _cut(mesh_impl: Any, value: Any, pieces: Sequence[Piece]) -> Sequence[Any]:

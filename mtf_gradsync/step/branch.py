@@ -202,7 +202,9 @@ def _copy_handles_and_constants(graph: tf.Graph) -> None:
 
     def copy(tensor: tf.Tensor) -> tf.Tensor | None:
         op = tensor.op
-        if not _can_be_copied(op):
+        # A handle without a shared name is identified by the name of its operation.
+        is_shared = op.type == "VarHandleOp" and bool(op.get_attr("shared_name"))
+        if op.type != "Const" and not is_shared:
             return None
         if op not in copies:
             with tf.control_dependencies(None), tf.device(op.device):
@@ -216,11 +218,6 @@ def _copy_handles_and_constants(graph: tf.Graph) -> None:
         return copies[op]
 
     replace_capture(graph, copy)
-
-
-def _can_be_copied(op: tf.Operation) -> bool:
-    # A handle without a shared name is identified by the name of its operation.
-    return op.type == "Const" or (op.type == "VarHandleOp" and bool(op.get_attr("shared_name")))
 
 
 class Branch:

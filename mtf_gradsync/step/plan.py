@@ -116,7 +116,8 @@ class PlanPart:
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
         """Begins a lowering; called when the graph has all of its operations."""
-        raise NotImplementedError
+        del lowering
+        return PartLowering()
 
 
 class Lowered:

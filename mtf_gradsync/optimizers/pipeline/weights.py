@@ -14,7 +14,7 @@ from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step import PlanPart, StepPlan
 
 
 class Weights(NamedTuple):
@@ -53,11 +53,6 @@ class WeightsOfGradients(PlanPart):
     def __init__(self) -> None:
         self._given: dict[mtf.Tensor, Any] = {}
         self._weighted: dict[mtf.Tensor, mtf.Tensor] = {}
-
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
-        del lowering
-        return PartLowering()
 
     def record(self, grads: MaybeGradients, weights: Any) -> None:
         """Records weights of gradients; None for losses of shards with equal weights."""

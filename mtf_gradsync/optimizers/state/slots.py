@@ -9,7 +9,7 @@ from mtf_gradsync._common import counted, warn_of_unmatched, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import patterns_of
 from mtf_gradsync._private.patches import patch
-from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step import PlanPart, StepPlan
 
 
 class SlotBook:
@@ -81,11 +81,6 @@ class SlotOwners(PlanPart):
 
     def __init__(self) -> None:
         self._keepers: dict[mtf.Variable, _Keeper] = {}
-
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
-        del lowering
-        return PartLowering()
 
     def slots(self) -> list[mtf.Variable]:
         """Returns what optimizers and wrappers write besides the variables that they update."""

@@ -230,6 +230,11 @@ def _adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh
     `schedule_step` gives the step on the mesh; None for the global step, which it is without this.
     """
 
+    if schedule_step is None:
+        yield
+        return
+    count = schedule_step
+
     def decay(step: tf.Tensor, **length: Any) -> tf.Tensor:
         del length
         with _replaced(tf.train, "get_or_create_global_step", lambda: step):
@@ -237,11 +242,8 @@ def _adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh
 
     def default(self: Any) -> mtf.Tensor:
         del self
-        return rate_at(decay, schedule_step(mesh), lambda: None)
+        return rate_at(decay, count(mesh), lambda: None)
 
-    if schedule_step is None:
-        yield
-        return
     with _replaced(mtf.optimize.AdafactorOptimizer, "_decay_rate_default", default):
         yield
 
