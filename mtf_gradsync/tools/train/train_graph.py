@@ -229,7 +229,6 @@ def _adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh
 
     `schedule_step` gives the step on the mesh; None for the global step, which it is without this.
     """
-
     if schedule_step is None:
         yield
         return
