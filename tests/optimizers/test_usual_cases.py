@@ -11,7 +11,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
-from tests.optimizers.weighted_reference import Islands, Stack
+from tests.optimizers.pipeline.stack_reference import Islands, layers_of, specs_of
 from tests.reference import AdamW
 from tests.sessions import session_of
 from tests.sessions import train as steps
@@ -113,27 +113,29 @@ def accumulation(where):
     return make
 
 
-# How to wrap, what the reference calls it, and islands.
+ACCUMULATION, REPLICAS = ["GradientAccumulationOptimizer"], ["SyncReplicasOptimizer"]
+ONE_ISLAND = ["OuterOptimizer, one island"]
+# How to wrap, what changes values, and islands.
 WRAPPERS = {
     "cross_shard": (lambda opt, passes: gs.CrossShardOptimizer(opt), [], 0),
     "average": (lambda opt, passes: gs.AverageOptimizer(opt, 0.5), [], 0),
     "loss_scale": (lambda opt, passes: gs.LossScaleOptimizer(opt), [], 0),
     "sharded": (lambda opt, passes: gs.ShardedUpdateOptimizer(opt, 2, **AXES), [], 0),
-    "local": (accumulation("local"), ["GradientAcc"], 0),
-    "synced": (accumulation("synced"), ["GradientAcc"], 0),
-    "replicas": (lambda opt, passes: gs.SyncReplicasOptimizer(opt, 1, **AXES), ["Sync"], 0),
+    "local": (accumulation("local"), ACCUMULATION, 0),
+    "synced": (accumulation("synced"), ACCUMULATION, 0),
+    "replicas": (lambda opt, passes: gs.SyncReplicasOptimizer(opt, 1, **AXES), REPLICAS, 0),
     "replicas of two steps": (
         lambda opt, passes: gs.SyncReplicasOptimizer(opt, SHARDS + 1, **AXES),
-        ["Sync"],
+        REPLICAS,
         0,
     ),
     "islands": (lambda opt, passes: gs.OuterOptimizer(opt, 2, **AXES), [], SHARDS),
-    "one island": (lambda opt, passes: gs.OuterOptimizer(opt, 2, outer_dims=()), ["Outer"], 0),
+    "one island": (lambda opt, passes: gs.OuterOptimizer(opt, 2, outer_dims=()), ONE_ISLAND, 0),
     "local(sharded)": (
         lambda opt, passes: accumulation("local")(
             gs.ShardedUpdateOptimizer(opt, 2, **AXES), passes
         ),
-        ["GradientAcc"],
+        ACCUMULATION,
         0,
     ),
 }
@@ -154,30 +156,33 @@ def built(kind, wrap, passes, feed):
 def expected(does, islands, to_aggregate):
     """The variables at the end, with two microbatch steps an update at first, and then three."""
 
-    def stack():
-        adam = AdamW(RATE, DECAY, epsilon=EPSILON)
-        names, start = [*does, "Clip"], flat(first_values())
-        return Stack(
-            names,
-            lambda w, grad: adam({"all": w}, {"all": grad})["all"],
-            start,
-            average=True,
-            norm=NORM,
-            to_aggregate=to_aggregate,
-        )
+    islands = islands or (1 if does == ONE_ISLAND else 0)
+    specs = specs_of(
+        [*does, "ClipByGlobalNormOptimizer"],
+        average_aggregated_gradients=True,
+        clip_norm=NORM,
+        replicas_to_aggregate=to_aggregate,
+    )
 
-    w = flat(first_values())
+    def layers():
+        return layers_of(specs, AdamW(RATE, DECAY, epsilon=EPSILON), SHARDS // (islands or 1))
+
+    def gradients(feed):
+        of_shards = parts_of(feed)
+        return lambda values: [({"all": g}, n) for g, n in of_shards(values["all"])]
+
+    values = {"all": flat(first_values())}
     if islands:
-        model = Islands(stack, islands, w)
+        model = Islands(layers, islands, values)
         for feed in [*FEEDS[0], *FEEDS[1]]:
-            model(parts_of(feed))
-        return apart(model.outer)
-    model = stack()
+            model(gradients(feed))
+        return apart(model.outer["all"])
+    made = layers()
     for passes, feeds in zip((2, 3), FEEDS):
-        model.passes = passes
+        made[0].passes = passes
         for feed in feeds:
-            w, _ = model(w, parts_of(feed)(w))
-    return apart(model.outer if does == ["Outer"] else w)
+            values, _ = made[0](values, gradients(feed)(values))
+    return apart(values["all"])
 
 
 CASES = harness.on_both(zip(WRAPPERS), [("synced",), ("replicas of two steps",), ("islands",)])

@@ -12,14 +12,16 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.pipeline.weights import mean_loss
-from tests import harness
-from tests.optimizers.weighted_reference import Islands, Stack, joined
+from tests import harness, reference
+from tests.optimizers.pipeline import stack_reference
+from tests.optimizers.pipeline.stack_reference import Islands, weighted_mean
 from tests.sessions import session_of
 from tests.sessions import train as steps
 from tests.wrappers import BATCH_DIMS, LAYOUT, SHAPE, WORKS, order_table
 
 SHARDS, LENGTH, FEATURES, RATE = 4, 8, 4, 0.1  # the table's optimizer is plain descent at that rate
 START = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
+CLIPS, ACCUMULATES = "ClipByGlobalNormOptimizer", "GradientAccumulationOptimizer"
 ACCUMULATION = [name for name in order_table.WRAPPERS if name.startswith("GradientAcc")]
 # Steps round numbers below 4 in sums of some 64 products.
 CLOSE = 64 * 2.0**-22
@@ -48,23 +50,29 @@ def means_of_shards(w, feed):
     return found
 
 
-def descent(w, grad):
-    return w - RATE * grad
-
-
-def train(stack, feeds, **how):
+def train(stack, feeds, passes=2, average=False):
     """The variable at the end, and how many updates had no data."""
-    stack = [name for name in stack if name != "AverageOptimizer"]
-    if "OuterOptimizer" in stack:
-        model = Islands(lambda: Stack(stack[1:], descent, START, **how), 2, START)
+    islands = 2 if "OuterOptimizer" in stack else 1
+    specs = stack_reference.specs_of(
+        stack, backward_passes_per_step=passes, average_aggregated_gradients=average
+    )
+
+    def make():
+        return stack_reference.layers_of(specs, reference.Sgd(RATE), SHARDS // islands)
+
+    def parts_of(feed):
+        return lambda values: [({"w": g}, n) for g, n in means_of_shards(values["w"], feed)]
+
+    start = {"w": START.astype("d")}
+    if any(name.startswith("Outer") for name in stack):
+        model = Islands(make, islands, start)
         for feed in feeds:
-            model(lambda w, feed=feed: means_of_shards(w, feed))
-        return model.outer, None
-    model, w = Stack(stack, descent, START, **how), START.astype("d")
+            model(parts_of(feed))
+        return model.outer["w"], None
+    layers, values = make(), start
     for feed in feeds:
-        w, _ = model(w, means_of_shards(w, feed))
-    is_outer = any(name.startswith("Outer") for name in stack)
-    return model.outer if is_outer else w, model.without_data
+        values, _ = layers[0](values, parts_of(feed)(values))
+    return values["w"], layers[-1].without_data
 
 
 def token_mean(mesh, inputs, how="shards", dims=BATCH_DIMS, sizes=(2, 2), unit=1.0):
@@ -170,36 +178,33 @@ def accumulation(where, passes=3, inner=order_table.plain, **more):
 def test_three_microbatches_of_four_shards(mesh_kind, where):
     """As one device with the whole batch, where a mean of means is off by several percent."""
     feeds = batches(UNEQUAL)
-    expected, _ = train(["GradientAccumulation"], feeds, passes=3, average=True)
+    expected, _ = train([ACCUMULATES], feeds, passes=3, average=True)
     w = START.astype("d")
     for whole in (feeds[:3], feeds[3:]):
         parts = [part for feed in whole for part in means_of_shards(w, feed)]
-        w = w - RATE * joined(parts)[0]
+        w = w - RATE * weighted_mean(parts)[0]
     np.testing.assert_allclose(w, expected, rtol=1e-12)
     assert_close(run(mesh_kind, accumulation(where), feeds), expected)
     means = [np.mean([g for g, _ in means_of_shards(w, f)], 0) for f in feeds[3:]]
-    whole = joined([part for f in feeds[3:] for part in means_of_shards(w, f)])[0]
+    whole = weighted_mean([part for f in feeds[3:] for part in means_of_shards(w, f)])[0]
     assert np.linalg.norm(np.mean(means, 0) - whole) > 0.05 * np.linalg.norm(whole)
 
 
 # Wrappers to whose stacks a step without data, and shards without, are no trouble.
 EMPTY = {
-    "cross_shard": (lambda opt: gs.CrossShardOptimizer(opt, **order_table.MESH), ["Cross"]),
+    "cross_shard": (lambda opt: gs.CrossShardOptimizer(opt, **order_table.MESH), []),
     "loss_scale": (
         lambda opt: gs.LossScaleOptimizer(gs.AverageOptimizer(opt, 0.5), **order_table.MESH),
-        ["LossScale"],
+        [],
     ),
-    "clip": (
-        lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1.0, **order_table.MESH),
-        ["ClipByGlobalNorm"],
-    ),
-    "sharded": (order_table.WRAPPERS["ShardedUpdateOptimizer"], ["Sharded"]),
-    "local": (lambda opt: accumulation("local", 2, lambda: opt)(), ["GradientAcc"]),
+    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1.0, **order_table.MESH), [CLIPS]),
+    "sharded": (order_table.WRAPPERS["ShardedUpdateOptimizer"], []),
+    "local": (lambda opt: accumulation("local", 2, lambda: opt)(), [ACCUMULATES]),
     "skipping": (
         lambda opt: accumulation(
             "local", 2, lambda: opt, should_skip_update_fn=gs.skip_not_finite
         )(),
-        ["GradientAcc"],
+        [ACCUMULATES],
     ),
     "synced": (
         lambda opt: gs.LossScaleOptimizer(
@@ -208,11 +213,11 @@ EMPTY = {
             ),
             **order_table.MESH,
         ),
-        ["GradientAcc"],
+        [ACCUMULATES],
     ),
     "replicas": (
         lambda opt: gs.SyncReplicasOptimizer(opt, 1, **order_table.MESH),
-        ["SyncReplicas"],
+        ["SyncReplicasOptimizer"],
     ),
     "islands": (
         lambda opt: gs.OuterOptimizer(
@@ -311,7 +316,10 @@ def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
 
     w = START.astype("d")
     for whole in (feeds[:1], feeds[1:]):
-        w = w - RATE * joined([part for feed in whole for part in means_of_shards(w, feed)])[0]
+        w = (
+            w
+            - RATE * weighted_mean([part for feed in whole for part in means_of_shards(w, feed)])[0]
+        )
     given = {"shape": shape, "layout": layout, "dims": dims, "sizes": sizes}
     found = run(mesh_kind, make, feeds, how="shards of all", own=True, **given)
     assert_close(found, w)
@@ -327,7 +335,18 @@ SECOND = {
     "replicas": lambda opt, axes: gs.SyncReplicasOptimizer(opt, 1, **axes),
     "islands": lambda opt, axes: gs.OuterOptimizer(opt, 2, **axes),
 }
-DOES = dict(zip(SECOND, (["Clip"], [], ["GradientAcc"], ["Sync"], ["OuterOptimizer"])))
+DOES = dict(
+    zip(
+        SECOND,
+        (
+            [CLIPS],
+            [],
+            [ACCUMULATES],
+            ["SyncReplicasOptimizer"],
+            ["OuterOptimizer"],
+        ),
+    )
+)
 
 
 @pytest.mark.parametrize("kind", ["shared", "simd"])
@@ -361,7 +380,7 @@ def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
     w = START.astype("d")
     for two in (feeds[:2], feeds[2:]):
         parts = [x for f in two for i, x in enumerate(means_of_shards(w, f)) if masked[i]]
-        w = w - RATE * joined(parts)[0]
+        w = w - RATE * weighted_mean(parts)[0]
     for how in ("shards", "shards of all"):
         assert_close(run(mesh_kind, make, feeds, how=how), w)
 
@@ -404,7 +423,7 @@ def test_a_penalty_on_weights_is_whole_whatever_the_shards_have(name, kind):
     w, u = START.astype("d"), 1.0
     for feed in feeds:
         parts = means_of_shards(w, feed)
-        w = w - RATE * (joined([parts[i] for i in contribute])[0] + 2 * PENALTY * w)
+        w = w - RATE * (weighted_mean([parts[i] for i in contribute])[0] + 2 * PENALTY * w)
         u -= RATE * 2 * u
     found = harness.run(kind, SHAPE, LAYOUT, build, feeds)
     assert_close(found, w)
@@ -433,9 +452,9 @@ def test_gradients_in_which_replicas_are_mixed_count_by_the_weights_of_those_tha
     for feed in feeds:
         shards = means_of_shards(START.astype("d"), feed)
         contributed = sum(n for (_, n), is_in in zip(shards, masked) if is_in)
-        parts.append((joined(shards)[0], contributed))
+        parts.append((weighted_mean(shards)[0], contributed))
     found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
-    assert_close(found, START - RATE * joined(parts)[0])
+    assert_close(found, START - RATE * weighted_mean(parts)[0])
 
 
 @pytest.mark.mostly_slow
@@ -528,7 +547,7 @@ def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
         steps(then, session, feeds[2:])
         found = session.variables()
     parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
-    expected = START - RATE * joined(parts)[0]
+    expected = START - RATE * weighted_mean(parts)[0]
     np.testing.assert_allclose(found["w"], expected, rtol=0, atol=CLOSE)
     assert found["opt/weight"] == 0
 
@@ -554,7 +573,7 @@ def test_sums_of_a_run_without_weights_count_one_for_each_step(tmp_path):
         session.restore(path)
         steps(then, session, feeds[2:])
         found = session.variables()["w"]
-    means = [joined(means_of_shards(START.astype("d"), feed)) for feed in feeds]
+    means = [weighted_mean(means_of_shards(START.astype("d"), feed)) for feed in feeds]
     weights = np.array([1, 1, means[2][1]])
     grad = sum(w * g for w, (g, _) in zip(weights, means)) / weights.sum()
     np.testing.assert_allclose(found, START - RATE * grad, rtol=0, atol=CLOSE)
@@ -571,7 +590,7 @@ def test_a_narrow_wire_gets_means_and_not_sums(mesh_kind):
 
     feeds = batches(UNEQUAL[:3])
     parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
-    expected = START - RATE * joined(parts)[0]
+    expected = START - RATE * weighted_mean(parts)[0]
     found = run(mesh_kind, make, feeds, unit=1e5)
     # Four terms of up to 8, with 11 bits.
     assert_close(found, expected, RATE * 4 * 8 * 2.0**-11 / CLOSE)
@@ -614,7 +633,7 @@ def test_sums_that_are_not_in_checkpoints_and_a_flush(mesh_kind):
     feeds = batches(UNEQUAL[:2])
     parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
     found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
-    assert_close(found, START - RATE * joined(parts)[0])
+    assert_close(found, START - RATE * weighted_mean(parts)[0])
 
 
 @pytest.mark.mostly_slow
@@ -636,7 +655,7 @@ def test_gradients_keep_their_weights_when_they_are_changed(mesh_kind):
     feeds = batches(UNEQUAL[:3])
     parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
     found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
-    assert_close(found, START - 2 * RATE * joined(parts)[0])
+    assert_close(found, START - 2 * RATE * weighted_mean(parts)[0])
 
 
 @pytest.mark.mostly_slow
@@ -650,7 +669,7 @@ def test_one_gradient_after_the_other(mesh_kind):
         return [op for g, v in pairs for op in opt.apply_grad(g, v, weights=weights)], {}
 
     feeds = batches(UNEQUAL)
-    expected, _ = train(["GradientAccumulation"], feeds, passes=3, average=True)
+    expected, _ = train([ACCUMULATES], feeds, passes=3, average=True)
     assert_close(harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds), expected)
 
 
@@ -663,7 +682,7 @@ def test_weights_that_are_no_mesh_tensors(weights):
         return accumulation("local")().minimize(loss, weights=given), {}
 
     feeds = batches(UNEQUAL[:3])
-    means = [joined(means_of_shards(START.astype("d"), feed)) for feed in feeds]
+    means = [weighted_mean(means_of_shards(START.astype("d"), feed)) for feed in feeds]
     counts = [n if weights == "tf" else 1 for _, n in means]
     grad = sum(n * g for n, (g, _) in zip(counts, means)) / sum(counts)
     found = harness.run("simd", SHAPE, LAYOUT, build, feeds)

@@ -6,7 +6,6 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.optimizers.pipeline import stack_reference
-from tests.optimizers.pipeline.stack_reference import Spec
 from tests.wrappers import BATCH_DIMS, LAYOUT, SHAPE, order_table
 
 SUM, MEAN = tf.losses.Reduction.SUM, tf.losses.Reduction.MEAN
@@ -39,25 +38,6 @@ WRAPPERS = {
 }
 
 
-# What they do to gradients and updates, in `stack_reference`; the others do nothing to values.
-REPLICAS = {"replicas_to_aggregate": 2, "decay": None, "accept_summed": False}
-
-
-PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": False}
-
-
-SPECS = {
-    "ClipByGlobalNormOptimizer": Spec("ClipByGlobalNormOptimizer", {"clip_norm": 1.0}),
-    "SyncReplicasOptimizer": Spec("SyncReplicasOptimizer", REPLICAS),
-    "masked": Spec("SyncReplicasOptimizer", REPLICAS),
-    **{
-        name: Spec("GradientAccumulationOptimizer", {**PASSES, "skips": "skip" in name})
-        for name in WRAPPERS
-        if name.startswith("GradientAccumulationOptimizer")
-    },
-}
-
-
 def batches(per_shard=2):
     """Each shard has some losses, each the mean of two examples."""
     rng = np.random.RandomState(1)
@@ -65,36 +45,44 @@ def batches(per_shard=2):
     return [{"x": 0.25 * rng.randn(*shape).astype("f")} for _ in range(STEPS)]
 
 
-def terms(w, feed):
-    """What each shard adds to the gradient of `mean((x w - 1)^2)`, in float64."""
+def gradients(w, feed):
+    """Each shard's own of the mean of `(x w - 1)^2`, in float64."""
     shards = feed["x"].astype(np.float64).reshape(SHARDS, -1, FEATURES)
     rows = np.broadcast_to(w, (SHARDS, FEATURES))
-    return [2 * (x @ row - 1) @ x / (SHARDS * len(x)) for x, row in zip(shards, rows)]
+    return [2 * (x @ row - 1) @ x / len(x) for x, row in zip(shards, rows)]
+
+
+# Of names that are no wrapper's.
+_LIKE = {"masked": "SyncReplicasOptimizer"}
+
+
+def specs(stack):
+    return stack_reference.specs_of([_LIKE.get(name, name) for name in stack])
 
 
 def expected(stack, feeds, factor=1.0):
     """The variable after training with `factor` times the mean of all losses, in float64."""
-    specs = [SPECS[name] for name in stack if name in SPECS]
     islands = 2 if "OuterOptimizer" in stack else 1
-    has_rounds = any(name.startswith("OuterOptimizer") for name in stack)
-    size = SHARDS // islands
-    chains = [stack_reference.layers_of(specs, "sgd", size) for _ in range(islands)]
-    for layer in chains[0][:-1]:
-        layer.mask = MASK if "masked" in stack else [True] * SHARDS
-    outer, velocity, count = START.astype(np.float64), 0.0, 0
-    own = [outer] * islands
+
+    def layers():
+        made = stack_reference.layers_of(specs(stack), "sgd", SHARDS // islands)
+        for layer in made[:-1]:
+            layer.mask = MASK if "masked" in stack else [True] * SHARDS
+        return made
+
+    def parts_of(feed):
+        return lambda values: [({"w": g * factor}, 1.0) for g in gradients(values["w"], feed)]
+
+    values = {"w": START.astype(np.float64)}
+    if any(name.startswith("OuterOptimizer") for name in stack):
+        model = stack_reference.Islands(layers, islands, values)
+        for feed in feeds:
+            model(parts_of(feed))
+        return model.outer["w"]
+    outermost = layers()[0]
     for feed in feeds:
-        for island, (chain, w) in enumerate(zip(chains, own)):
-            mine = terms(w, feed)[size * island : size * (island + 1)]
-            values, updated = chain[0]({"w": w}, [{"w": g * islands * factor} for g in mine])
-            own[island] = values["w"]
-        count += updated
-        if has_rounds and updated and count % 2 == 0:
-            difference = outer - np.mean(own, 0)
-            velocity = 0.5 * velocity + difference
-            outer = outer - 0.7 * (difference + 0.5 * velocity)
-            own = [outer] * islands
-    return outer if has_rounds else own[0]
+        values, _ = outermost(values, parts_of(feed)(values))
+    return values["w"]
 
 
 def make(stack, suffix=""):

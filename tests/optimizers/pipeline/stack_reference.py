@@ -1,8 +1,9 @@
 """Stacks of wrappers in numpy float64: what each does to gradients, variables and its state.
 
-Every layer is called with the variables and the gradients, a dictionary for each shard (what the
-shard adds to the gradient) or one dictionary for what is reduced already. It gives the new values
-and whether the variables were updated.
+A gradient comes in parts: what the examples of a shard have as their mean, with their weight, which
+is one where nothing else is said. Parts that are joined become the weighted mean of all of them.
+Every layer is called with the variables and the parts, and gives the new values and the weight of
+the update: zero for none.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import numpy as np
 
 from tests.reference import OPTIMIZERS, Values
 
-Shards = list[Values]
-Layer = Callable[[Values, Shards], "tuple[Values, bool]"]
+Part = tuple[Values, float]
+Parts = list[Part]
+Layer = Callable[[Values, Parts], "tuple[Values, float]"]
 
 BATCH, INPUTS, HIDDEN = 8, 4, 4
 
@@ -38,26 +40,36 @@ def start(seed: int = 0) -> Values:
     return {name: value.astype("f").astype(np.float64) for name, value in values.items()}
 
 
-def shard_gradients(values: Values, feed: Values, num_shards: int) -> Shards:
-    """What each shard adds to the gradient of `mean((x w + b - y)^2)`."""
+def gradients_of_shards(values: Values, feed: Values, num_shards: int) -> Parts:
+    """Each shard's gradient of `mean((x w + b - y)^2)`."""
     x, y = (feed[name].astype(np.float64) for name in ("x", "y"))
-    difference = 2 * (x @ values["w"] + values["b"] - y) / y.size
+    difference = 2 * (x @ values["w"] + values["b"] - y) * num_shards / y.size
     return [
-        {"w": rows_of_x.T @ rows, "b": rows.sum(0)}
+        ({"w": rows_of_x.T @ rows, "b": rows.sum(0)}, 1.0)
         for rows_of_x, rows in zip(np.split(x, num_shards), np.split(difference, num_shards))
     ]
 
 
-def _total(shards: Shards) -> Values:
-    return {name: sum(shard[name] for shard in shards) for name in shards[0]}
+def weighted_mean(parts: Sequence[tuple[np.ndarray, float]]) -> tuple[Any, float]:
+    """The mean of arrays and the sum of their weights; None where nothing has a weight."""
+    total = sum(weight for _, weight in parts)
+    return (sum(g * n for g, n in parts if n) / total if total else None), total
+
+
+def joined(parts: Parts) -> Part:
+    """All in one part. What has no weight, say 0 / 0, does not count."""
+    parts = [part for part in parts if part[1]]
+    names = parts[0][0] if parts else ()
+    means = {name: weighted_mean([(grads[name], n) for grads, n in parts])[0] for name in names}
+    return means, sum(n for _, n in parts)
 
 
 def _scaled(grads: Values, factor: float) -> Values:
     return {name: grad * factor for name, grad in grads.items()}
 
 
-def _is_finite(grads: Values) -> bool:
-    return all(np.all(np.isfinite(grad)) for grad in grads.values())
+def _is_finite(parts: Parts) -> bool:
+    return all(np.all(np.isfinite(grad)) for grads, n in parts if n for grad in grads.values())
 
 
 class CrossShardOptimizer:
@@ -66,8 +78,8 @@ class CrossShardOptimizer:
     def __init__(self, inside: Layer, **others: Any):
         self.inside = inside
 
-    def __call__(self, values: Values, shards: Shards) -> tuple[Values, bool]:
-        return self.inside(values, [_total(shards)])
+    def __call__(self, values: Values, parts: Parts) -> tuple[Values, float]:
+        return self.inside(values, [joined(parts)])
 
 
 class ClipByGlobalNormOptimizer:
@@ -76,13 +88,12 @@ class ClipByGlobalNormOptimizer:
     def __init__(self, inside: Layer, clip_norm: float, **others: Any):
         self.inside, self.clip_norm = inside, clip_norm
 
-    def __call__(self, values: Values, shards: Shards) -> tuple[Values, bool]:
-        grads = _total(shards)
+    def __call__(self, values: Values, parts: Parts) -> tuple[Values, float]:
+        grads, total = joined(parts)
         norm = np.sqrt(sum(np.sum(grad**2) for grad in grads.values()))
         # np.maximum keeps NaN: what has no norm has no gradient.
-        return self.inside(
-            values, [_scaled(grads, self.clip_norm / np.maximum(norm, self.clip_norm))]
-        )
+        grads = _scaled(grads, self.clip_norm / np.maximum(norm, self.clip_norm))
+        return self.inside(values, [(grads, total)])
 
 
 class AverageOptimizer:
@@ -92,12 +103,12 @@ class AverageOptimizer:
         self.inside, self.decay = inside, decay
         self.averages = start()
 
-    def __call__(self, values: Values, shards: Shards) -> tuple[Values, bool]:
-        values, is_updated = self.inside(values, shards)
-        if is_updated:
+    def __call__(self, values: Values, parts: Parts) -> tuple[Values, float]:
+        values, weight = self.inside(values, parts)
+        if weight:
             for name, average in self.averages.items():
                 self.averages[name] = average * self.decay + values[name] * (1 - self.decay)
-        return values, is_updated
+        return values, weight
 
     def state(self, name: str) -> Values:
         return {f"{v}/ExponentialMovingAverage": x for v, x in self.averages.items()}
@@ -126,12 +137,14 @@ class LossScaleOptimizer:
     def is_gate(self) -> bool:
         return not self.inner_skips
 
-    def __call__(self, values: Values, shards: Shards) -> tuple[Values, bool]:
+    def __call__(self, values: Values, parts: Parts) -> tuple[Values, float]:
+        if not any(n for _, n in parts):  # neither progress nor a number that is too large
+            return self.inside(values, parts)
         skips_shards = _skips_shards(self.inside)
         if skips_shards is None:
-            is_finite = all(map(_is_finite, shards))
+            is_finite = _is_finite(parts)
         else:  # what a skipped shard has does not count
-            result = self.inside(values, shards)
+            result = self.inside(values, parts)
             is_finite = skips_shards.is_finite
         if is_finite:
             self.passed += 1
@@ -142,12 +155,12 @@ class LossScaleOptimizer:
             self.skipped += 1
             self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
             if not self.inner_skips:
-                return values, False
+                return values, 0.0
         if skips_shards is not None:
             return result
         if self.inner_skips and self.inner_needs_shards:
-            return self.inside(values, shards)
-        return self.inside(values, [_total(shards)])
+            return self.inside(values, parts)
+        return self.inside(values, [joined(parts)])
 
     def state(self, name: str) -> Values:
         dynamic = {f"{name}/scale": self.scale, f"{name}/good_steps": self.good_steps}
@@ -168,24 +181,25 @@ class GradientAccumulationOptimizer:
         self.inside, self.passes = inside, backward_passes_per_step
         self.average, self.skips = average_aggregated_gradients, skips
         self.is_gate = self.passes > 1 or skips
-        self.sums: Shards = []
+        self.sums: Parts = []
         self.mini_step = self.update_step = self.skipped = 0
 
-    def __call__(self, values: Values, shards: Shards) -> tuple[Values, bool]:
+    def __call__(self, values: Values, parts: Parts) -> tuple[Values, float]:
         if not self.is_gate:
-            return self.inside(values, shards)
-        if self.skips and not all(map(_is_finite, shards)):
+            return self.inside(values, parts)
+        if self.skips and not _is_finite(parts):
             self.skipped += 1
-            return values, False
-        self.sums += shards
+            return values, 0.0
+        self.sums += parts
         self.mini_step += 1
         if self.mini_step < self.passes:
-            return values, False
-        grads = _scaled(_total(self.sums), 1 / self.mini_step if self.average else 1)
+            return values, 0.0
+        grads, total = joined(self.sums)
+        grads = _scaled(grads, 1 if self.average else self.mini_step)
         self.sums, self.mini_step = [], 0
-        values, is_updated = self.inside(values, [grads])
-        self.update_step += is_updated
-        return values, is_updated
+        values, weight = self.inside(values, [(grads, total)])
+        self.update_step += weight > 0
+        return values, weight
 
     def state(self, name: str) -> Values:
         if not self.is_gate:
@@ -211,27 +225,26 @@ class SyncReplicasOptimizer:
         self.num_shards, self.wanted, self.decay = num_shards, replicas_to_aggregate, decay
         self.mask = np.ones(num_shards, bool)
         self.made, self.dropped = np.zeros(num_shards, int), np.zeros(num_shards, int)
-        self.sums: Shards = []
+        self.sums: Parts = []
         self.passed = 0
 
-    def __call__(self, values: Values, shards: Shards) -> tuple[Values, bool]:
-        if len(shards) == 1:  # reduced before: an equal share for each
-            shards = [_scaled(shards[0], 1 / self.num_shards)] * self.num_shards
+    def __call__(self, values: Values, parts: Parts) -> tuple[Values, float]:
+        if len(parts) == 1:  # reduced before: an equal share for each
+            ((grads, total),) = parts
+            parts = [(grads, total / self.num_shards)] * self.num_shards
         before = sum(self.made)
-        for number, grads in enumerate(shards):
-            if self.mask[number] and _is_finite(grads):
+        for number, part in enumerate(parts):
+            if self.mask[number] and _is_finite([part]):
                 self.made[number] += 1
-                self.sums.append(grads)
+                self.sums += [part] * (part[1] > 0)
             else:
                 self.dropped[number] += 1
         self.is_finite = sum(self.made) > before or not np.any(self.mask)
         if len(self.sums) < self.wanted:
-            return values, False
-        # A shard adds 1/num_shards of its own gradient to the gradient of the mean.
-        grads = _scaled(_total(self.sums), self.num_shards / len(self.sums))
-        self.sums = []
+            return values, 0.0
+        contributed, self.sums = joined(self.sums), []
         self.passed += 1
-        return self.inside(values, [grads])
+        return self.inside(values, [contributed])
 
     def state(self, name: str) -> Values:
         averages = self.inside.state(name) if self.decay is not None else {}
@@ -262,6 +275,34 @@ LAYERS = {
 }
 
 
+# What changes values, as tests of stacks have it by default. The others only move state.
+_DEFAULTS = {
+    "ClipByGlobalNormOptimizer": {"clip_norm": 1.0},
+    "GradientAccumulationOptimizer": {
+        "backward_passes_per_step": 2,
+        "average_aggregated_gradients": False,
+        "skips": False,
+    },
+    "SyncReplicasOptimizer": {"replicas_to_aggregate": 2, "decay": None, "accept_summed": False},
+}
+
+
+def specs_of(names: Sequence[str], **given: Any) -> list[Spec]:
+    """The wrappers of `tests.wrappers.WRAPPERS` that change values, but for outer steps.
+
+    `given` are arguments of those that have them.
+    """
+    specs = []
+    for name in names:
+        kind = name.partition(",")[0]
+        if kind in _DEFAULTS:
+            arguments = {**_DEFAULTS[kind], **{k: given[k] for k in _DEFAULTS[kind] if k in given}}
+            if "skip" in name:
+                arguments["skips"] = True
+            specs.append(Spec(kind, arguments))
+    return specs
+
+
 def needs_shards(spec: Spec) -> bool:
     """Whether a wrapper takes each shard's own gradients."""
     if spec.kind == "SyncReplicasOptimizer":
@@ -288,22 +329,71 @@ class Trained(NamedTuple):
     global_step: int
 
 
-def layers_of(stack: Sequence[Spec], inner: str, num_shards: int) -> list[Any]:
-    """The layers of a stack, from the outside in, around an optimizer of `tests.reference`.
+class Innermost:
+    """An optimizer, an update of `tests.reference`.
 
-    The last one is the optimizer.
+    Attributes:
+      without_data: how many updates there were none for.
     """
-    update = OPTIMIZERS[inner]()
 
-    def innermost(values: Values, shards: Shards) -> tuple[Values, bool]:
-        return update(values, _total(shards)), True
+    def __init__(self, update: Callable[[Values, Values], Values]):
+        self.update, self.without_data = update, 0
 
-    layers: list[Any] = [innermost]
+    def __call__(self, values: Values, parts: Parts) -> tuple[Values, float]:
+        grads, total = joined(parts)
+        self.without_data += not total
+        return (self.update(values, grads), total) if total else (values, 0.0)
+
+
+def layers_of(stack: Sequence[Spec], inner: Any, num_shards: int) -> list[Any]:
+    """The layers of a stack, from the outside in, around an optimizer.
+
+    The last one is the optimizer, of `tests.reference` by its name, or a function.
+    """
+    layers: list[Any] = [Innermost(OPTIMIZERS[inner]() if isinstance(inner, str) else inner)]
     for number in reversed(range(len(stack))):
         spec = stack[number]
         more = {"num_shards": num_shards, "inner_specs": stack[number + 1 :]}
         layers.insert(0, LAYERS[spec.kind](layers[0], **spec.arguments, **more))
     return layers
+
+
+class Islands:
+    """Stacks of islands, with an outer step every two updates, weighted by what islands had.
+
+    Attributes:
+      outer: the outer values.
+    """
+
+    def __init__(self, make: Callable[[], list[Any]], number: int, start: Values):
+        self.stacks = [make() for _ in range(number)]
+        self.outer, self.own, self.weights = start, [start] * number, np.zeros(number)
+        self.velocity, self.updates = dict.fromkeys(start, 0.0), 0
+
+    def __call__(self, gradients: Callable[[Values], Parts]) -> None:
+        """Takes a step by the gradients of all shards at some values."""
+        moved = []
+        for island, (stack, values) in enumerate(zip(self.stacks, self.own)):
+            parts = gradients(values)
+            size = len(parts) // len(self.stacks)
+            moved.append(stack[0](values, parts[size * island : size * (island + 1)]))
+        is_updated = any(weight for _, weight in moved)
+        for island, (stack, (values, weight)) in enumerate(zip(self.stacks, moved)):
+            # An island without data, where another has some, takes a step with a gradient of zeros.
+            accumulates = any(isinstance(x, GradientAccumulationOptimizer) for x in stack)
+            if is_updated and not weight and not accumulates:
+                moved[island] = stack[-1].update(values, _scaled(values, 0.0)), 0.0
+        self.own = [values for values, _ in moved]
+        self.weights = self.weights + [weight for _, weight in moved]
+        self.updates += is_updated
+        if is_updated and self.updates % 2 == 0:
+            for name, outer in self.outer.items():
+                away = [(outer - own[name], n) for own, n in zip(self.own, self.weights)]
+                difference, _ = weighted_mean(away)
+                self.velocity[name] = 0.5 * self.velocity[name] + difference
+                move = 0.7 * (difference + 0.5 * self.velocity[name])
+                self.outer = {**self.outer, name: outer - move}
+            self.own, self.weights = [self.outer] * len(self.own), 0 * self.weights
 
 
 def train(
@@ -321,7 +411,7 @@ def train(
         for one in layers:
             one.mask = feed["contributes"]
         with np.errstate(invalid="ignore"):
-            values, _ = all_layers[0](values, shard_gradients(values, feed, num_shards))
+            values, _ = all_layers[0](values, gradients_of_shards(values, feed, num_shards))
     state: Values = {}
     for one, name in zip(layers, names):
         state.update(one.state(name) if hasattr(one, "state") else {})

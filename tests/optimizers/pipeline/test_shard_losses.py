@@ -13,15 +13,15 @@ from tests.optimizers.pipeline.shard_losses import (
     GROUPS,
     LOCAL,
     SHARDS,
-    SPECS,
     START,
     assert_close,
     batch_dims,
     batches,
     check,
     expected,
+    gradients,
     make,
-    terms,
+    specs,
     trained,
 )
 from tests.wrappers import LAYOUT, SHAPE, SOME_THAT_WORK, TABLE, WORKS, order_table
@@ -98,11 +98,12 @@ class SumOfCopies:
     def __init__(self, inside, groups):
         self.inside, self.groups = inside, groups
 
-    def __call__(self, values, shards):
-        sums = shards[0]["w"].copy()
+    def __call__(self, values, parts):
+        ((grads, weight),) = parts
+        sums = grads["w"].copy()
         for group in self.groups:
-            sums[group] = shards[0]["w"][group].sum(0)
-        return self.inside(values, [{"w": sums}])
+            sums[group] = grads["w"][group].sum(0)
+        return self.inside(values, [({"w": sums}, weight)])
 
 
 def expected_copies(stack, feeds, factor=1.0):
@@ -110,14 +111,14 @@ def expected_copies(stack, feeds, factor=1.0):
     (layer,) = stack_reference.layers_of([], "sgd", SHARDS)
     sums = [name for name in stack if name in ("knows", "groups")]
     for number, name in reversed(list(enumerate(stack))):
-        if name in SPECS:
-            spec = SPECS[name]
+        for spec in specs([name]):
             layer = stack_reference.LAYERS[spec.kind](layer, **spec.arguments)
-        elif name in sums and name not in stack[:number]:
+        if name in sums and name not in stack[:number]:
             layer = SumOfCopies(layer, GROUPS if name == "groups" else [list(range(SHARDS))])
     values = {"w": np.tile(START.astype(np.float64), (SHARDS, 1))}
     for feed in feeds:
-        values, _ = layer(values, [{"w": np.stack(terms(values["w"], feed)) * factor}])
+        copies = np.stack(gradients(values["w"], feed)) * (factor / SHARDS)
+        values, _ = layer(values, [({"w": copies}, 1.0)])
     return values["w"]
 
 
