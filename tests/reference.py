@@ -135,6 +135,22 @@ def train(
     return values
 
 
+class Clipped:
+    """An update behind clipping by the norm of all gradients.
+
+    Attributes:
+      clipped: on how many steps the norm was larger.
+    """
+
+    def __init__(self, update, norm):
+        self.update, self.norm, self.clipped = update, norm, 0
+
+    def __call__(self, values: Values, grads: Values) -> Values:
+        norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
+        self.clipped += norm > self.norm
+        return self.update(values, {k: g * min(1, self.norm / norm) for k, g in grads.items()})
+
+
 class Accumulation:
     """What Horovod's helper and optax.MultiSteps do with the gradients of micro steps.
 

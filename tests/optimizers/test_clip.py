@@ -13,25 +13,12 @@ NORM = 0.2
 TOLERANCE = STEPS * 16 * np.finfo(np.float32).eps
 
 
-class Clipped:
-    """An optimizer of `reference` behind clipping by the global norm."""
-
-    def __init__(self, update):
-        self.update = update
-        self.clipped = 0
-
-    def __call__(self, values, grads):
-        norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
-        self.clipped += norm > NORM
-        return self.update(values, {k: g * min(1, NORM / norm) for k, g in grads.items()})
-
-
 def check(kind, mesh, optimizer, **kwargs):
     shape, layout, batch_dims = harness.MESHES[mesh]
     feeds = models.mlp_batches(STEPS)
     make = lambda: gs.ClipByGlobalNormOptimizer(models.OPTIMIZERS[optimizer](), NORM)  # noqa: E731
     result = harness.run(kind, shape, layout, models.train(make, batch_dims), feeds, **kwargs)
-    model = Clipped(reference.OPTIMIZERS[optimizer]())
+    model = reference.Clipped(reference.OPTIMIZERS[optimizer](), NORM)
     expected = reference.train(model, feeds)
     assert model.clipped
     for name, value in expected.items():

@@ -81,17 +81,12 @@ def apply_pairs(make):
 
 
 def expected(every, share, clips):
-    values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
-    total = {}
-    for number, feed in enumerate(models.mlp_batches(STEPS), 1):
-        grads = reference.mlp_grads(values, *(feed[k].astype(np.float64) for k in "xy"))
-        total = {k: total.get(k, 0.0) + g * share for k, g in grads.items()}
-        if number % every == 0:
-            norm = np.sqrt(sum(np.square(g).sum() for g in total.values()))
-            kept = min(1, NORM / norm) if clips else 1
-            values = {k: v - RATE * kept * total[k] for k, v in values.items()}
-            total = {}
-    return values
+    sgd = reference.Sgd(RATE)
+    update = reference.Clipped(sgd, NORM) if clips else sgd
+    averages = share == 1 / every and every > 1
+    return reference.train(
+        reference.Accumulation(update, every, averages), models.mlp_batches(STEPS)
+    )
 
 
 # What each says of pairs is the same on a placement mesh: one of each number of steps is built.

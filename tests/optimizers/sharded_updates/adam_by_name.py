@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
-
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import reference
 
@@ -58,14 +56,7 @@ def step(opt, loss, clip_norm, slice_dtype=tf.float32):
     return opt.apply_grads([g * factor for g in grads], variables)
 
 
-class InNumpy:
+def in_numpy(clip_norm):
     """The same as an update for `tests.reference`."""
-
-    def __init__(self, clip_norm):
-        self.clip_norm, self.clipped = clip_norm, 0
-        self.adam = reference.Adam(RATE, DECAY, (BETA1, BETA2), EPSILON, NOT_DECAYED)
-
-    def __call__(self, values, grads):
-        norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
-        self.clipped += norm > self.clip_norm
-        return self.adam(values, {k: g * min(1, self.clip_norm / norm) for k, g in grads.items()})
+    adam = reference.Adam(RATE, DECAY, (BETA1, BETA2), EPSILON, NOT_DECAYED)
+    return reference.Clipped(adam, clip_norm)

@@ -7,7 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
 from tests.optimizers.sharded_updates import small_model
-from tests.optimizers.sharded_updates.adam_by_name import RATE, AdamByName, InNumpy, step
+from tests.optimizers.sharded_updates.adam_by_name import RATE, AdamByName, in_numpy, step
 from tests.optimizers.sharded_updates.small_model import assert_same_bits, batches, sharded
 
 STEPS, NORM, MESH = 3, 0.2, "2x2"
@@ -33,11 +33,11 @@ def test_trajectory(kind):
 
     with small_model.memories_of(kind) as kind:
         result = harness.run(kind, shape, layout, build, feeds)
-    update = InNumpy(NORM)
+    update = in_numpy(NORM)
     expected = reference.train(update, feeds)
     assert update.clipped
-    for name, m in update.adam.m.items():
-        v = update.adam.v[name]
+    for name, m in update.update.m.items():
+        v = update.update.v[name]
         expected.update({f"{name}/adam_m": m, f"{name}/adam_v": v})
     small_model.assert_close(result.variables, expected, TOLERANCE)
 
