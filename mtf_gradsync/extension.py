@@ -86,10 +86,11 @@ from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, w
 from mtf_gradsync.optimizers.state.savers import ReshardingSaver
 from mtf_gradsync.optimizers.state.slots import SlotOwners, owner_of
 from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, ISLAND, STAND_INS, STATE_COLLECTION
-from mtf_gradsync.reduce import placement_mesh_impl
+from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
 from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
 from mtf_gradsync.step import (
     HeldSlices,
+    OwnWrites,
     StepPlan,
     StepWatches,
     gated_update,
@@ -120,12 +121,14 @@ __all__ = [
     "ConfigError",
     "Description",
     "GradientAccumulationOptimizer",
+    "GradientStrategy",
     "HeldSlices",
     "LayoutLike",
     "MeshShapeLike",
     "NoAveragesError",
     "NoUpdateError",
     "OuterOptimizer",
+    "OwnWrites",
     "ReportsSkips",
     "ReshardingSaver",
     "Saved",

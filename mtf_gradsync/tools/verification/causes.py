@@ -2,82 +2,135 @@
 
 from __future__ import annotations
 
-from typing import Mapping, NamedTuple, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync.extension import mtf
-from mtf_gradsync.tools.verification.comparing import behind
+from mtf_gradsync.extension import mtf, tf, walk
 
 
-class Dependence(NamedTuple):
-    """Something in a model that depends on how it is divided.
+def behind(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
+    """Returns the operations that losses are computed by, in the order of their graphs."""
+    there = set(walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs]))
+    return [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
+
+
+def random_operations(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
+    """Returns those that draw random numbers for losses."""
+    return [op for op in behind(losses) if isinstance(op, mtf.ops.RandomOperation)]
+
+
+def narrow_dtypes(losses: Sequence[mtf.Tensor]) -> list[str]:
+    """Returns the names of a model's dtypes that are narrower than float32."""
+    dtypes = {x.dtype for op in behind(losses) for x in op.outputs}
+    return sorted(x.name for x in dtypes if x.is_floating and x.size < 4)
+
+
+class _Flow(NamedTuple):
+    """What a tensor of a forward pass is made of.
 
     Attributes:
-      text: what it is, and what would do.
-      by_steps: whether it depends only on which examples are in one step, and not on the mesh.
-      is_random: whether it is random numbers.
+      is_summed: something was summed over the batch on its way.
+      is_trained: a variable is on its way.
     """
 
-    text: str
-    by_steps: bool = False
-    is_random: bool = False
+    is_summed: bool = False
+    is_trained: bool = False
 
 
-def dependences(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[Dependence]:
-    """Returns what in the models behind losses depends on how they are divided."""
-    there = behind(losses)
-    forward = [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
-    found = []
-    names = [op.name for op in forward if isinstance(op, mtf.ops.RandomOperation)]
-    if names:
-        found.append(
-            Dependence(
-                f"random numbers are drawn for each shard and microbatch ({_some(names)}); take "
-                "them out by without dropout or random",
-                is_random=True,
+def _flows(forward: Sequence[mtf.Operation], batch_dims: Sequence[str]) -> dict[mtf.Tensor, _Flow]:
+    found: dict[mtf.Tensor, _Flow] = {}
+    for op in forward:
+        flows = [found.get(x, _Flow()) for x in op.inputs]
+        trained = isinstance(op, mtf.Variable) or any(x.is_trained for x in flows)
+        for out in op.outputs:
+            falls = not _has_any(out, batch_dims) and any(
+                _has_any(x, batch_dims) for x in op.inputs
             )
-        )
-    dims = {d.name for op in forward for x in op.outputs for d in x.shape.dims}
-    capacity = sorted(name for name in dims if "capacity" in name)
-    if capacity:
-        found.append(
-            Dependence(
-                f"experts take a number of examples of each group ({', '.join(capacity)}), and "
-                "what is beyond it depends on the groups"
-            )
-        )
-    statistics = _statistics(forward, batch_dims)
-    if statistics:
-        found.append(
-            Dependence(
-                f"statistics of the batch come back to its examples ({_some(statistics)}), and a "
-                "microbatch has others",
-                by_steps=True,
-            )
-        )
+            found[out] = _Flow(falls or any(x.is_summed for x in flows), trained)
     return found
 
 
-def _statistics(forward: Sequence[mtf.Operation], batch_dims: Sequence[str]) -> list[str]:
-    """Returns operations in which something summed over the batch meets the examples again."""
-    summed: dict[mtf.Tensor, bool] = {}
+def _has_any(x: mtf.Tensor, dims: Sequence[str]) -> bool:
+    return any(d.name in dims for d in x.shape.dims)
 
-    def has_batch(x: mtf.Tensor) -> bool:
-        return any(d.name in batch_dims for d in x.shape.dims)
 
+def statistics_of(
+    losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]
+) -> list[tuple[str, mtf.Tensor]]:
+    """Returns what is summed over the batch and comes back to its examples.
+
+    A number that only scales the loss, such as one over the sum of a mask, is none.
+
+    Returns:
+      Names of the operations in which it comes back, and what does.
+    """
+    forward = behind(losses)
+    flows = _flows(forward, batch_dims)
+    users: dict[mtf.Tensor, list[mtf.Operation]] = {}
+    for op in forward:
+        for x in op.inputs:
+            users.setdefault(x, []).append(op)
     found = []
     for op in forward:
-        from_sums = any(summed.get(x, False) and not has_batch(x) for x in op.inputs)
-        for out in op.outputs:
-            falls = any(has_batch(x) for x in op.inputs) and not has_batch(out)
-            summed[out] = falls or any(summed.get(x, False) for x in op.inputs)
-            if from_sums and has_batch(out) and any(has_batch(x) for x in op.inputs):
-                found.append(op.name)
+        sums = [x for x in op.inputs if flows[x].is_summed and not _has_any(x, batch_dims)]
+        if sums and any(_has_any(x, batch_dims) for x in op.inputs):
+            for x in sums:
+                if not (isinstance(op, mtf.ops.EinsumOperation) and _scales(op, users)):
+                    found.append((op.name, x))
     return found
 
 
-def _some(names: Sequence[str]) -> str:
+_LINEAR = (
+    mtf.ops.EinsumOperation,
+    mtf.ops.ReduceOperation,
+    mtf.ops.ReshapeOperation,
+    mtf.ops.ScalarMultiplyOperation,
+    mtf.ops.BroadcastOperation,
+    mtf.ops.SliceOperation,
+)
+
+
+def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) -> bool:
+    """Whether what an operation multiplies by a number reaches the loss only multiplied."""
+    seen, waiting = {op}, [op]
+    while waiting:
+        for out in waiting.pop().outputs:
+            following = users.get(out, [])
+            for one in following:
+                # Beyond the batch, terms of a loss are added up.
+                ends = isinstance(one, mtf.ops.AddOperation) and not one.outputs[0].shape.dims
+                mixes = sum(x.operation in seen for x in one.inputs) > 1
+                kind = getattr(one, "_reduction_fn_string", "SUM")
+                if not ends and (mixes or kind != "SUM" or not isinstance(one, _LINEAR)):
+                    return False
+                if one not in seen:
+                    seen.add(one)
+                    waiting.append(one)
+    return True
+
+
+def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[str]:
+    """Returns names of operations that multiply what the model has summed over the batch."""
+    forward = behind(losses)
+    flows = _flows(forward, batch_dims)
+    found = []
+    for op in forward:
+        means = [x for x in op.inputs if flows[x] == (True, True) and not _has_any(x, batch_dims)]
+        if isinstance(op, mtf.ops.EinsumOperation) and len(means) > 1:
+            found.append(op.name)
+    return found
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns a few names for a sentence."""
     shown = ", ".join(list(dict.fromkeys(names))[:3])
     return shown if len(names) <= 3 else f"{shown}, and {len(names) - 3} more"
+
+
+def rounds_to_bfloat16(graph: tf.Graph, model: Sequence[str]) -> bool:
+    """Whether a program that was lowered has bfloat16, and its model (`narrow_dtypes`) has not."""
+    if tf.bfloat16.name in model:
+        return False
+    return any(x.dtype == tf.bfloat16 for op in graph.get_operations() for x in op.outputs)
 
 
 _CLOSE = 1e-3
@@ -86,7 +139,7 @@ _BFLOAT16 = (2.0**-12, 2.0**-5)
 
 
 def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
-    """Returns what a factor is, of numbers by what they are; "" if it is none of them."""
+    """Returns the labels in `numbers` whose value, or its reciprocal, is `factor`; "" for none."""
     found = []
     for name, value in numbers.items():
         if value and abs(factor - value) < _CLOSE * value:
@@ -96,72 +149,148 @@ def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
     return ", or ".join(found)
 
 
-def cause_of(
-    what: str,
-    culprit: str,
-    factor: float | None,
-    of_factor: str,
-    error: float,
-) -> str:
-    """Returns what usually is the cause of a difference; "" for no idea.
+class Facts(NamedTuple):
+    """What is known of a difference.
 
-    Args:
-      what: what differs.
-      culprit: the wrapper, axis or change without which it does not.
+    Attributes:
+      what: what differs first, as `Line.what`.
+      culprit: the wrapper, axis or change without which it does not; "" if none is known.
       factor: the number that it is multiplied by, if it is one.
       of_factor: what that number is.
       error: how far it is.
+      differs: how many of the variables with a gradient differ.
+      factors_are_one: whether all variables' gradients are multiplied by one number.
+      forward: whether the loss differs, too.
+      rounds: whether only the update, and not the model, has bfloat16.
+      products: operations that multiply means over the batch (`products_of_means`).
+      reducer: the strategy by which the culprit reduces gradients, if it rounds them.
+      counts: what the update does with counters of the program; see `cause_of`.
     """
-    kind = culprit.split("#")[0]
+
+    what: str
+    culprit: str = ""
+    factor: float | None = None
+    of_factor: str = ""
+    error: float = 0.0
+    factors_are_one: bool = False
+    forward: bool = False
+    rounds: bool = False
+    products: Sequence[str] = ()
+    reducer: str = ""
+    counts: str = ""
+
+
+def cause_of(facts: Facts) -> str:
+    """Returns what usually is the cause of a difference: of the causes that fit, the first."""
+    return next(_causes(facts))
+
+
+def _causes(facts: Facts) -> Iterator[str]:
+    what, factor, kind = facts.what, facts.factor, facts.culprit.split("#")[0]
     joins_steps = "Accumulation" in kind or kind == "microbatch steps" or "SyncReplicas" in kind
     if what == "copies":
-        return (
-            "Processors hold copies of one slice that are not equal: something writes only some "
-            "of them, such as an assignment of one device's variable."
+        yield (
+            "Processors hold copies of one slice, or of its gradient, that are not equal: "
+            "something writes or changes only some of them, or not all of them are reduced."
+        )
+    if what == "random numbers":
+        yield (
+            "Shards draw the same random numbers, or copies of one slice other ones: a seed of "
+            "the program's own, or numbers that are drawn outside of the mesh."
         )
     if what == "value before the update":
-        return (
+        yield (
             "It changes on steps that only accumulate: a decay, an average or an assignment of "
             "the program's own runs on every microbatch step. Do it in the inner optimizer."
         )
     if what == "loss":
-        return (
+        yield (
             "Gradients are equal and the loss that is shown is not: shards or microbatches have "
             "losses of other weights, or it is the loss of one shard."
         )
-    if factor is not None and "microbatch steps" in of_factor and factor > 1:
-        return "Microbatch gradients are added and not averaged: average_aggregated_gradients=True."
+    if facts.counts:
+        yield facts.counts
+    if facts.reducer:
+        yield (
+            f"The strategy rounds gradients on their way: {facts.reducer} trains by other numbers "
+            "than a sum in float32. Without it, the rest can be shown to be equal."
+        )
+    if facts.products:
+        yield (
+            f"The loss has a product of means over the batch ({some(facts.products)}), as a loss "
+            "that balances experts: the mean over microbatches of a product is not the product of "
+            "the means."
+        )
+    if what == "slot":
+        yield (
+            "Gradients are equal, and this variable is not: a slot is split or "
+            "reduced wrongly, or the program updates it by what one shard or microbatch has."
+        )
+    if what == "value":
+        yield (
+            "Its gradient is equal and its new value is not: the update itself depends on the "
+            "division (a learning rate, a decay, a slot, or a norm in the optimizer)."
+        )
+    if factor is not None and factor < 0:
+        yield (
+            "It has the other sign: the gradient is subtracted where it is added elsewhere, or a "
+            "loss is negated."
+        )
+    if factor == 0:
+        yield "No gradient reaches it: a mask or a stop_gradient that depends on the division."
+    if factor is not None and "microbatch steps" in facts.of_factor and factor > 1:
+        yield "Microbatch gradients are added and not averaged: average_aggregated_gradients=True."
+    if facts.factors_are_one and factor is not None and not facts.of_factor:
+        yield (
+            "All gradients are multiplied by one number, which is no number of cores or steps: "
+            "clipping or a norm that counts copies, leaves out parts that are split, or is taken "
+            "over shards; or a scale that is not taken out."
+        )
     if factor is not None and factor > 1:
-        return (
+        yield (
             "Gradients of shards or copies are added where the mean is meant, or are summed twice: "
             "reduction=SUM, a sum of the program's own before or after that of the wrapper, or a "
             "loss for each shard that is not divided by their number."
         )
-    if factor is not None and 0 < factor < 1:
-        return (
+    if factor is not None:
+        yield (
             "Something divides by it that was divided already: a mean over shards of gradients "
             "that shards have parts of, as of experts, or a learning rate or loss scaled for the "
-            "number of shards."
+            "number of shards; or a part of the sum is missing."
         )
-    if factor == 0:
-        return "No gradient reaches it: a mask or a stop_gradient that depends on the division."
-    if _BFLOAT16[0] < error < _BFLOAT16[1]:
-        return (
-            "The size of a rounding to bfloat16: a reduction in bfloat16 (reduce_dtype, a cast of "
-            "gradients), or partial sums of a product that the mesh splits."
+    if facts.rounds and _BFLOAT16[0] < facts.error < _BFLOAT16[1]:
+        yield (
+            "The size of a rounding to bfloat16, which the model does not have: a reduction in "
+            "bfloat16 (reduce_dtype), or a cast of gradients."
         )
     if joins_steps:
-        return (
+        yield (
             "Steps are joined that are not alike: a mean of means where they have unequal tokens "
             "(give weights=), clipping by each microbatch's own norm (clip inside the "
             "accumulation), or examples that are dropped."
         )
     if kind == "CrossShardOptimizer":
-        return (
+        yield (
             "Shards are joined that are not alike: a mean of means with unequal tokens (give "
             "weights=), or a variable with a dimension that is called like the batch's."
         )
-    return (
-        "It is no one factor: shards or microbatches have losses of unequal weight, examples are "
-        "dropped, or a dimension is called like the batch's."
+    if facts.forward:
+        yield (
+            "The loss differs, too, so that the forward pass does: examples or tokens are dropped "
+            "or counted by shard, or a dimension is called like the batch's."
+        )
+    yield (
+        "The loss is equal and the gradient is not, by no one factor: some shards' parts are "
+        "missing or count otherwise, or a dimension is called like the batch's."
     )
+
+
+def lowered_elsewhere(recorded: Any, mesh_shape: str) -> str:
+    """Returns the mesh that a program was lowered on where that is not the one asked for; or ""."""
+    asked = mtf.convert_to_shape(mesh_shape)
+    found = {v.mesh: v for v in recorded.variables.values()}
+    for lowering in recorded.lowerings:
+        for mesh, mesh_impl in lowering.mesh_to_impl.items():
+            if mesh in found and mesh_impl.shape != asked:
+                return ";".join(f"{d.name}:{d.size}" for d in mesh_impl.shape.dims) or "no axis"
+    return ""

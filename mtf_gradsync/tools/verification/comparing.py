@@ -6,21 +6,19 @@ from typing import Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import mtf, tf, walk
-
 Values = Mapping[str, np.ndarray]
 
-EPSILON = float(np.finfo(np.float32).eps)
 # Roundings of a float32 sum, of some hundred terms in another order.
-LEAST = 64 * EPSILON
+LEAST = 64 * float(np.finfo(np.float32).eps)
 # How much more than the reference's own rounding error a division may have: it sums in another
 # order, of which the largest error of many variables is some times the typical one.
 _SPREAD = 8.0
-# The distance of neighbouring numbers at 1, and how many roundings of activations a gradient has.
-_PRECISION = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10}
-_ROUNDINGS = 32
-# bfloat16 has eight bits: one rounding is up to 2**-9 of a number, and sums have several.
+# One rounding to bfloat16, which has eight bits, is up to 2**-9 of a number, and sums have several.
 BFLOAT16 = 2.0**-7
+# Of a float64 sum and of one in another order: a model in which orders differ more depends on them.
+ORDER = 1e-7
+# What rounding explains at most where it is not known from float64.
+MOST_ROUNDED = 1e-3
 
 
 class Difference(NamedTuple):
@@ -44,8 +42,18 @@ class Difference(NamedTuple):
         return self.error <= self.expected
 
 
+def is_finite(value: np.ndarray) -> bool:
+    """Whether all numbers are finite; what is no floating point is."""
+    return (
+        bool(np.isfinite(np.asarray(value, np.float64)).all()) if value.dtype.kind != "S" else True
+    )
+
+
 def error_of(value: np.ndarray, reference: np.ndarray) -> float:
-    """Returns the largest difference, over the largest number of the reference."""
+    """Returns the largest difference, over the largest number of the reference.
+
+    It is infinite where a number is not finite and the other one is another.
+    """
     if value.shape != reference.shape:
         return float("inf")
     value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
@@ -54,7 +62,8 @@ def error_of(value: np.ndarray, reference: np.ndarray) -> float:
         return 0.0
     scale = float(np.max(np.abs(reference), initial=0.0))
     largest = float(np.max(np.abs(value - reference)))
-    return largest / scale if scale else float("inf")
+    error = largest / scale if scale else float("inf")
+    return float("inf") if np.isnan(error) else error
 
 
 def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> float | None:
@@ -90,39 +99,14 @@ def compare(
     return found
 
 
-def expected_errors(
-    reference: Values, others: Sequence[Values], least: float = LEAST
-) -> dict[str, float]:
+def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, float]:
     """Returns by variable the error that rounding explains.
 
     `others` are the same in float64, or with examples in other orders.
     """
     return {
         name: max(
-            [least, *(_SPREAD * error_of(value, other[name]) for other in others if name in other)]
+            [LEAST, *(_SPREAD * error_of(value, other[name]) for other in others if name in other)]
         )
         for name, value in reference.items()
     }
-
-
-def least_error(losses: Sequence[mtf.Tensor]) -> float:
-    """Returns the error that rounding explains of any gradient, by the narrowest dtype of a model.
-
-    Products that a mesh splits have partial sums in the dtype of their activations, which other
-    orders of the examples do not show.
-    """
-    dtypes = {x.dtype for op in behind(losses) for x in op.outputs if x.dtype.is_floating}
-    narrow = [_PRECISION[dtype] for dtype in dtypes if dtype in _PRECISION]
-    return max([LEAST, *(_ROUNDINGS * precision for precision in narrow)])
-
-
-def behind(losses: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
-    """Returns the operations that losses are computed by."""
-    return set(walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs]))
-
-
-def exchanges_in_bfloat16(graph: tf.Graph) -> bool:
-    """Returns whether a SIMD program sends float32 as bfloat16: Mesh-TF's all-to-all does."""
-    return any(
-        op.type == "AllToAll" and op.inputs[0].dtype == tf.bfloat16 for op in graph.get_operations()
-    )

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
+import zlib
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import tf
-from mtf_gradsync.tools.verification.comparing import (
-    BFLOAT16,
-    Difference,
-    compare,
-    exchanges_in_bfloat16,
-    expected_errors,
-    least_error,
-)
+from mtf_gradsync.extension import STATE_COLLECTION, tf
+from mtf_gradsync.tools.verification.causes import narrow_dtypes, rounds_to_bfloat16
+from mtf_gradsync.tools.verification.comparing import Values
+from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.programs import (
     Batch,
     BuiltDivision,
-    Division,
+    NotOnCoresError,
     Running,
     UserProgram,
     batch_parts,
@@ -29,10 +24,11 @@ from mtf_gradsync.tools.verification.programs import (
 )
 from mtf_gradsync.tools.verification.recording import GRADIENT, UPDATES, Recorded
 
-# In how many orders of the examples the reference is computed besides the given one.
-_ORDERS = 3
-# More microbatch steps than any program joins: after these there is no update to wait for.
-_MOST_STEPS = 256
+# More microbatch steps than any program joins: after these there is no update to wait for; and
+# than one that applies gradients of zeros on the others.
+_MOST_STEPS, _MOST_ZEROS = 256, 32
+# How far variables are moved, of the square root of their mean square, and where that is zero.
+_MOVED, _MOVED_ZEROS = 0.05, 0.02
 
 
 class Outcome(NamedTuple):
@@ -42,12 +38,14 @@ class Outcome(NamedTuple):
       recorded: what was seen when it was built.
       losses: the mean loss of each update, by weights where the program gives them.
       gradients: by variable, those of each update.
-      values: trainable variables after the last update.
-      changed_before: variables that changed in a step before its update.
-      apart: variables whose copies are not equal on all processors.
+      values: all variables after the last update, but those of wrappers.
+      changed_before: variables and slots that changed in a step before its update.
+      written_early: variables of the program's own that did.
+      apart: variables whose copies are not equal on all cores.
       batches: how many batches each update joined.
       weighted: whether the program says how much the loss of a step stands for.
       exchanges: whether the program exchanges float32 as bfloat16.
+      rounds: whether the update has bfloat16, and the model has not.
     """
 
     recorded: Recorded
@@ -55,14 +53,32 @@ class Outcome(NamedTuple):
     gradients: list[dict[str, np.ndarray]]
     values: dict[str, np.ndarray]
     changed_before: list[str]
+    written_early: list[str]
     apart: list[str]
     batches: int
     weighted: bool
     exchanges: bool
+    rounds: bool
 
 
 class CannotBeDivided(Exception):
     """A program cannot be built or run in a division; the message says why."""
+
+
+class BatchesEndError(ValueError):
+    """There are too few batches for the updates."""
+
+
+class Series(NamedTuple):
+    """On which batches a program that is built is run, and what its counters are.
+
+    Attributes:
+      groups: the batches of each update.
+      counted: counters of the program's own before each update; None to leave them alone.
+    """
+
+    groups: list[list[Batch]]
+    counted: Sequence[Values] | None = None
 
 
 class Engine:
@@ -72,29 +88,54 @@ class Engine:
       program: the program.
       batches: its batches, in order.
       steps: how many updates.
+      moved: whether variables begin with values that are moved a little.
     """
 
-    def __init__(self, program: UserProgram, batches: Iterable[Batch], steps: int):
+    def __init__(self, program: UserProgram, batches: Iterable[Batch], steps: int, moved: bool):
         self._program, self._batches, self._steps = program, iter(batches), steps
+        self._moved = moved
         self.groups: list[list[Batch]] = []
         self.initial: dict[str, np.ndarray] = {}
+        # By update: counters of the program's own before its first and its last step.
+        self.counted: list[tuple[Values, Values]] = []
+        self._applied: list[int] = []  # how often an update applies gradients
         self._done: dict[Any, Outcome | CannotBeDivided] = {}
+
+    # Of the program as it is: the wrappers that join steps, and whether it has an optimizer.
+    schedulers: tuple[str, ...] = ()
+    sees_gradients: bool = True
 
     @property
     def steps_per_update(self) -> int:
         """How many batches the program itself joins in an update."""
         return len(self.groups[0])
 
+    @property
+    def accumulates_itself(self) -> bool:
+        """Whether the program applies gradients of zeros on steps before its update."""
+        return self._applied[0] > 1
+
     def begin(self, division: Division) -> Outcome:
         """Runs the program as it is, which decides the batches of each update, and first values.
 
-        Raises ValueError where it makes no update, or the batches end before.
+        Raises `CannotBeDivided` where it fails or makes no update, `BatchesEndError`, and
+        `NotOnCoresError`, after which it can be begun again.
         """
         first = self._next()
-        built = self._program.build(division, first)
-        with built.session() as running:
-            self.initial = _own(running.values())
-            outcome = self._run(built, running, self._groups_of(running, first))
+        try:
+            built = self._program.build(division, first)
+            with built.session() as running:
+                if self._moved:
+                    running.write(_moved(running.values(), built.recorded))
+                self.initial = _own(running.values())
+                outcome = self._run(built, running, self._groups_of(running, first), None)
+        except BatchesEndError:
+            raise
+        except NotOnCoresError:
+            self._batches = itertools.chain([first], self._batches)
+            raise
+        except Exception as error:  # whatever a user's program raises
+            raise CannotBeDivided(_one_line(error)) from error
         self._done[division.key] = outcome
         self.schedulers = outcome.recorded.schedulers
         self.sees_gradients = outcome.recorded.sees_gradients
@@ -102,49 +143,50 @@ class Engine:
 
     def run(self, division: Division) -> Outcome:
         """Runs a division; raises `CannotBeDivided` where it cannot be."""
+
+        def series(groups: list[list[Batch]]) -> Series:
+            # Where its steps are joined, an update has the counters of the last of them.
+            is_joined = any(len(x) < len(own) for x, own in zip(groups, self.groups))
+            return Series(groups, [last for _, last in self.counted] if is_joined else None)
+
+        return self.run_series(division, [series])[0]
+
+    def run_series(self, division: Division, series: Sequence[Any]) -> list[Outcome]:
+        """Runs a division several times from the first values; see `run`.
+
+        Each of `series` makes a `Series` of the batches of each update in this division. The first
+        outcome is kept.
+        """
         done = self._done.get(division.key)
-        if done is None:
-            try:
-                groups = [self._batches_of(division, group) for group in self.groups]
-                (done,) = self._runs(division, [groups])
-            except Exception as error:  # whatever a user's program raises
-                done = CannotBeDivided(_one_line(error))
-            self._done[division.key] = done
         if isinstance(done, CannotBeDivided):
             raise done
-        return done
-
-    def orders(self, division: Division) -> list[Outcome]:
-        """Runs a division that joins its batches, with their examples in other orders, too.
-
-        The first outcome is the one that `run` gives.
-        """
-        every = [[self._batches_of(division, group) for group in self.groups]]
-        for seed in range(_ORDERS):
-            shuffled = []
-            for group in every[0]:
-                sizes = [len(tf.nest.flatten(batch)[0]) for batch in group]
-                rows = [np.random.RandomState(seed).permutation(size) for size in sizes]
-                shuffled.append([rows_of(batch, some) for batch, some in zip(group, rows)])
-            every.append(shuffled)
-        outcomes = self._runs(division, every)
+        if done is not None and len(series) == 1:
+            return [done]
+        try:
+            groups = [self._batches_of(division, group) for group in self.groups]
+            outcomes = self._runs(division, [make(groups) for make in series])
+        except Exception as error:  # whatever a user's program raises
+            self._done[division.key] = CannotBeDivided(_one_line(error))
+            raise self._done[division.key] from error  # type: ignore[misc]
         self._done[division.key] = outcomes[0]
         return outcomes
 
-    def _runs(self, division: Division, series: list[list[list[Batch]]]) -> list[Outcome]:
+    def _runs(self, division: Division, series: Sequence[Series]) -> list[Outcome]:
         """Builds a division, and runs it on several series of batches from the first values."""
-        built = self._program.build(division, series[0][0][0])
+        built = self._program.build(division, series[0].groups[0][0])
         outcomes = []
         with built.session() as running:
-            first = {**running.values(), **self.initial}
-            for groups in series:
-                running.write(first)
-                outcomes.append(self._run(built, running, groups))
+            running.write(self.initial)
+            first = running.values()
+            for number, (groups, counted) in enumerate(series):
+                if number:
+                    running.write(first)
+                outcomes.append(self._run(built, running, groups, counted))
         return outcomes
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
         """Returns the batches of an update: those of the program, joined, or in parts."""
-        if not self.sees_gradients:
+        if not self.sees_gradients or self.accumulates_itself:
             return group
         changes = division.changes
         if division.is_reference and changes.mask is not None:
@@ -156,16 +198,12 @@ class Engine:
             return batch_parts(joined_batch(group), changes.micro_steps)
         return group
 
-    # Of the program as it is: the wrappers that join steps, and whether it has an optimizer.
-    schedulers: tuple[str, ...] = ()
-    sees_gradients: bool = True
-
     def _next(self) -> Batch:
         try:
             return next(self._batches)
         except StopIteration:
-            made = len(self.groups)
-            raise ValueError(
+            made = len(self.counted)
+            raise BatchesEndError(
                 f"The batches ended after {made} of {self._steps} updates: give more batches, or "
                 "fewer steps."
             ) from None
@@ -173,130 +211,103 @@ class Engine:
     def _groups_of(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
         """Gives for each update the batches until the program has made it."""
         self._batches = itertools.chain([first], self._batches)
-        for number in range(self._steps):
+        for _ in range(self._steps):
             group: list[Batch] = []
             self.groups.append(group)
+            yield self._until_update(running, group)
 
-            yield self._until_update(running, number, group)
-
-    def _until_update(self, running: Running, number: int, group: list[Batch]) -> Iterator[Batch]:
+    def _until_update(self, running: Running, group: list[Batch]) -> Iterator[Batch]:
         """Gives batches, and appends them to a group, until the program has made an update."""
-        first = running.values()
-        while not group or _waits(running, number, first):
-            if len(group) == _MOST_STEPS:
+        recorded = running.built.recorded
+        first = before = running.values()
+        counters: dict[str, np.ndarray] = {}
+        while True:
+            if len(group) == (_MOST_ZEROS if _updates(before) > _updates(first) else _MOST_STEPS):
                 raise ValueError(
-                    f"The program made no update in {_MOST_STEPS} steps: it skips every step, or "
-                    "needs more batches for one."
+                    f"it made no update in {len(group)} steps: it skips every step, needs more "
+                    "batches for one, or all of its gradients are zero"
                 )
             group.append(self._next())
             yield group[-1]
+            after = running.values()
+            if len(group) == 1:
+                counters = _counters(running.built, first, after)
+            if _is_updated(recorded, before, after):
+                break
+            before = after
+        self.counted.append((counters, {name: before[name] for name in counters}))
+        self._applied.append(int(_updates(after) - _updates(first)))
 
     def _run(
-        self, built: BuiltDivision, running: Running, groups: Iterable[Iterable[Batch]]
+        self,
+        built: BuiltDivision,
+        running: Running,
+        groups: Iterable[Iterable[Batch]],
+        counted: Sequence[Values] | None,
     ) -> Outcome:
-        losses, gradients, changed = [], [], []
+        recorded, division = built.recorded, built.division
+        losses, gradients, changed, early = [], [], [], []
+        after = running.values()
         for number, group in enumerate(groups):
-            before, of_group = _own(running.values()), []
+            if counted is not None:
+                running.write(counted[number])
+                after = running.values()
+            first, of_group = after, []
             for batch in group:
+                before = after
+                if of_group and division.changes.micro_steps > 1 and self.counted:
+                    # These steps are no steps of the program.
+                    running.write({name: first[name] for name in self.counted[number][0]})
                 of_group.append(running.step(batch))
                 after = running.values()
-                if built.recorded.sees_gradients and _updates(after) <= number:
-                    changed += _changed(before, after, built.recorded)
-            made = _updates(after)
-            if built.recorded.sees_gradients and made != number + 1:
-                raise ValueError(
-                    f"The program made {made - number:g} updates of the batches of one."
-                )
+                if not _is_updated(recorded, before, after):
+                    changed += _changed(before, after, [*recorded.order, *recorded.slots])
+                    early += _changed(before, after, _programs_own(built, after))
+            made = int(_updates(after) - _updates(first))
+            expected = 1 if len(of_group) == 1 else self._applied[number:] and self._applied[number]
+            if recorded.sees_gradients and expected and made != expected:
+                raise ValueError(f"{_reason(division, made, len(of_group))}")
             losses.append(_mean_loss(of_group))
             gradients.append(_gradients(after))
-        values = {name: after[name] for name in built.recorded.variables if name in after}
+        hidden = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
+        narrow = narrow_dtypes(recorded.losses)
         return Outcome(
-            built.recorded,
+            recorded,
             losses,
             gradients,
-            values,
-            list(dict.fromkeys(changed)),
+            {k: v for k, v in _own(after).items() if k not in hidden or k in recorded.averages},
+            list(dict.fromkeys(changed)) if recorded.sees_gradients else [],
+            list(dict.fromkeys(early)),
             running.copies_apart(),
             len(of_group),
             built.weight is not None,
-            built.program is not None and exchanges_in_bfloat16(built.graph),
+            built.program is not None and _exchanges_in_bfloat16(built.graph),
+            rounds_to_bfloat16(built.graph, narrow),
         )
 
 
-class Reference(NamedTuple):
-    """What divisions are compared with.
-
-    Attributes:
-      outcome: of the reference, in the program's own dtypes.
-      exact: the same without rounding where that was possible; else the outcome.
-      expected: the errors of gradients, and of values, that rounding explains, by variable.
-      of_losses: that of losses.
-      source: what they are known from.
-    """
-
-    outcome: Outcome
-    exact: Outcome
-    expected: dict[str, float]
-    expected_values: dict[str, float]
-    of_losses: float
-    source: str
+def reordered(groups: list[list[Batch]]) -> Series:
+    """Returns a series with the examples of each batch in another order."""
+    shuffled = []
+    for group in groups:
+        sizes = [len(tf.nest.flatten(batch)[0]) for batch in group]
+        rows = [np.random.RandomState(0).permutation(size) for size in sizes]
+        shuffled.append([rows_of(batch, some) for batch, some in zip(group, rows)])
+    return Series(shuffled)
 
 
-def make_reference(engine: Engine, division: Division, is_random: bool) -> Reference:
-    """Runs the reference, and finds out how far rounding moves it.
-
-    A program that draws random numbers (`is_random`) draws others in float64.
-    Raises `CannotBeDivided` where the program does not run on one core.
-    """
-    if is_random:
-        outcome = exact = engine.run(division)
-        return _reference(outcome, exact, [], "the precision of its dtypes")
-    try:
-        exact = engine.run(dataclasses.replace(division, doubled=True))
-        outcome = engine.run(division)
-        others, source = [exact], "float64"
-    except CannotBeDivided:
-        outcome, *others = engine.orders(division)
-        exact, source = outcome, "other orders of the examples"
-    return _reference(outcome, exact, others, source)
-
-
-def _reference(
-    outcome: Outcome, exact: Outcome, others: Sequence[Outcome], source: str
-) -> Reference:
-    flat, least = _flat(outcome.gradients), least_error(outcome.recorded.losses)
-    expected = expected_errors(flat, [_flat(other.gradients) for other in others], least)
-    values = expected_errors(outcome.values, [other.values for other in others], least)
-    losses = expected_errors(
-        {"loss": np.array(outcome.losses)}, [{"loss": np.array(o.losses)} for o in others], least
-    )
-    return Reference(outcome, exact, expected, values, losses["loss"], source)
-
-
-class Comparison(NamedTuple):
-    """How a division compares with the reference.
-
-    Attributes:
-      gradients: of each variable, in the order of the backward pass.
-      values: of each variable after the last update.
-      loss: that of the losses.
-    """
-
-    gradients: list[Difference]
-    values: list[Difference]
-    loss: Difference
-
-    @property
-    def first(self) -> Difference | None:
-        """The first difference that rounding does not explain: of gradients, values, losses."""
-        every = (*self.gradients, *self.values, self.loss)
-        return next((x for x in every if not x.is_equal), None)
-
-    @property
-    def worst(self) -> Difference:
-        """The largest error of gradients, or else of values, in terms of what rounding explains."""
-        every = self.gradients or self.values
-        return max(every, key=lambda x: x.error / x.expected)
+def _moved(values: Values, recorded: Recorded) -> dict[str, np.ndarray]:
+    """Returns values of trained variables, moved by random numbers that their names seed."""
+    found = {}
+    for name in recorded.variables:
+        value = values.get(name)
+        if value is None or not tf.as_dtype(value.dtype).is_floating:
+            continue
+        wide = np.asarray(value, np.float64)
+        scale = _MOVED * float(np.sqrt(np.mean(wide * wide))) if wide.size else 0.0
+        random = np.random.RandomState(zlib.crc32(name.encode()))
+        found[name] = wide + (scale or _MOVED_ZEROS) * random.randn(*wide.shape)
+    return found
 
 
 def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
@@ -305,92 +316,81 @@ def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
     return float(np.average(losses, weights=weights if weights.any() else None))
 
 
-def compare_with(reference: Reference, outcome: Outcome, masked: bool) -> Comparison:
-    """Compares a division with the reference."""
-    more = BFLOAT16 if outcome.exchanges else 0.0
-    expected = {k: v + more for k, v in reference.expected.items()}
-    expected_values = {k: v + more for k, v in reference.expected_values.items()}
-    order = reference.outcome.recorded.order
-    sees_gradients = reference.outcome.recorded.sees_gradients
-    updates = range(len(reference.exact.gradients))
-    keys = [f"{name}@{number}" for number in updates for name in order if sees_gradients]
-    gradients = compare(_flat(outcome.gradients), _flat(reference.exact.gradients), keys, expected)
-    gradients = [x._replace(variable=x.variable.rpartition("@")[0]) for x in gradients]
-    told = _told_apart(outcome, reference.exact, expected)
-    values = compare(told, reference.exact.values, order, expected_values)
-    losses = {"loss": np.array(outcome.losses)}
-    # A masked shard's loss is in the program's mean, and microbatches may weigh differently.
-    is_another = masked or (outcome.batches > 1 and not outcome.weighted)
-    limit = float("inf") if is_another else reference.of_losses + more
-    exact = {"loss": np.array(reference.exact.losses)}
-    (loss,) = compare(losses, exact, ["loss"], {"loss": limit})
-    return Comparison(gradients, values, loss)
-
-
-def _told_apart(
-    outcome: Outcome, exact: Outcome, expected: Mapping[str, float]
-) -> dict[str, np.ndarray]:
-    """Returns values, but exact ones where a gradient that is no more than rounding moved them.
-
-    Its sign is rounding, too, which Adam, say, makes a step of full size.
-    """
-    values = dict(outcome.values)
-    for number, (found, right) in enumerate(zip(outcome.gradients, exact.gradients)):
-        for name, gradient in right.items():
-            value, given, there = values.get(name), found.get(name), exact.values.get(name)
-            if value is None or given is None or there is None:
-                continue
-            if not value.shape == given.shape == gradient.shape == there.shape:
-                continue
-            limit = expected.get(f"{name}@{number}", 0.0) * np.max(np.abs(gradient), initial=0.0)
-            is_rounding = (np.abs(gradient) <= limit) & (given != gradient)
-            values[name] = np.where(is_rounding & np.isfinite(value), there, value)
-    return values
-
-
-def _flat(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    return {f"{k}@{number}": v for number, of in enumerate(updates) for k, v in of.items()}
-
-
-def _own(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _own(values: Values) -> dict[str, np.ndarray]:
     hidden = (GRADIENT, UPDATES)
     return {k: np.array(v) for k, v in values.items() if not k.endswith(hidden)}
 
 
-def _gradients(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _gradients(values: Values) -> dict[str, np.ndarray]:
     ending = len(GRADIENT)
     return {k[:-ending]: np.array(v) for k, v in values.items() if k.endswith(GRADIENT)}
 
 
-def _updates(values: Mapping[str, np.ndarray]) -> float:
+def _updates(values: Values) -> float:
     return float(next((v for k, v in values.items() if k.endswith(UPDATES)), 0.0))
 
 
-def _waits(running: Running, number: int, first: Mapping[str, np.ndarray]) -> bool:
-    """Whether a program has still to make an update.
+def _is_updated(recorded: Recorded, before: Values, after: Values) -> bool:
+    """Whether a step has made an update.
 
-    Without an optimizer an update is what changes the values that there were at first.
+    Gradients of zeros that change nothing are of a program that accumulates by itself. Without an
+    optimizer an update is what changes the values that there were.
     """
-    recorded = running.built.recorded
-    if recorded.sees_gradients:
-        return _updates(running.values()) <= number
-    return not _changed(first, running.values(), recorded)
+    is_applied = _updates(after) > _updates(before)
+    if recorded.sees_gradients and not is_applied:
+        return False
+    if is_applied and any(g.any() for g in _gradients(after).values()):
+        return True
+    return bool(_changed(before, after, recorded.order))
 
 
-def _changed(
-    before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray], recorded: Recorded
-) -> list[str]:
+def _changed(before: Values, after: Values, names: Iterable[str]) -> list[str]:
     return [
         name
-        for name in recorded.order
+        for name in names
         if name in before and not np.array_equal(before[name], after[name], equal_nan=True)
     ]
+
+
+def _programs_own(built: BuiltDivision, values: Values) -> list[str]:
+    """Returns the variables that neither an optimizer nor a wrapper has made, and none trains."""
+    state = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
+    others = {*state, *built.recorded.order, *built.recorded.slots}
+    return [name for name in _own(values) if name not in others]
+
+
+def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, np.ndarray]:
+    """Returns counters of the program's own, before they were advanced by one."""
+    return {
+        name: before[name]
+        for name in _programs_own(built, after)
+        if before[name].dtype.kind in "iuf"
+        and before[name].ndim == 0
+        and after[name] - before[name] == 1
+    }
 
 
 def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
     """Returns the examples of the shards that contribute."""
     size = len(tf.nest.flatten(batch)[0])
     return rows_of(batch, np.repeat(np.asarray(mask), size // len(mask)))
+
+
+def _exchanges_in_bfloat16(graph: tf.Graph) -> bool:
+    """Whether a SIMD program sends float32 as bfloat16: Mesh-TF's all-to-all does."""
+    return any(
+        op.type == "AllToAll" and op.inputs[0].dtype == tf.bfloat16 for op in graph.get_operations()
+    )
+
+
+def _reason(division: Division, made: int, batches: int) -> str:
+    if division.changes.micro_steps > 1 and made == batches:
+        return (
+            "gradients are applied on every microbatch step, as accumulation found no optimizer to "
+            "be put around: apply them by one apply_grads, or wrap the optimizer in "
+            "gs.GradientAccumulationOptimizer(opt, backward_passes_per_step=...)"
+        )
+    return f"The program made {made} updates of {batches} batches, of which it makes one."
 
 
 def _one_line(error: BaseException) -> str:

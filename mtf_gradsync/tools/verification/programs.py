@@ -1,67 +1,31 @@
-"""The divisions of a program, each built and run in a graph and a session of its own."""
+"""A user's program, built and run in each division in a graph and a session of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from typing import Any, Callable, ContextManager, Iterator, Mapping, NamedTuple, Sequence
-from unittest import mock
 
 import numpy as np
 
 from mtf_gradsync.extension import (
-    SyncReplicasOptimizer,
+    Beginnings,
+    is_simd,
     mean_loss,
     mtf,
     placement_mesh_impl,
     session_config,
     tf,
+    variables_of_cores,
 )
 from mtf_gradsync.runtimes import simd, xla
 from mtf_gradsync.runtimes.simd.session import VariableAccess, copied
-from mtf_gradsync.tools.verification.recording import (
-    GRADIENT,
-    UPDATES,
-    Changes,
-    Recorded,
-    recording,
-)
+from mtf_gradsync.tools.verification.comparing import LEAST, error_of
+from mtf_gradsync.tools.verification.divisions import Division
+from mtf_gradsync.tools.verification.model_changes import in_precision
+from mtf_gradsync.tools.verification.recording import GRADIENT, Recorded, recording
 
 Batch = Any  # a structure of arrays, the examples their first dimension
-RUNTIMES = ("placement_mesh", "cpu_replicas", "xla")
-
-
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """One way to divide a program.
-
-    Attributes:
-      name: for the table.
-      mesh_shape: Mesh-TF's mesh shape.
-      layout: Mesh-TF's layout rules.
-      runtime: one of `RUNTIMES`.
-      changes: what is changed of its stack of wrappers.
-      params: more of the program's settings, as pairs.
-      is_reference: whether its gradients are those to compare with.
-      doubled: whether it is built in float64.
-    """
-
-    name: str
-    mesh_shape: str
-    layout: str
-    runtime: str = "cpu_replicas"
-    changes: Changes = dataclasses.field(default_factory=Changes)
-    params: tuple[tuple[str, Any], ...] = ()
-    is_reference: bool = False
-    doubled: bool = False
-
-    @property
-    def key(self) -> Any:
-        """What makes two divisions the same program."""
-        shape = mtf.convert_to_shape(self.mesh_shape).to_string
-        params = tuple((name, repr(value)) for name, value in self.params)
-        return shape, self.layout, self.runtime, self.changes, params, self.doubled
 
 
 class UserProgram:
@@ -93,8 +57,8 @@ class UserProgram:
             )
             tf.train.get_or_create_global_step()
             recorded = blocks.enter_context(recording(division.changes))
-            if division.doubled:
-                blocks.enter_context(in_float64())
+            if division.precision:
+                blocks.enter_context(in_precision(tf.as_dtype(division.precision)))
             program = None
             if division.runtime != "placement_mesh":
                 block: ContextManager[Any] = simd.tpu_program(division.mesh_shape, division.layout)
@@ -143,6 +107,10 @@ class UserProgram:
         return spec.loss, [spec.train_op]
 
 
+class NotOnCoresError(ValueError):
+    """A program lowers on a placement mesh of its own where it is to be a SIMD program."""
+
+
 class BuiltDivision(NamedTuple):
     """A program that was built.
 
@@ -173,6 +141,11 @@ class BuiltDivision(NamedTuple):
         if not lowerings:
             name = self.division.name
             raise ValueError(f"The program ({name}) has lowered nothing: it makes no mtf.Lowering.")
+        if self.program is not None and not self.recorded.is_simd:
+            raise NotOnCoresError(
+                f"the program makes a placement mesh of its own: on {self.division.runtime} it has "
+                "to lower on params['mesh_impl'], or by params['context'] as under TPUEstimator"
+            )
         with self.graph.as_default():
             if self.program is not None:
                 if self.division.runtime == "xla":
@@ -190,36 +163,36 @@ class BuiltDivision(NamedTuple):
                 tf.tables_initializer(),
             ]
             sizes = [impl.size for x in lowerings for impl in x.mesh_to_impl.values()]
-            masters = {v.op.name: v.read_value() for v in tf.global_variables()}
-            access = VariableAccess(self.graph)
             config = session_config(num_cpu_devices=max(sizes))
             # For a few steps, rewriting the graph takes longer than it saves.
             config.graph_options.rewrite_options.disable_meta_optimizer = True
             with tf.Session(config=config) as session:
                 session.run(init)
                 session.run(to_slices)
-                yield Running(self, session, to_masters, to_slices, masters, access)
+                yield Running(self, session, to_masters, to_slices)
 
 
 class Running:
-    """A session of a program that was built."""
+    """A session of a program that was built.
+
+    On a placement mesh, `to_masters` and `to_slices` copy the variables' values.
+    """
 
     def __init__(
-        self,
-        built: BuiltDivision,
-        session: Any,
-        to_masters: Any = None,
-        to_slices: Any = None,
-        masters: Any = None,
-        access: VariableAccess | None = None,
+        self, built: BuiltDivision, session: Any, to_masters: Any = None, to_slices: Any = None
     ):
         self.built, self._session = built, session
         self._to_masters, self._to_slices = to_masters, to_slices
-        self._masters, self._access = masters, access
+        self._inside = session if to_masters is not None else session.tf_session
+        self._access = VariableAccess(self._inside.graph)
+        self._is_stepped = False
+        if to_masters is not None:
+            self._masters = {v.op.name: v.read_value() for v in tf.global_variables()}
+            self._beginnings = Beginnings(built.graph)
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Makes a step, and returns its loss, and how much that stands for: 1 if none says."""
-        built = self.built
+        built, self._is_stepped = self.built, True
         feed = dict(zip(built.inputs, map(copied, tf.nest.flatten(batch))))
         fetches = [built.loss, *([] if built.weight is None else [built.weight])]
         (loss, *weight), _ = self._session.run([fetches, built.updates], feed)
@@ -227,7 +200,7 @@ class Running:
 
     def values(self) -> dict[str, np.ndarray]:
         """Returns the values of all variables by name."""
-        if self._access is None:
+        if self._to_masters is None:
             return self._session.variables()
         self._session.run(self._to_masters)
         return self._session.run(self._masters)
@@ -237,37 +210,50 @@ class Running:
         there = self.values()
         fitting = {k: v for k, v in values.items() if k in there and there[k].shape == v.shape}
         fitting = {k: np.asarray(v, there[k].dtype) for k, v in fitting.items()}
-        if self._access is None:
+        if self._to_masters is None:
             self._session.write(fitting)
             return
+        if not self._is_stepped:
+            # What wrappers derive from the variables begins with the values of the first step.
+            are_equal = self._session.run(self._beginnings.are_equal)
+            fitting = {**self._beginnings.marks(are_equal, fitting), **fitting}
         self._access.set(self._session, fitting.items())
         self._session.run(self._to_slices)
 
     def copies_apart(self) -> list[str]:
-        """Returns the variables of which processors hold copies that are not equal.
+        """Returns the variables of which cores hold copies that differ by more than rounding.
 
-        They are looked at on placement meshes.
+        Those of kept gradients are named as their variables are.
         """
-        if self._access is None:
-            return []
+        if self._to_masters is None:
+            self._session.variables()  # brings the slices to TensorFlow
         lowered = {
             variable: (lowering.mesh_impl(variable), laid_out.laid_out_tensor)
             for lowering in self.built.recorded.lowerings
             for variable, laid_out in lowering.variables.items()
-            if not variable.name.endswith((GRADIENT, UPDATES))
         }
+        reads = {}
+        for variable, (mesh_impl, laid_out) in lowered.items():
+            if is_simd(mesh_impl):
+                of_cores = [x.op.name for x in variables_of_cores(laid_out.one_slice)]
+                names = [of_cores[mesh_impl.l2p(core)] for core in range(mesh_impl.size)]
+                reads[variable] = [self._access.read[name] for name in names]
+            else:
+                reads[variable] = laid_out.to_laid_out_tensor().tensor_list
         # In one call, as each new set of fetches takes the time of the whole graph.
-        slices = self._session.run(
-            {v: x.to_laid_out_tensor().tensor_list for v, (_, x) in lowered.items()}
-        )
+        values = self._inside.run(reads)
         found = []
         for variable, (mesh_impl, _) in lowered.items():
             first: dict[Any, np.ndarray] = {}
-            for number, part in enumerate(slices[variable]):
-                begin = tuple(mesh_impl.slice_begin(variable.shape, number))
-                if not np.array_equal(first.setdefault(begin, part), part, equal_nan=True):
-                    found.append(variable.name)
-        return list(dict.fromkeys(found))
+            stacked = getattr(variable, "original_names", None)
+            for core, part in enumerate(map(np.asarray, values[variable])):
+                begin = tuple(mesh_impl.slice_begin(variable.shape, core))
+                other = first.setdefault(begin, part)
+                rows = zip(stacked, part, other) if stacked else [(variable.name, part, other)]
+                found += [name for name, *pair in rows if error_of(*pair) > LEAST]
+        names = [name[: -len(GRADIENT)] if name.endswith(GRADIENT) else name for name in found]
+        order = {name: number for number, name in enumerate(self.built.recorded.order)}
+        return sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
 
 
 def joined_batch(batches: Sequence[Batch]) -> Batch:
@@ -287,162 +273,3 @@ def batch_parts(batch: Batch, count: int) -> list[Batch]:
 def rows_of(batch: Batch, rows: Any) -> Batch:
     """Returns some of the examples of a batch."""
     return tf.nest.map_structure(lambda x: x[rows], batch)
-
-
-_WITH_SCALARS = (mtf.ops.ScalarMultiplyOperation, mtf.ops.ScalarAddOperation)
-
-
-@contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """Inside, mesh tensors and variables of floating point that are made are float64."""
-    make_tensor, make_dtypes = mtf.Tensor.__init__, mtf.VariableDType.__init__
-    make_import = mtf.ops.ImportOperation.__init__
-
-    def wide(dtype: tf.DType) -> tf.DType:
-        return tf.float64 if dtype.is_floating else dtype
-
-    def tensor(self: Any, operation: Any, shape: Any, dtype: Any, *args: Any, **kw: Any) -> None:
-        make_tensor(self, operation, shape, wide(dtype), *args, **kw)
-
-    def dtypes(self: Any, master_dtype: Any = tf.float32, *others: Any, **named: Any) -> None:
-        make_dtypes(self, wide(tf.as_dtype(master_dtype)))
-
-    def imported(self: Any, mesh: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        tensor = tf.convert_to_tensor(tensor)
-        make_import(self, mesh, tf.cast(tensor, wide(tensor.dtype)), *args, **kwargs)
-
-    cast = mtf.ops.cast
-
-    def cast_to_wide(x: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        return cast(x, wide(tf.as_dtype(dtype)), *args, **kwargs)
-
-    def scaled(init: Any) -> Any:
-        # A learning rate may be a tensor of TensorFlow's.
-        def scalar_operation(self: Any, x: Any, scalar: Any, *args: Any, **kw: Any) -> None:
-            if isinstance(scalar, tf.Tensor) and scalar.dtype.is_floating:
-                scalar = tf.cast(scalar, x.dtype)
-            init(self, x, scalar, *args, **kw)
-
-        return scalar_operation
-
-    with contextlib.ExitStack() as patched:
-        for owner, function in (
-            (mtf.Tensor, tensor),
-            (mtf.VariableDType, dtypes),
-            (mtf.ops.ImportOperation, imported),
-            *((kind, scaled(kind.__init__)) for kind in _WITH_SCALARS),
-        ):
-            patched.enter_context(mock.patch.object(owner, "__init__", function))
-        for module in (mtf, mtf.ops):
-            patched.enter_context(mock.patch.object(module, "cast", cast_to_wide))
-        yield
-
-
-KINDS = ("mesh", "batch", "model", "order", "microbatches", "wrappers", "masked", "runtimes")
-MICRO_STEPS = 2
-
-
-def own(mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: str) -> Division:
-    """The program as it is."""
-    return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
-
-
-def reference(base: Division) -> Division:
-    """One core, without a wrapper."""
-    ones = ";".join(f"{d.name}:1" for d in mtf.convert_to_shape(base.mesh_shape).dims)
-    changes = Changes(base.changes.without, unwrapped=True, drops=base.changes.drops)
-    return Division(
-        "one core, unwrapped", ones, base.layout, "placement_mesh", changes, base.params, True
-    )
-
-
-def default_divisions(
-    base: Division, recorded: Recorded, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
-) -> list[Division]:
-    """Returns the divisions of some kinds (`KINDS`) that a program can have besides its own.
-
-    Args:
-      base: the program's own.
-      recorded: what was seen when it was built.
-      kinds: which of them.
-      k_of_stack: how many microbatch steps its stack joins.
-    """
-    found = []
-    dims = mtf.convert_to_shape(base.mesh_shape).dims
-    size = mtf.convert_to_shape(base.mesh_shape).size
-
-    def varied(name: str, **fields: Any) -> None:
-        values = {
-            "mesh_shape": base.mesh_shape,
-            "layout": base.layout,
-            "runtime": base.runtime,
-            "changes": base.changes,
-            "params": base.params,
-            **fields,
-        }
-        found.append(Division(name, **values))
-
-    def along(axis: str) -> str:
-        return ";".join(f"{d.name}:{size if d.name == axis else 1}" for d in dims)
-
-    batch_axes = axes_of_batch(base.layout, recorded)
-    if "batch" in kinds and len(dims) > 1:
-        for axis in batch_axes[:1]:
-            varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
-    if "model" in kinds:
-        for axis in [d.name for d in dims if d.name not in batch_axes]:
-            varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
-    if "order" in kinds and len(dims) > 1:
-        varied("axes in the reverse order", mesh_shape=shape_text(dims[::-1]))
-    if (
-        "microbatches" in kinds
-        and recorded.sees_gradients
-        and k_of_stack == 1
-        and not _has_schedulers(base, recorded)
-    ):
-        changes = base.changes._replace(
-            micro_steps=MICRO_STEPS, mesh=(base.mesh_shape, base.layout)
-        )
-        varied(f"{MICRO_STEPS} microbatch steps", changes=changes)
-    if "wrappers" in kinds:
-        for label in [x for x in recorded.stack if x not in base.changes.without]:
-            varied(f"without {label}", changes=without(base, label))
-    shards = masked_shards(recorded)
-    if "masked" in kinds and shards > 1 and k_of_stack == 1:
-        mask = tuple(number != shards - 1 for number in range(shards))
-        varied(f"shard {shards - 1} masked", changes=base.changes._replace(mask=mask))
-    if "runtimes" in kinds:
-        for runtime in RUNTIMES:
-            if runtime != base.runtime and not (runtime == "xla" and xla.why_no_xla()):
-                varied(f"on {runtime}", runtime=runtime)
-    return found
-
-
-def without(base: Division, label: str) -> Changes:
-    """What is changed of a program where one more wrapper is taken out."""
-    return base.changes._replace(without=(*base.changes.without, label))
-
-
-def _has_schedulers(base: Division, recorded: Recorded) -> bool:
-    return any(label not in base.changes.without for label in recorded.schedulers)
-
-
-def masked_shards(recorded: Recorded) -> int:
-    """How many shards a `SyncReplicasOptimizer` of the stack has; 0 without one."""
-    for wrapper in recorded.wrappers.values():
-        if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:
-            return wrapper.axes.num_shards
-    return 0
-
-
-def axes_of_batch(layout: str, recorded: Recorded) -> list[str]:
-    """The mesh axes that a layout splits the batch over."""
-    names = recorded.batch_dims
-    rules = mtf.convert_to_layout_rules(layout)
-    pairs = sorted(rules._pairs)
-    return [axis for name in names for dim, axis in pairs if dim == name]
-
-
-def shape_text(dims: Sequence[mtf.Dimension]) -> str:
-    """Writes a mesh shape as Mesh-TF reads it."""
-    return ";".join(f"{d.name}:{d.size}" for d in dims)

@@ -6,25 +6,32 @@ import contextlib
 import functools
 import inspect
 import math
+import sys
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync.extension import (
+    AVERAGE,
     NOT_GIVEN,
     ClipByGlobalNormOptimizer,
     CommonArguments,
     GradientAccumulationOptimizer,
+    OwnWrites,
     StepPlan,
     SyncReplicasOptimizer,
     TrainOptimizerInterface,
+    UpdateCounters,
     WeightsOfGradients,
     Wrapper,
     gated_update,
     is_number,
+    is_simd,
     mtf,
     tf,
     traits_of,
     why_not,
 )
+from mtf_gradsync.tools.verification.causes import statistics_of
+from mtf_gradsync.tools.verification.model_changes import drop, make_constant
 
 # Endings of the names of variables that a program under test has besides its own.
 GRADIENT = "/verified_gradient"
@@ -43,7 +50,8 @@ class Changes(NamedTuple):
       micro_steps: over how many microbatch steps gradients are accumulated around the stack.
       mask: whether each shard contributes, for `SyncReplicasOptimizer`; None for all.
       mesh: mesh shape and layout, for the accumulation.
-      drops: what is taken out of the model: "dropout", "random".
+      drops: what is taken out of the model (`model_changes.DROPS`).
+      statistics: the dimensions of the batch over which statistics are made constants; () for none.
     """
 
     without: tuple[str, ...] = ()
@@ -52,6 +60,7 @@ class Changes(NamedTuple):
     mask: tuple[bool, ...] | None = None
     mesh: tuple[str, str] = ("", "")
     drops: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
 
 
 class Recorded:
@@ -65,7 +74,9 @@ class Recorded:
       lowerings: the lowerings that were made.
       order: names of the variables in the order in which the backward pass makes their gradients.
       variables: the mesh variables that got a gradient, by name.
-      losses: what `mtf.gradients` differentiated.
+      slots: names of the variables that the innermost optimizer has made.
+      averages: names of those that wrappers have made which keep averages.
+      has_experts: whether the model has experts of Mesh-TensorFlow's transformer.
     """
 
     def __init__(self, changes: Changes):
@@ -75,13 +86,21 @@ class Recorded:
         self.innermost: Any = None
         self.lowerings: list[mtf.Lowering] = []
         self.variables: dict[str, mtf.Variable] = {}
-        self.losses: list[mtf.Tensor] = []
+        self._given: list[mtf.Tensor] = []
+        self._differentiated: list[mtf.Tensor] = []
+        self.slots: list[str] = []
+        self.has_experts = False
         self._positions: dict[str, int] = {}
         self._outermost: dict[int, Any] = {}
         self._busy: list[Any] = []
         self._held: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         self._weights: dict[int, tuple[Any, Any]] = {}  # by id: as given, and their sum
+
+    @property
+    def losses(self) -> list[mtf.Tensor]:
+        """What the program has given to `compute_gradients`, or else to `mtf.gradients`."""
+        return self._given or self._differentiated
 
     @property
     def order(self) -> list[str]:
@@ -104,15 +123,38 @@ class Recorded:
         """Labels of the wrappers that train islands apart."""
         return tuple(k for k, w in self.wrappers.items() if w.traits.keeps_outer_values)
 
+    @property
+    def averages(self) -> set[str]:
+        """Names of moving averages, if wrappers that keep them alone have made them."""
+        if not any(map(self.keeps_averages, self.wrappers)):
+            return set()
+        return {f"{name}/{AVERAGE}" for name in self.variables}
+
+    def keeps_averages(self, label: str) -> bool:
+        """Whether a wrapper keeps averages, and does nothing else."""
+        traits = self.wrappers[label].traits
+        return traits.averages and not traits.schedules_updates
+
+    @property
+    def is_simd(self) -> bool:
+        """Whether the program was lowered on a mesh of a SIMD program."""
+        return any(is_simd(x) for low in self.lowerings for x in low.mesh_to_impl.values())
+
     # What the patched methods call.
+
+    def differentiates(self, losses: Sequence[mtf.Tensor]) -> None:
+        """Notes what `mtf.gradients` is called with."""
+        self._differentiated += losses
 
     def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes gradients by the changed stack, or those of a mean where nothing is left."""
+        if loss not in self._given:
+            self._given.append(loss)
         stack = self._changed(opt)
         given = inspect.signature(method).bind(opt, loss, *args, **kwargs).arguments
         weights = given.get("weights")
         self._note_weights(weights)
-        if isinstance(stack, Wrapper):
+        if isinstance(stack, Wrapper) and not self.changes.unwrapped:
             return method(stack, loss, *args, **kwargs)
         variables = given.get("var_list")
         variables = list(loss.graph.trainable_variables if variables is None else variables)
@@ -134,29 +176,49 @@ class Recorded:
         is_outermost = not self._busy
         if is_outermost and isinstance(opt, Wrapper):
             self._note_weights(kwargs.get("weights"))
-        stack = self._changed(opt) if is_outermost and isinstance(opt, Wrapper) else opt
-        if stack is not opt and not isinstance(stack, Wrapper):
+        is_changed = isinstance(opt, Wrapper) or self.changes.micro_steps > 1
+        stack = self._changed(opt) if is_outermost and is_changed else opt
+        if stack is not opt and (self.changes.unwrapped or not isinstance(stack, Wrapper)):
             kwargs.pop("weights", None)
             grads = self._as_reference(opt, list(grads), list(variables))
         if stack is not opt:
             return stack.apply_grads(grads, variables, *args, **kwargs)
         self._busy.append(opt)
+        before = set(variables[0].graph.name_to_variable) if variables else set()
         try:
             make = functools.partial(method, opt, grads, variables, *args, **kwargs)
-            operations = make() if isinstance(opt, Wrapper) else self._in_order(make, grads)
+            if isinstance(opt, Wrapper):
+                operations = make()
+            else:
+                operations = self._in_order(make, grads, variables)
         finally:
             self._busy.pop()
         if isinstance(opt, Wrapper):
             return operations
         self.innermost = opt
+        self.slots += [x for x in variables[0].graph.name_to_variable if x not in before]
         return [*operations, *self._note(grads, variables)]
 
     def _in_order(
-        self, make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[Any]
+        self,
+        make_update: Callable[[], Sequence[mtf.Operation]],
+        grads: Sequence[Any],
+        variables: Sequence[mtf.Variable],
     ) -> Sequence[mtf.Operation]:
-        """Makes an update that waits for all reads, also where no wrapper is around it."""
-        is_outermost = not any(isinstance(busy, Wrapper) for busy in self._busy)
-        return gated_update(make_update, grads) if is_outermost else make_update()
+        """Makes updates, also the program's own, wait for all reads where no wrapper does."""
+        if any(isinstance(busy, Wrapper) for busy in self._busy):
+            return make_update()
+        OwnWrites.wait_for([g for g in grads if g is not None])
+
+        def make() -> list[mtf.Operation]:
+            operations, graph = list(make_update()), variables[0].graph
+            plan = StepPlan.of_graph(graph)
+            if plan and self.stack:  # the wrappers that are gone would have advanced them
+                meshes = {v.mesh for v in variables}
+                operations += plan.part(UpdateCounters).advances(graph, meshes)
+            return operations
+
+        return gated_update(make, grads)
 
     def undo(self) -> None:
         """Puts the stack together again."""
@@ -169,7 +231,7 @@ class Recorded:
         """Returns the outermost optimizer of the changed stack."""
         if id(opt) in self._outermost:
             return self._outermost[id(opt)]
-        stack = [opt, *opt.inner_stack()]
+        stack = [opt, *(opt.inner_stack() if isinstance(opt, Wrapper) else ())]
         labels: dict[int, str] = {}
         for one in stack:
             if isinstance(one, Wrapper):
@@ -184,7 +246,9 @@ class Recorded:
         for one in stack:
             if isinstance(one, SyncReplicasOptimizer):
                 self._mask(one)
-        out = labels.values() if changes.unwrapped else changes.without
+        out = set(changes.without)
+        if changes.unwrapped:  # averages are no matter of how a program is divided
+            out |= {label for label in labels.values() if not self.keeps_averages(label)}
         left = [one for one in stack if labels.get(id(one)) not in out]
         for outer, inner in zip(left, left[1:]):
             self._put(outer, inner)
@@ -203,7 +267,7 @@ class Recorded:
 
         def apply_grads(grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
             make = functools.partial(method, grads, variables, *args, **kwargs)
-            operations = self._in_order(make, grads)
+            operations = self._in_order(make, grads, variables)
             self.innermost = opt
             return [*operations, *self._note(grads, variables)]
 
@@ -417,7 +481,9 @@ def recording(changes: Changes) -> Iterator[Recorded]:
         differentiate = mtf.gradients
 
         def gradients(ys: Any, *args: Any, **kwargs: Any) -> Any:
-            recorded.losses += ys
+            recorded.differentiates(ys)
+            if changes.statistics:
+                make_constant([x for _, x in statistics_of(recorded.losses, changes.statistics)])
             return differentiate(ys, *args, **kwargs)
 
         for module in (mtf, mtf.ops):
@@ -427,9 +493,31 @@ def recording(changes: Changes) -> Iterator[Recorded]:
             for kind in _kinds(Wrapper):
                 if "__init__" in vars(kind):
                     replace(kind, "__init__", _made_anyhow)
-        for name in changes.drops:
-            _DROPS[name](undone)
+            # On one core nothing is left to be reduced, and Mesh-TensorFlow has operations that
+            # take no pending sum.
+            replace(mtf.Lowering, "set_tensor_lowering", _never_pending)
+        moe = sys.modules.get("mesh_tensorflow.transformer.moe")
+        if moe is not None:
+
+            def note_experts(layer: Any) -> Any:
+                def noted(*args: Any, **kwargs: Any) -> Any:
+                    recorded.has_experts = True
+                    return layer(*args, **kwargs)
+
+                return noted
+
+            for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
+                replace(moe, name, note_experts)
+        drop(changes.drops, undone)
         yield recorded
+
+
+def _never_pending(method: Any) -> Any:
+    def set_tensor_lowering(self: mtf.Lowering, tensor: mtf.Tensor, value: Any) -> None:
+        lazy = isinstance(value, mtf.LazyAllreduceSum)
+        method(self, tensor, value.to_laid_out_tensor() if lazy else value)
+
+    return set_tensor_lowering
 
 
 def _made_anyhow(init: Any) -> Any:
@@ -457,34 +545,3 @@ def _kinds(kind: type) -> list[type]:
         subclasses: list[type] = type.__subclasses__(one)
         found += [sub for sub in subclasses if sub not in found]
     return found
-
-
-def _drop_dropout(undone: contextlib.ExitStack) -> None:
-    def dropout(x: mtf.Tensor, *args: Any, **kwargs: Any) -> mtf.Tensor:
-        return x
-
-    for module in (mtf, mtf.ops):
-        undone.callback(setattr, module, "dropout", module.dropout)
-        module.dropout = dropout
-
-
-def _drop_random(undone: contextlib.ExitStack) -> None:
-    init = mtf.ops.RandomOperation.__init__
-
-    def constant(self: Any, mesh: Any, shape: Any, tf_fn: Any, **kwargs: Any) -> None:
-        def half(shape: Any, dtype: tf.DType = tf.float32, **more: Any) -> tf.Tensor:
-            low, high = more.get("minval", 0.0), more.get("maxval")
-            middle = (low + (1.0 if high is None else high)) / 2
-            return tf.cast(tf.fill(shape, middle), dtype)
-
-        init(self, mesh, shape, half, **kwargs)
-
-    undone.callback(setattr, mtf.ops.RandomOperation, "__init__", init)
-    mtf.ops.RandomOperation.__init__ = constant
-
-
-_DROPS: dict[str, Callable[[contextlib.ExitStack], None]] = {
-    "dropout": _drop_dropout,
-    "random": _drop_random,
-}
-DROPS = tuple(_DROPS)

@@ -88,7 +88,7 @@ class Line:
             text += f" is {self.factor:.2f} of what it must be"
             text += f" ({self.of_factor})" if self.of_factor else ""
         else:
-            text += " differs"
+            text += " differ" if self.what in ("copies", "random numbers") else " differs"
         if self.brought_in_by:
             text += f"; equal without {self.brought_in_by}"
         return f"{text}. {self.cause}" if self.cause else text

@@ -1,4 +1,4 @@
-"""Proves that an update of a program does not depend on how it is divided."""
+"""`verify`: compares a program's divisions with one core, and finds what brings a difference in."""
 
 from __future__ import annotations
 
@@ -10,26 +10,41 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync.extension import ClipByGlobalNormOptimizer, mtf, tf
-from mtf_gradsync.tools.verification import programs as kinds
-from mtf_gradsync.tools.verification.causes import cause_of, dependences, name_of_factor
+from mtf_gradsync.extension import (
+    ClipByGlobalNormOptimizer,
+    GradientStrategy,
+    mtf,
+    tf,
+)
+from mtf_gradsync.tools.verification import divisions as kinds
+from mtf_gradsync.tools.verification.causes import (
+    Facts,
+    cause_of,
+    lowered_elsewhere,
+    name_of_factor,
+    narrow_dtypes,
+    products_of_means,
+    random_operations,
+    some,
+    statistics_of,
+)
 from mtf_gradsync.tools.verification.comparing import Difference
-from mtf_gradsync.tools.verification.engine import (
-    CannotBeDivided,
+from mtf_gradsync.tools.verification.divisions import RUNTIMES, Division
+from mtf_gradsync.tools.verification.engine import CannotBeDivided, Engine, Outcome
+from mtf_gradsync.tools.verification.model_changes import DROPS
+from mtf_gradsync.tools.verification.programs import Batch, NotOnCoresError, UserProgram
+from mtf_gradsync.tools.verification.reference import (
     Comparison,
-    Engine,
-    Outcome,
     Reference,
     compare_with,
     make_reference,
 )
-from mtf_gradsync.tools.verification.programs import RUNTIMES, Batch, Division, UserProgram
-from mtf_gradsync.tools.verification.recording import DROPS
 from mtf_gradsync.tools.verification.result import (
     CANNOT_BE,
     EQUAL,
     NOT_EQUAL,
     NOT_SHOWN,
+    Compared,
     Line,
     Verification,
 )
@@ -45,13 +60,16 @@ def verify(
     divisions: Sequence[str] | None = None,
     without: Sequence[str] = (),
     runtime: str = "cpu_replicas",
+    own_values: bool = False,
     progress: bool = False,
 ) -> Verification:
-    """Whether an update is the same however a program is divided, and if not, what brings it in.
+    """Shows whether an update is the same however a program is divided, or what brings it in.
 
     From the same values and batches it makes an update on one core without wrappers, and in each
-    division. It compares the gradients that reach the innermost optimizer, the new values and the
-    losses.
+    division. It compares the gradients that reach the innermost optimizer, the new values, slots
+    and all other variables, on all cores, and the losses. What must differ is taken out first:
+    random numbers, capacities of experts, and statistics of the batch where microbatches have
+    others. A model in bfloat16 or float16 is run in float32.
 
     Args:
       program: a model_fn `(features, labels, mode, params[, config])` that returns a spec, or a
@@ -69,16 +87,18 @@ def verify(
       divisions: which kinds of the default set: "mesh" (the program as it is, always there),
         "batch", "model", "order", "microbatches", "wrappers", "masked", "runtimes". None for all,
         or with `meshes` for none.
-      without: what to take out of the model: "dropout", "random".
+      without: what to take out of the model from the beginning: "dropout", "random", "capacity".
       runtime: the runtime of divisions that do not name one: "placement_mesh", "cpu_replicas" or
         "xla".
+      own_values: whether variables begin with the program's own values. By default these are moved
+        a little, by numbers that the variables' names seed, so that a layer of zeros hides nothing.
       progress: whether to show a progress bar on terminals.
 
     Returns:
       The verification; print it.
 
     Raises:
-      ValueError: an argument is out of range, the program makes no update, or the batches end.
+      ValueError: an argument is out of range, or the batches end.
       TypeError: params is no mapping.
     """
     settings = [params] if isinstance(params, Mapping) else list(params)
@@ -86,12 +106,22 @@ def verify(
     base = kinds.own(
         str(settings[0]["mesh_shape"]), str(settings[0]["layout"]), tuple(without), runtime
     )
-    engine = Engine(UserProgram(program, settings[0]), _batches(input_fn, settings[0]), steps)
-    outcome = engine.begin(base)
-    if outcome.recorded.islands:
-        base = dataclasses.replace(
-            base, changes=base.changes._replace(without=outcome.recorded.islands)
+    engine = Engine(
+        UserProgram(program, settings[0]), _batches(input_fn, settings[0]), steps, not own_values
+    )
+    try:
+        try:
+            outcome = engine.begin(base)
+        except NotOnCoresError:
+            base = dataclasses.replace(base, runtime="placement_mesh")
+            outcome = engine.begin(base)
+    except CannotBeDivided as error:
+        line = Line(
+            base.name, base.mesh_shape, base.layout, base.runtime, CANNOT_BE, cause=str(error)
         )
+        lines = (dataclasses.replace(line, is_asked=True),)
+        return Verification(lines, _REFERENCE, "nothing", steps, 1, 0)
+    base, out = _comparable(base, outcome)
     chosen = kinds.KINDS if divisions is None and meshes is None else tuple(divisions or ())
     every = [base]
     every += [
@@ -99,9 +129,10 @@ def verify(
     ]
     every += [_with_params(base, more, number) for number, more in enumerate(settings[1:], 2)]
     asked = {division.name for division in every}
-    every += kinds.default_divisions(base, outcome.recorded, chosen, engine.steps_per_update)
+    of_stack = engine.steps_per_update
+    every += kinds.default_divisions(base, outcome.recorded, chosen, of_stack)
     every = list({division.key: division for division in reversed(every)}.values())[::-1]
-    verifier = _Verifier(engine, base, outcome)
+    verifier = _Verifier(engine, base, outcome, out)
     lines = []
     hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
     with tqdm(every, desc="verifying", unit="division", leave=False, disable=hidden) as bar:
@@ -114,28 +145,59 @@ def verify(
         names = ", ".join(outcome.recorded.islands)
         why = f"{names} trains islands apart between outer steps; all lines are without it"
         lines[0] = dataclasses.replace(first, cause=first.cause or why)
+    reference = _REFERENCE
+    if base.precision:
+        narrow = " and ".join(narrow_dtypes(outcome.recorded.losses))
+        reference += f", all in {base.precision} in place of {narrow}"
     return Verification(
         tuple(lines),
-        "one core without wrappers",
-        verifier.reference(base).source,
+        reference,
+        verifier.source,
         steps,
-        engine.steps_per_update,
+        of_stack,
         len(outcome.recorded.variables),
         outcome.recorded.sees_gradients,
     )
 
 
+_REFERENCE = "one core without wrappers"
+
+
+def _comparable(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
+    """Returns the program without what must differ, and what that is."""
+    recorded, changes = outcome.recorded, base.changes
+    out, drops = [], list(changes.drops)
+    if recorded.islands:
+        changes = changes._replace(without=recorded.islands)
+    if random_operations(recorded.losses):
+        out.append("random numbers")
+        drops += ["dropout", "random"]
+    if recorded.has_experts and "capacity" not in drops:
+        out.append("a limit to the examples of experts")
+        drops.append("capacity")
+    changes = changes._replace(drops=tuple(dict.fromkeys(drops)))
+    precision = "float32" if narrow_dtypes(recorded.losses) else ""
+    return dataclasses.replace(base, changes=changes, precision=precision), tuple(out)
+
+
 class _Verifier:
     """Makes a line of each division, and finds what brings a difference in."""
 
-    def __init__(self, engine: Engine, base: Division, outcome: Outcome):
-        self._engine, self._base, self._own = engine, base, outcome
-        self._references: dict[Any, Reference] = {}
+    def __init__(self, engine: Engine, base: Division, outcome: Outcome, out: tuple[str, ...]):
+        self._engine, self._base, self._own, self._out = engine, base, outcome, out
+        self._references: dict[Any, Reference | CannotBeDivided] = {}
         self._found: list[tuple[str, float | None, str]] = []
-        self.dependences = dependences(outcome.recorded.losses, outcome.recorded.batch_dims)
+        recorded = outcome.recorded
+        self._statistics = [op for op, _ in statistics_of(recorded.losses, recorded.batch_dims)]
+
+    @property
+    def source(self) -> str:
+        """What the expected errors are known from."""
+        known = [x.source for x in self._references.values() if isinstance(x, Reference)]
+        return known[0] if known else "nothing"
 
     def reference(self, of: Division) -> Reference:
-        """Returns what a division is compared with."""
+        """Returns what a division is compared with; raises `CannotBeDivided`."""
         division = kinds.reference(self._base)
         # What is left of the stack decides whether, and the mask of what, gradients are clipped.
         clips = [
@@ -143,66 +205,225 @@ class _Verifier:
             for label in of.changes.without
             if isinstance(self._own.recorded.wrappers[label], ClipByGlobalNormOptimizer)
         ]
+        averages = [x for x in of.changes.without if self._own.recorded.keeps_averages(x)]
         changes = division.changes._replace(
-            mask=of.changes.mask, without=(*division.changes.without, *clips)
+            mask=of.changes.mask,
+            without=(*division.changes.without, *clips, *averages),
+            statistics=of.changes.statistics,
         )
         division = dataclasses.replace(division, changes=changes)
         if division.key not in self._references:
             try:
-                is_random = any(one.is_random for one in self.dependences)
-                made = make_reference(self._engine, division, is_random)
+                made = make_reference(self._engine, division, self._own)
+                elsewhere = lowered_elsewhere(made.outcome.recorded, division.mesh_shape)
+                if elsewhere:
+                    raise CannotBeDivided(_own_mesh(elsewhere, division.mesh_shape))
                 self._references[division.key] = made
             except CannotBeDivided as error:
-                raise ValueError(f"The program does not run on one core: {error}") from error
-        return self._references[division.key]
+                self._references[division.key] = error
+        found = self._references[division.key]
+        if isinstance(found, CannotBeDivided):
+            raise found
+        return found
 
     def line(self, division: Division) -> Line:
         """Returns what is found of a division."""
+        division, out = self._with_constant_statistics(division)
         found = Line(
-            division.name, division.mesh_shape, division.layout, division.runtime, CANNOT_BE
+            division.name,
+            division.mesh_shape,
+            division.layout,
+            division.runtime,
+            CANNOT_BE,
+            without=out,
         )
         try:
             outcome = self._engine.run(division)
         except CannotBeDivided as error:
             return dataclasses.replace(found, cause=str(error))
-        compared = self._compare(division, outcome)
+        elsewhere = lowered_elsewhere(outcome.recorded, division.mesh_shape)
+        if elsewhere:
+            why = _own_mesh(elsewhere, division.mesh_shape)
+            return dataclasses.replace(found, verdict=NOT_SHOWN, cause=why)
+        try:
+            reference = self.reference(division)
+        except CannotBeDivided as error:
+            why = f"there is nothing to compare with: on {_REFERENCE}, {error}"
+            return dataclasses.replace(found, verdict=NOT_SHOWN, cause=why)
+        compared = self._compare(division, reference, outcome)
         worst = compared.worst
         errors: dict[str, float] = {}
         for one in compared.gradients or compared.values:
             errors[one.variable] = max(one.error, errors.get(one.variable, 0.0))
-        found = dataclasses.replace(
-            found, verdict=EQUAL, error=worst.error, expected=worst.expected, errors=errors
+        open_ones = reference.not_shown(self._engine.initial)
+        counts = Compared(
+            len({x.variable for x in compared.gradients} - set(open_ones)),
+            len(compared.values),
+            len(compared.slots),
         )
-        what, first = _first(compared, outcome)
+        found = dataclasses.replace(
+            found,
+            verdict=EQUAL,
+            error=worst.error,
+            expected=worst.expected,
+            errors=errors,
+            compared=counts,
+            not_shown=tuple(open_ones),
+        )
+        if _first(compared, outcome)[1] is not None:
+            return self._differing(division, reference, outcome, compared, found)
+        if not open_ones:
+            return self._with_schedule(found, reference)
+        return dataclasses.replace(found, verdict=NOT_SHOWN, cause=self._why_open(reference))
+
+    def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
+        """Makes statistics of the batch constants where microbatches have others."""
+        other_steps = division.changes.micro_steps > 1 or division.changes.mask is not None
+        if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
+            return division, self._out
+        changes = division.changes._replace(statistics=self._own.recorded.batch_dims)
+        text = f"statistics of the batch ({some(self._statistics)})"
+        return dataclasses.replace(division, changes=changes), (*self._out, text)
+
+    def _why_open(self, reference: Reference) -> str:
+        """Returns why some variables are not shown."""
+        names = reference.not_shown(self._engine.initial)
+        if not np.isfinite(reference.exact.losses).all():
+            return f"The loss of the reference is {reference.exact.losses[-1]}."
+        finite = [
+            name
+            for name in names
+            if all(np.isfinite(of[name]).all() for of in reference.exact.gradients if name in of)
+        ]
+        if len(finite) < len(names):
+            others = [name for name in names if name not in finite]
+            return f"The gradient of {some(others)} is not finite in the reference."
+        return (
+            f"The gradient of {some(names)} is zero everywhere, so that no factor shows: take "
+            "other batches or more steps, or leave out of the training what is not to be trained."
+        )
+
+    def _with_schedule(self, line: Line, reference: Reference) -> Line:
+        """Returns an equal line, but for a rate that changes between steps of one update."""
+        early = reference.counted_first
+        if early is None:
+            return line
+        counters = self._engine.counted[0][0]
+        compared = compare_with(reference, early, False, [*line.not_shown, *counters])
+        first = next((x for x in (*compared.values, *compared.slots) if not x.is_equal), None)
         if first is None:
-            return found
-        found = dataclasses.replace(found, error=first.error, expected=first.expected)
-        other_steps = outcome.batches > 1 or division.changes.mask is not None
-        natural = [x.text for x in self.dependences if other_steps or not x.by_steps]
-        if natural and what in ("gradient", "value", "loss"):
-            return dataclasses.replace(found, verdict=NOT_SHOWN, cause="; ".join(natural))
+            return line
+        return dataclasses.replace(
+            line,
+            verdict=NOT_EQUAL,
+            variable=first.variable,
+            what="value",
+            error=first.error,
+            expected=first.expected,
+            brought_in_by=self._own.recorded.schedulers[0] if self._own.recorded.schedulers else "",
+            cause=(
+                "A schedule follows a counter that goes on in each microbatch step, and so runs "
+                "ahead of the updates: base it on gs.get_update_step, or on global_step // K."
+            ),
+        )
+
+    def _differing(
+        self,
+        division: Division,
+        reference: Reference,
+        outcome: Outcome,
+        compared: Comparison,
+        line: Line,
+    ) -> Line:
+        """Returns the line of a division that differs from the reference."""
+        what, first = _first(compared, outcome)
+        assert first is not None
+        line = dataclasses.replace(line, error=first.error, expected=first.expected)
+        by_order = max(reference.by_order.values(), default=0.0)
+        if what in ("gradient", "slot", "value", "loss") and first.error <= 2 * by_order:
+            name = max(reference.by_order, key=lambda key: reference.by_order[key])
+            why = (
+                f"The same examples in another order change gradients by {by_order:.1e} ({name}), "
+                "as where experts take a number of each group: what differs no more than that is "
+                "not told from it. Give it room for all examples."
+            )
+            return dataclasses.replace(line, verdict=NOT_SHOWN, cause=why)
         culprit, factor = self._culprit(division, first), first.factor
         named = "" if factor is None else name_of_factor(factor, self._numbers(division, outcome))
+        factors = [x.factor for x in compared.gradients if not x.is_equal]
+        is_one = len(factors) > 1 and all(
+            x is not None and factor is not None and abs(x - factor) < 1e-3 * abs(factor)
+            for x in factors
+        )
+        facts = Facts(
+            what,
+            culprit,
+            factor,
+            named,
+            first.error,
+            is_one and len(factors) == len(compared.gradients),
+            not compared.loss.is_equal,
+            outcome.rounds,
+            self._products() if outcome.batches > 1 else (),
+            self._reducer(culprit) if factor is None else "",
+            self._counts(division, reference, outcome, line) if what in ("value", "slot") else "",
+        )
         return dataclasses.replace(
-            found,
+            line,
             verdict=NOT_EQUAL,
             variable="" if what == "loss" else first.variable,
             what=what,
             factor=factor,
             of_factor=named,
             brought_in_by=culprit,
-            cause=cause_of(what, culprit, factor, named, first.error),
+            cause=cause_of(facts),
         )
 
-    def _compare(self, division: Division, outcome: Outcome) -> Comparison:
-        return compare_with(self.reference(division), outcome, division.changes.mask is not None)
+    def _products(self) -> list[str]:
+        recorded = self._own.recorded
+        return products_of_means(recorded.losses, recorded.batch_dims)
+
+    def _reducer(self, culprit: str) -> str:
+        """Returns the strategy of a wrapper that rounds gradients; "" for another one."""
+        wrapper = self._own.recorded.wrappers.get(culprit)
+        strategy = getattr(wrapper, "reducer", None)
+        return type(strategy).__name__ if isinstance(strategy, GradientStrategy) else ""
+
+    def _counts(
+        self, division: Division, reference: Reference, outcome: Outcome, line: Line
+    ) -> str:
+        """Returns whether counters that were advanced before explain a difference of values."""
+        later = reference.counted_after
+        if later is None:
+            return ""
+        masked = division.changes.mask is not None
+        names = [*line.not_shown, *(self._engine.counted[0][0] if self._engine.counted else ())]
+        if compare_with(reference, outcome, masked, names, later).first[1] is not None:
+            return ""
+        return (
+            f"The program counts its step ({some(list(self._engine.counted[0][0]))}) before or "
+            "after the update reads it, and nothing orders the two: advance it after the update, "
+            "by tf.control_dependencies, or give the optimizer a rate of its own."
+        )
+
+    def _compare(self, division: Division, reference: Reference, outcome: Outcome) -> Comparison:
+        finite = [
+            name
+            for name in reference.not_shown(self._engine.initial)
+            if not all(
+                np.isfinite(of[name]).all() for of in reference.exact.gradients if name in of
+            )
+        ]
+        return compare_with(reference, outcome, division.changes.mask is not None, finite)
 
     def _is_equal(self, division: Division) -> bool:
+        division, _ = self._with_constant_statistics(division)
         try:
             outcome = self._engine.run(division)
+            compared = self._compare(division, self.reference(division), outcome)
         except CannotBeDivided:
             return False
-        return _first(self._compare(division, outcome), outcome)[1] is None
+        return _first(compared, outcome)[1] is None
 
     def _culprit(self, division: Division, first: Difference) -> str:
         """Returns the wrapper, axis, or whatever else without which the division is equal."""
@@ -271,11 +492,14 @@ def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | No
     ):
         if names:
             return what, Difference(names[0], float("inf"), 0.0)
-    for what, found in (("gradient", compared.gradients), ("value", compared.values)):
-        first = next((x for x in found if not x.is_equal), None)
-        if first is not None:
-            return what, first
-    return "loss", None if compared.loss.is_equal else compared.loss
+    return compared.first
+
+
+def _own_mesh(found: str, asked: str) -> str:
+    return (
+        f"the program was lowered on a mesh of {found}, and not on {asked}: it makes a mesh of its "
+        'own; let it read params["mesh_shape"] and params["layout"]'
+    )
 
 
 def _with_params(base: Division, more: Mapping[str, Any], number: int) -> Division:

@@ -1,0 +1,164 @@
+"""The divisions of a program that `verify` tries, and what of each it changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Sequence
+
+from mtf_gradsync.extension import SyncReplicasOptimizer, mtf
+from mtf_gradsync.runtimes import xla
+from mtf_gradsync.tools.verification.recording import Changes, Recorded
+
+RUNTIMES = ("placement_mesh", "cpu_replicas", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """One way to divide a program.
+
+    Attributes:
+      name: for the table.
+      mesh_shape: Mesh-TF's mesh shape.
+      layout: Mesh-TF's layout rules.
+      runtime: one of `RUNTIMES`.
+      changes: what is changed of its stack of wrappers.
+      params: more of the program's settings, as pairs.
+      is_reference: whether its gradients are those to compare with.
+      precision: the narrowest float that its model is built with, "" for its own.
+    """
+
+    name: str
+    mesh_shape: str
+    layout: str
+    runtime: str = "cpu_replicas"
+    changes: Changes = dataclasses.field(default_factory=Changes)
+    params: tuple[tuple[str, Any], ...] = ()
+    is_reference: bool = False
+    precision: str = ""
+
+    @property
+    def key(self) -> Any:
+        """What makes two divisions the same program."""
+        shape = mtf.convert_to_shape(self.mesh_shape).to_string
+        params = tuple((name, repr(value)) for name, value in self.params)
+        more = (self.precision, self.is_reference)
+        return shape, self.layout, self.runtime, self.changes, params, *more
+
+
+KINDS = ("mesh", "batch", "model", "order", "microbatches", "wrappers", "masked", "runtimes")
+MICRO_STEPS = 2
+
+
+def own(mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: str) -> Division:
+    """The program as it is."""
+    return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
+
+
+def reference(base: Division) -> Division:
+    """One core, without a wrapper, with a program's own changes."""
+    return dataclasses.replace(
+        base,
+        name="one core, unwrapped",
+        mesh_shape=on_one_core(base.mesh_shape),
+        runtime="placement_mesh",
+        changes=base.changes._replace(unwrapped=True, micro_steps=1),
+        is_reference=True,
+    )
+
+
+def on_one_core(mesh_shape: str) -> str:
+    """Returns a mesh shape with the same axes, each of one core."""
+    return ";".join(f"{d.name}:1" for d in mtf.convert_to_shape(mesh_shape).dims)
+
+
+def default_divisions(
+    base: Division, recorded: Recorded, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
+) -> list[Division]:
+    """Returns the divisions of some kinds (`KINDS`) that a program can have besides its own.
+
+    Args:
+      base: the program's own.
+      recorded: what was seen when it was built.
+      kinds: which of them.
+      k_of_stack: how many microbatch steps its stack joins.
+    """
+    found = []
+    dims = mtf.convert_to_shape(base.mesh_shape).dims
+    size = mtf.convert_to_shape(base.mesh_shape).size
+
+    def varied(name: str, **fields: Any) -> None:
+        values = {
+            "mesh_shape": base.mesh_shape,
+            "layout": base.layout,
+            "runtime": base.runtime,
+            "changes": base.changes,
+            "params": base.params,
+            "precision": base.precision,
+            **fields,
+        }
+        found.append(Division(name, **values))
+
+    def along(axis: str) -> str:
+        return ";".join(f"{d.name}:{size if d.name == axis else 1}" for d in dims)
+
+    batch_axes = axes_of_batch(base.layout, recorded)
+    if "batch" in kinds and len(dims) > 1:
+        for axis in batch_axes[:1]:
+            varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
+    if "model" in kinds:
+        for axis in [d.name for d in dims if d.name not in batch_axes]:
+            varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
+    if "order" in kinds and len(dims) > 1:
+        varied("axes in the reverse order", mesh_shape=shape_text(dims[::-1]))
+    if (
+        "microbatches" in kinds
+        and recorded.sees_gradients
+        and k_of_stack == 1
+        and not _has_schedulers(base, recorded)
+    ):
+        changes = base.changes._replace(
+            micro_steps=MICRO_STEPS, mesh=(base.mesh_shape, base.layout)
+        )
+        varied(f"{MICRO_STEPS} microbatch steps", changes=changes)
+    if "wrappers" in kinds:
+        for label in [x for x in recorded.stack if x not in base.changes.without]:
+            varied(f"without {label}", changes=without(base, label))
+    shards = masked_shards(recorded)
+    if "masked" in kinds and shards > 1 and k_of_stack == 1:
+        mask = tuple(number != shards - 1 for number in range(shards))
+        varied(f"shard {shards - 1} masked", changes=base.changes._replace(mask=mask))
+    if "runtimes" in kinds:
+        for runtime in RUNTIMES:
+            if runtime != base.runtime and not (runtime == "xla" and xla.why_no_xla()):
+                varied(f"on {runtime}", runtime=runtime)
+    return found
+
+
+def without(base: Division, label: str) -> Changes:
+    """What is changed of a program where one more wrapper is taken out."""
+    return base.changes._replace(without=(*base.changes.without, label))
+
+
+def _has_schedulers(base: Division, recorded: Recorded) -> bool:
+    return any(label not in base.changes.without for label in recorded.schedulers)
+
+
+def masked_shards(recorded: Recorded) -> int:
+    """How many shards a `SyncReplicasOptimizer` of the stack has; 0 without one."""
+    for wrapper in recorded.wrappers.values():
+        if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:
+            return wrapper.axes.num_shards
+    return 0
+
+
+def axes_of_batch(layout: str, recorded: Recorded) -> list[str]:
+    """The mesh axes that a layout splits the batch over."""
+    names = recorded.batch_dims
+    rules = mtf.convert_to_layout_rules(layout)
+    pairs = sorted(rules._pairs)
+    return [axis for name in names for dim, axis in pairs if dim == name]
+
+
+def shape_text(dims: Sequence[mtf.Dimension]) -> str:
+    """Writes a mesh shape as Mesh-TF reads it."""
+    return ";".join(f"{d.name}:{d.size}" for d in dims)

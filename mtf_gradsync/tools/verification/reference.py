@@ -1,0 +1,260 @@
+"""What divisions are compared with: one core without wrappers, and how far rounding moves it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync.tools.verification.comparing import (
+    BFLOAT16,
+    MOST_ROUNDED,
+    ORDER,
+    Difference,
+    Values,
+    compare,
+    error_of,
+    expected_errors,
+    is_finite,
+)
+from mtf_gradsync.tools.verification.divisions import Division, on_one_core
+from mtf_gradsync.tools.verification.engine import (
+    CannotBeDivided,
+    Engine,
+    Outcome,
+    Series,
+    reordered,
+)
+
+
+class Reference(NamedTuple):
+    """What divisions are compared with.
+
+    Attributes:
+      outcome: of the reference, in the program's own dtypes.
+      exact: the same without rounding where that was possible; else the outcome.
+      expected: the errors of gradients, of variables and of the loss that rounding explains: by
+        variable and update (`flat`), by variable, and as "loss".
+      by_order: by variable, how far its gradient is from that of the same examples in another
+        order, if that is more than rounding.
+      counted_first: where the program joins steps, an update with the program's counters of the
+        first of these; None where there are none.
+      counted_after: an update with counters that were advanced before; None where there are none.
+      step_by_step: the program's own microbatch steps on one core, for what it writes in each.
+      source: what the expected errors are known from.
+    """
+
+    outcome: Outcome
+    exact: Outcome
+    expected: dict[str, float]
+    by_order: dict[str, float]
+    counted_first: Outcome | None
+    counted_after: Outcome | None
+    step_by_step: Outcome | None
+    source: str
+
+    def not_shown(self, initial: Values) -> list[str]:
+        """Returns the variables of which nothing is known here.
+
+        Their gradients, or without an optimizer their changes, are zero everywhere or not finite.
+        """
+        found = []
+        for name in self.exact.recorded.order:
+            if self.exact.recorded.sees_gradients:
+                values = [of[name] for of in self.exact.gradients if name in of]
+            else:
+                values = [self.exact.values[name] - initial[name]]
+            if not all(map(is_finite, values)) or not any(x.any() for x in values):
+                found.append(name)
+        return found
+
+
+def make_reference(engine: Engine, division: Division, base: Outcome) -> Reference:
+    """Runs the reference, and finds out how far rounding moves it.
+
+    Raises `CannotBeDivided` where the program does not run on one core.
+
+    Args:
+      engine: runs divisions.
+      division: the reference's.
+      base: the outcome of the program as it is.
+    """
+    first, last = ([pair[n] for pair in engine.counted] for n in (0, 1))
+    joins = engine.steps_per_update > 1
+    own = None if engine.accumulates_itself else last
+    series = [lambda groups: Series(groups, own), lambda groups: _with(reordered(groups), own)]
+    if joins and own and any(first):
+        series.append(lambda groups: Series(groups, first))
+    if own and any(last):
+        after = [{k: v + np.ones_like(v) for k, v in one.items()} for one in last]
+        series.append(lambda groups: Series(groups, after))
+    try:
+        outcomes = engine.run_series(dataclasses.replace(division, precision="float64"), series)
+        (outcome,) = engine.run_series(division, series[:1])
+        others, source = outcomes[:1], "float64"
+    except CannotBeDivided:
+        outcomes = engine.run_series(division, series)
+        outcome, others, source = outcomes[0], outcomes[1:2], "another order of the examples"
+    exact, other, *counted = outcomes
+    flats = [[{**flat(x.gradients), **x.values, **_loss(x)}] for x in (outcome, *others)]
+    expected = expected_errors(flats[0][0], [x[0] for x in flats[1:]])
+    if source != "float64":
+        # Where the order of examples matters, rounding is no reason.
+        expected = {k: min(x, MOST_ROUNDED) for k, x in expected.items()}
+    by_order: dict[str, float] = {}
+    others_of = flat(other.gradients)
+    for key, value in flat(exact.gradients).items():
+        name = key.rpartition("@")[0]
+        if key in others_of and expected.get(key, 0.0) < 1:  # else it is nothing but rounding
+            by_order[name] = max(by_order.get(name, 0.0), error_of(others_of[key], value))
+    step_by_step = None
+    if joins and set(base.written_early) - set(first[0]):
+        alone = dataclasses.replace(
+            division,
+            name="one core",
+            mesh_shape=on_one_core(division.mesh_shape),
+            changes=division.changes._replace(unwrapped=False),
+            is_reference=False,
+        )
+        with contextlib.suppress(CannotBeDivided):
+            step_by_step = engine.run(alone)
+    is_exact = source == "float64"
+    return Reference(
+        outcome,
+        exact,
+        expected,
+        {k: x for k, x in by_order.items() if x > (ORDER if is_exact else MOST_ROUNDED)},
+        counted[0] if counted and joins else None,
+        counted[-1] if counted else None,
+        step_by_step,
+        source,
+    )
+
+
+def _with(series: Series, counted: Sequence[Values]) -> Series:
+    return series._replace(counted=counted)
+
+
+class Comparison(NamedTuple):
+    """How a division compares with the reference.
+
+    Attributes:
+      gradients: of each variable, in the order of the backward pass.
+      values: of each variable with a gradient, after the last update.
+      slots: of all other variables.
+      loss: that of the losses.
+    """
+
+    gradients: list[Difference]
+    values: list[Difference]
+    slots: list[Difference]
+    loss: Difference
+
+    @property
+    def first(self) -> tuple[str, Difference | None]:
+        """What differs first by more than rounding, and how; None where nothing does."""
+        kinds = {"gradient": self.gradients, "slot": self.slots, "value": self.values}
+        for what, found in kinds.items():
+            first = next((x for x in found if not x.is_equal), None)
+            if first is not None:
+                return what, first
+        return "loss", None if self.loss.is_equal else self.loss
+
+    @property
+    def worst(self) -> Difference:
+        """The largest error of gradients, or else of values, in terms of what rounding explains."""
+        every = self.gradients or self.values or [self.loss]
+        return max(every, key=lambda x: x.error / x.expected)
+
+
+def compare_with(
+    reference: Reference,
+    outcome: Outcome,
+    masked: bool,
+    left_out: Sequence[str],
+    exact: Outcome | None = None,
+) -> Comparison:
+    """Compares a division with the reference.
+
+    Args:
+      reference: the reference.
+      outcome: the division's.
+      masked: whether it leaves shards out.
+      left_out: variables that are not compared.
+      exact: what to compare with in place of `reference.exact`.
+    """
+    exact = exact or reference.exact
+    more = BFLOAT16 if outcome.exchanges else 0.0
+    expected = {k: v + more for k, v in reference.expected.items()}
+    sees_gradients = exact.recorded.sees_gradients
+    order = [name for name in exact.recorded.order if name not in left_out]
+    updates = range(len(exact.gradients))
+    keys = [f"{name}@{number}" for number in updates for name in order if sees_gradients]
+    gradients = compare(flat(outcome.gradients), flat(exact.gradients), keys, expected)
+    gradients = [x._replace(variable=x.variable.rpartition("@")[0]) for x in gradients]
+    told = _told_apart(outcome, exact, expected)
+    values = compare(told, exact.values, order, expected)
+    slots = _slots(reference, outcome, told, exact, left_out, expected)
+    # A masked shard's loss is in the program's mean, and microbatches may weigh differently.
+    is_another = masked or (outcome.batches > 1 and not outcome.weighted)
+    limit = float("inf") if is_another else expected["loss"]
+    (loss,) = compare(_loss(outcome), _loss(exact), ["loss"], {"loss": limit})
+    return Comparison(gradients, values, slots, loss)
+
+
+def _slots(
+    reference: Reference,
+    outcome: Outcome,
+    told: Values,
+    exact: Outcome,
+    left_out: Sequence[str],
+    expected: Mapping[str, float],
+) -> list[Difference]:
+    """Compares the variables that have no gradient."""
+    known = {*exact.recorded.order, *left_out}
+    names = [k for k, v in told.items() if k not in known and v.dtype.kind in "iufbV"]
+    places = {name: number for number, name in enumerate(exact.recorded.order)}
+    owner = {n: max((v for v in places if n.startswith(v)), key=len, default="") for n in names}
+    names.sort(key=lambda name: places.get(owner[name], len(places)))
+    early = set(outcome.written_early) if outcome.batches > 1 else set()
+    slots = compare(
+        told, exact.values, [x for x in names if x in exact.values and x not in early], expected
+    )
+    own = reference.step_by_step
+    if own is not None and own.batches == outcome.batches:
+        again = [name for name in names if name in early and name in own.values]
+        limits = {name: MOST_ROUNDED for name in again}  # float32 is compared with float32
+        slots += compare(told, own.values, again, limits)
+    return slots
+
+
+def flat(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns gradients of all updates, as `<variable>@<number of the update>`."""
+    return {f"{k}@{number}": v for number, of in enumerate(updates) for k, v in of.items()}
+
+
+def _loss(outcome: Outcome) -> dict[str, np.ndarray]:
+    return {"loss": np.array(outcome.losses)}
+
+
+def _told_apart(
+    outcome: Outcome, exact: Outcome, expected: Mapping[str, float]
+) -> dict[str, np.ndarray]:
+    """Returns values, but exact ones where a gradient that is no more than rounding moved them.
+
+    Its sign is rounding, too, which Adam, say, makes a step of full size.
+    """
+    values = dict(outcome.values)
+    for number, (found, right) in enumerate(zip(outcome.gradients, exact.gradients)):
+        for name, gradient in right.items():
+            value, given, there = values.get(name), found.get(name), exact.values.get(name)
+            if value is None or given is None or there is None:
+                continue
+            if not value.shape == given.shape == gradient.shape == there.shape:
+                continue
+            limit = expected.get(f"{name}@{number}", 0.0) * np.max(np.abs(gradient), initial=0.0)
+            is_rounding = (np.abs(gradient) <= limit) & (given != gradient)
+            values[name] = np.where(is_rounding & np.isfinite(value), there, value)
+    return values
