@@ -10,6 +10,7 @@ from benchmarks import (
     emulation,
     graph_building,
     islands,
+    islands_merges,
     less_communication,
     mesh_optimizer,
     numerics,
@@ -50,6 +51,7 @@ TABLES = (
     way,
     less_communication,
     islands,
+    islands_merges,
     timeline,
 )
 

@@ -1,5 +1,7 @@
 """What islands learn together, on each runtime: against numpy in float64."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -128,6 +130,26 @@ def test_a_step_that_the_loss_scale_skips_has_no_tokens(kind, folder):
             program.island.after_step(session, 10.0**number)
         merge(folder, 1)
     assert contributions(folder) == {"a": [(2, 101.0)]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
+def test_synchronous_replicas_apply_the_tokens_of_several_steps(kind, folder):
+    def wrap(opt):
+        sync = gs.SyncReplicasOptimizer(opt, 4, 2, mesh_shape="all:2", layout="batch:all")
+        step = tf.train.get_or_create_global_step()
+        return SimpleNamespace(minimize=lambda loss: sync.minimize(loss, global_step=step))
+
+    program = Program(kind, "2", line(wrap), feed(0.5), folder, "a", 2, wait="none")
+    with program.session() as session:
+        with merging(folder, PLAIN):
+            program.island.begin(session)
+        for number in range(5):
+            program.step(session, feed(1.0))
+            program.island.after_step(session, 10.0**number)
+        merge(folder, 1)
+    # An update takes the contributions of two steps; the fifth step waits for another.
+    assert contributions(folder) == {"a": [(2, 1111.0)]}
 
 
 def test_a_stack_that_counts_needs_the_lowering(folder):
