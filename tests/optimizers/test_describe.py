@@ -10,7 +10,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import DescribedLine
 from tests import harness, models
-from tests.optimizers.pipeline.test_order import TABLE, order_table
+from tests.wrappers import TABLE, order_table
 
 SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
 MESH = {"mesh_shape": SHAPE, "layout": LAYOUT, "batch_dims": BATCH_DIMS}
