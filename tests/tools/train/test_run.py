@@ -581,7 +581,7 @@ def test_schedules_follow_updates_by_one_binding(train, optimizer, repeats, runt
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
 def test_adafactor_s_default_decay_follows_the_schedules_step(train, runtime):
-    def variables(*bound):
+    def variables(model_dir, *bound):
         _, directory, _ = train(
             NO_EVAL,
             "train.run.train_steps = 6",
@@ -591,13 +591,15 @@ def test_adafactor_s_default_decay_follows_the_schedules_step(train, runtime):
             "GradientAccumulationOptimizer.backward_passes_per_step = 3",
             "adafactor_decay_rate_pow.exponent = 0.5",
             *bound,
+            model_dir=model_dir,
         )
         reader = tf.train.load_checkpoint(latest_checkpoint(str(directory)))
         names = [n for n in reader.get_variable_to_shape_map() if "_slot_v" in n]
         return {name: reader.get_tensor(name) for name in names}
 
-    found = variables("train.run.schedule_step = @get_update_step")
+    found = variables("found", "train.run.schedule_step = @get_update_step")
     right = variables(
+        "right",
         "AdafactorOptimizer.decay_rate = @adafactor_decay_rate_per_update()",
         "adafactor_decay_rate_per_update.backward_passes_per_step = 3",
         "adafactor_decay_rate_per_update.exponent = 0.5",
