@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import collections
-import inspect
 import pathlib
+import re
 import sys
 from types import FrameType
 from typing import Any, Callable, NamedTuple
 
 import mtf_gradsync as gs
 from benchmarks import report
-from mtf_gradsync import optimizers
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import pipeline
 
 _ROOT = str(pathlib.Path(gs.__file__).parent)
+_PAGE = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "own_wrapper.md"
 _MESH = {"mesh_shape": "batch:4", "layout": "batch:batch"}
 
 
@@ -102,28 +101,19 @@ def _counted(make: Callable[[], Any]) -> Way:
 
 
 def protocol() -> dict[str, list[str]]:
-    """Returns the names that a wrapper of one's own may set, call or override, by class."""
-    foreign = {n for n in dir(mtf.optimize.Optimizer) if not n.startswith("_")}
-    # What all optimizers of TensorFlow 1 have is no protocol of wrappers.
-    foreign |= {"compute_gradients", "apply_gradients", "minimize", "get_slot", "get_slot_names"}
-    foreign |= {"variables", "opt", "name"}
-    found = {}
-    for kind in (optimizers.Wrapper, pipeline.Stage, *_handed_to_stages()):
-        names = {
-            name
-            for cls in kind.__mro__
-            if cls.__module__.startswith("mtf_gradsync")
-            for name in [*vars(cls), *inspect.get_annotations(cls)]
-            if not name.startswith("_")
-        }
-        names |= {"_wrap", "_check_order"} if kind is optimizers.Wrapper else set()
-        found[kind.__name__] = sorted(names - foreign)
+    """Returns the names that a wrapper of one's own may set, call or override, by class.
+
+    They are those that the page "Write your own wrapper" promises, in its table of all names.
+    """
+    found: dict[str, list[str]] = {}
+    of = ""
+    for line in _PAGE.read_text(encoding="utf-8").partition("## All names")[2].splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 3 and not cells[1].startswith("-") and cells[1] != "name":
+            of = cells[0].strip("`") or of
+            names = re.findall(r"`(\w+)[^`]*`", cells[1])
+            found.setdefault(of, []).extend(names)
     return found
-
-
-def _handed_to_stages() -> list[type]:
-    kinds = (getattr(pipeline, name, None) for name in ("Traits", "GradientSet", "StepBuilder"))
-    return [kind for kind in kinds if kind is not None]
 
 
 def measure(options: report.Options) -> report.Table:

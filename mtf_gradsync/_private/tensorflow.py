@@ -338,11 +338,12 @@ def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[st
 _MOST_INSIDE = 100
 
 
-def each_inside(optimizer: Any, inside: Callable[[Any], Any]) -> list[Any]:
+def each_inside(optimizer: Any, names: Sequence[str], method: str = "") -> list[Any]:
     """Returns an optimizer and those inside it, outermost first.
 
-    `inside` gives the optimizer directly inside one, or None. Raises a ValueError if that has no
-    end, because an optimizer contains itself.
+    The optimizer directly inside one is the value of the first of some attributes that is not None,
+    and has a method of a name if that is given. Raises a ValueError if that has no end, because an
+    optimizer contains itself.
     """
     found: list[Any] = []
     while optimizer is not None:
@@ -355,15 +356,15 @@ def each_inside(optimizer: Any, inside: Callable[[Any], Any]) -> list[Any]:
                 f"An optimizer contains itself: {stack} (each is around the next one). A stack has "
                 "to end with an optimizer that has no other one inside."
             )
-        optimizer = inside(optimizer)
+        held = [getattr(optimizer, name, None) for name in names]
+        fits = (x for x in held if not method or callable(getattr(x, method, None)))
+        optimizer = next((x for x in fits if x is not None), None)
     return found
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
     """Returns an optimizer of ``tf.compat.v1`` and all those inside it, outermost first."""
-    return each_inside(
-        optimizer, lambda o: getattr(o, "_opt", None) or getattr(o, "_optimizer", None)
-    )
+    return each_inside(optimizer, ("_opt", "_optimizer"))
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:

@@ -149,9 +149,10 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
         stack = step.stack
     told: list[_Told] = []
     dtype: Any = None
-    for segment in stack.segments:
+    for number, segment in enumerate(stack.segments):
         reduction = segment.reduction
-        axes = reduction.axes or axes_of_program(reduction.batch_dims)
+        known = (one.reduction.axes for one in stack.segments[number:])
+        axes = next(filter(None, known), None) or axes_of_program(reduction.batch_dims)
         for stage in segment.stages:
             about = _about(axes, tuple(variables), dtype)
             some = [_Told(line, reduction.name) for line in stage.describe(about)]

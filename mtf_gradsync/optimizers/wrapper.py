@@ -400,14 +400,9 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
 
         Raises ValueError if one of them contains itself.
         """
-
-        def inside(opt: Any) -> Any:
-            # Wrappers of other libraries may have an attribute for the optimizer inside.
-            names = ("opt", "optimizer", "_opt", "_optimizer")
-            found = (getattr(opt, name, None) for name in names)
-            return next((o for o in found if callable(getattr(o, "apply_grads", None))), None)
-
-        return each_inside(self, inside)[1:]
+        # Wrappers of other libraries may have an attribute for the optimizer inside.
+        names = ("opt", "optimizer", "_opt", "_optimizer")
+        return each_inside(self, names, "apply_grads")[1:]
 
     def _wrappers(self) -> list[Wrapper]:
         """The wrappers of the stack, from the outside in."""

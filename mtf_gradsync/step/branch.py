@@ -12,7 +12,7 @@ from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.mesh.shared_copies import check_writers, writing
 from mtf_gradsync.session import CURE, ref_variables_explained
 from mtf_gradsync.step.later import built
-from mtf_gradsync.step.plan import StepPlan, takes_stack_apart
+from mtf_gradsync.step.plan import StepPlan, unstackings
 
 
 class Gate:
@@ -286,9 +286,7 @@ class Conditional(mtf.Operation):
                 stack.enter_context(_no_summaries())
                 if in_call:
                     stack.enter_context(_read_inside(lowering, self.updates))
-                for op in plan.members(self._branch):
-                    with tf.name_scope(op.name):
-                        op.lower(lowering)
+                plan.lower_branch(self._branch, lowering)
                 if tf.get_default_graph() is not graph:
                     check_writers(lowering.variables.values())
             return tf.group(*[lowering.operations[op] for op in self.updates])
@@ -323,8 +321,8 @@ def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> It
         lowering.tensors[variable.value] = mesh_impl.slicewise(
             lambda x, dtype=dtype: tf.cast(tf.convert_to_tensor(x), dtype), lowered
         )
-    for op in lowering.graph.operations:
-        if takes_stack_apart(op) and op.inputs[0].operation in assigned:
+    for op in unstackings(lowering.graph):
+        if op.inputs[0].operation in assigned:
             op.lower_itself(lowering)
     yield
     lowering.tensors.clear()

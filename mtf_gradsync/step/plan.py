@@ -365,6 +365,12 @@ class StepPlan:
         """The operations of a branch, in the order in which they are to be lowered."""
         return [op for op in self.graph.operations if self._branch_of.get(op) is branch]
 
+    def lower_branch(self, branch: Any, lowering: mtf.Lowering) -> None:
+        """Lowers the operations of a branch, in order; see `inside_branch`."""
+        for operation in self.members(branch):
+            with tf.name_scope(operation.name):
+                operation.lower(lowering)
+
     def lower(self, operation: mtf.Operation, lowering: mtf.Lowering) -> None:
         """Lowers an operation by the plan's rules; called by the operation itself."""
         if not self.has_lowered(lowering):
@@ -458,6 +464,11 @@ def takes_stack_apart(operation: mtf.Operation) -> bool:
     return isinstance(operation, mtf.UnstackOperation) and isinstance(
         operation.inputs[0].operation, mtf.StackedVariable
     )
+
+
+def unstackings(graph: mtf.Graph) -> list[mtf.Operation]:
+    """Returns the operations of a graph by which autostack takes stacked variables apart."""
+    return [operation for operation in graph.operations if takes_stack_apart(operation)]
 
 
 def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:

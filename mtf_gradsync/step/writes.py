@@ -125,19 +125,19 @@ class WriteOrder(PlanPart):
             for variable, some in writers.items()
             if len({self._step_of.get(op, op) for op in some}) > 1
         }
-        return _WriteOrderLowering(lowering, self._after, contested)
+        made = _WriteOrderLowering(lowering, contested) if contested else PartLowering()
+        made.waits = {op: functools.partial(_lowered, ops) for op, ops in self._after.items()}
+        return made
 
 
 class _WriteOrderLowering(PartLowering):
     def __init__(
         self,
         lowering: mtf.Lowering,
-        after: Mapping[mtf.Operation, Sequence[mtf.Operation]],
         contested: Mapping[mtf.Variable, Sequence[mtf.Assign]],
     ):
         """`contested` are variables that several steps or operations of a program write."""
         self._lowering, self._contested = lowering, contested
-        self.waits = {op: functools.partial(_lowered, before) for op, before in after.items()}
         self._commuting = {
             op for some in contested.values() for op in some if op.assign_fn in _COMMUTING
         }

@@ -1,9 +1,7 @@
 """Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
 
-from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
+from mtf_gradsync.gradients.pending.flow import Axes, Cause, Flow, Layout, Mixing
 from mtf_gradsync.gradients.pending.layout import (
-    Axes,
-    Layout,
     check_batch_dims,
     find_axes,
     names_of_batch,

@@ -14,8 +14,8 @@ from mtf_gradsync._private.mesh_tensorflow import (
     loop_condition,
     scalar_of,
 )
-from mtf_gradsync.gradients.pending.flow import Flow, Use
-from mtf_gradsync.gradients.pending.layout import Axes, Layout, used_axes
+from mtf_gradsync.gradients.pending.flow import Axes, Flow, Layout, Use
+from mtf_gradsync.gradients.pending.layout import used_axes
 from mtf_gradsync.gradients.pending.linear import sums_before_broadcast
 from mtf_gradsync.gradients.pending.sums import PendingSum, Unsummed, current_context
 from mtf_gradsync.gradients.stage import PartialSum, StageOperation, reduce_partial_sums, share
@@ -377,6 +377,7 @@ class PendingSums(PlanPart):
             for are in (False, True)
         )
 
+        @functools.lru_cache(maxsize=None)
         def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
             return lowering.mesh_to_impl[mesh].tensor_dimension_to_mesh_axis(dim)
 

@@ -1,11 +1,15 @@
 """The wrapper and the strategy of the guide do what it says, on every runtime."""
 
+import re
+
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import xla
+from benchmarks import way
+from mtf_gradsync import optimizers, xla
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.optimizers import Stage, pipeline
 from tests import documents, harness, models, reference
 from tests.optimizers.pipeline import shard_losses
 from tests.reduce import rounded
@@ -110,6 +114,40 @@ def test_its_order_and_arguments_are_checked(names):
     with pytest.raises(ValueError, match=r"factor must be greater than 1, got 0\.5"):
         opt(sgd(), factor=0.5)
     assert opt(learning_rate=0.5, opt=mtf.optimize.SgdOptimizer).opt
+
+
+def test_the_page_has_all_names_that_the_example_uses_and_only_some_that_are_there(names):
+    promised = way.protocol()
+    of = {
+        "Stage": optimizers.Stage,
+        "gradients": pipeline.GradientSet,
+        "step": pipeline.StepBuilder,
+        "Wrapper": optimizers.Wrapper,
+    }
+    assert promised.keys() == of.keys()
+    for kind, some in promised.items():
+        known = {*dir(of[kind]), *getattr(of[kind], "__annotations__", {})}
+        assert set(some) <= known, f"{kind} has no {set(some) - known}"
+    assert sum(map(len, promised.values())) <= way.MOST_NAMES
+    page = (documents.ROOT / "docs/guides/own_wrapper.md").read_text(encoding="utf-8")
+    example = page.partition("```python\n")[2].partition("```")[0]
+    assert set(re.findall(r"\bstep\.(\w+)", example)) <= set(promised["step"])
+    assert set(re.findall(r"\bgradients\.(\w+)(?! import)", example)) <= {
+        *promised["gradients"],
+        "global_norm",
+    }
+    stage, wrapper = names["SkipSpikes"], names["SkipSpikesOptimizer"]
+    set_by_it = {name for name in vars(stage) if not name.startswith("__") and hasattr(Stage, name)}
+    assert set_by_it <= set(promised["Stage"])
+    assert {"_wrap", "_check_order", "stages"} <= set(promised["Wrapper"])
+    assert sum(bool(line.strip()) for line in example.splitlines()) < 60
+    opt = gs.GradientAccumulationOptimizer(
+        wrapper(gs.AdamWOptimizer(0.1)), 8, mesh_shape="batch:4", layout="batch:batch"
+    )
+    shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert [row.split() for row in shown] == [
+        row.split() for row in str(gs.describe(opt)).splitlines()
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
