@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
 from mtf_gradsync._private.lazy import find_moved, lazy_names
-from mtf_gradsync._private.mesh_tensorflow import (
-    check_imported_shapes,
-    keep_masks_finite,
-    note_gradients,
-    note_meshes,
-)
 from mtf_gradsync._private.patches import (
     call_around_lowering,
+    check_imported_shapes,
     configurable_when_named,
     explain_mesh_tensors_to_tensorflow,
     keep_apart_when_combined,
+    keep_masks_finite,
     keep_summaries_in_meta_graphs,
+    note_gradients,
+    note_meshes,
     recompute_each_shard_by_itself,
 )
 from mtf_gradsync.compat_v1 import MeshOptimizer

@@ -1,102 +1,14 @@
 """What runtimes and tools, and programs that write their own, use of the core.
 
 Import-linter holds them to it: the rest of the core may change without them. The page
-``docs/guides/own_wrapper.md`` says which names are for whom.
+``docs/guides/own_wrapper.md`` says which names are for whom. Each loads its own module when it is
+first used: the command reads its arguments, and processes watch each other, without TensorFlow.
 """
 
-from mtf_gradsync._common import (
-    ACCEPT_FLAG,
-    CONFIG_FILE,
-    SKIP_FLAG,
-    ConfigError,
-    TrainingError,
-    check_flag,
-    check_whole_number,
-    close_to,
-    configs_dir,
-    counted,
-    did_you_mean,
-    first_line,
-    install_extra,
-    is_number,
-    is_whole_number,
-    mixed,
-    some_lines,
-    some_of,
-    walk,
-    warn_of_unmatched,
-    warn_once,
-)
-from mtf_gradsync._private.lazy import lazy_names
-from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import (
-    SLICES_COLLECTION,
-    forget_mesh,
-    restored_lowering,
-    variables_of_cores,
-)
-from mtf_gradsync._private.patches import late_configurable, load_configurables, patch
-from mtf_gradsync._private.tensorflow import (
-    GATHERS,
-    PASSES_ON,
-    TOGETHER_ATTR,
-    TPU_PROGRAM_ATTR,
-    give_initializer,
-)
-from mtf_gradsync.compat_v1 import NOT_GIVEN, AppliesGradients
-from mtf_gradsync.mesh.axes import (
-    LayoutLike,
-    MeshShapeLike,
-    as_layout,
-    as_mesh_shape,
-    is_simd,
-    mesh_text,
-)
-from mtf_gradsync.mesh.devices import place_of, process_of
-from mtf_gradsync.optimizers import (
-    ClipByGlobalNormOptimizer,
-    CommonArguments,
-    Description,
-    GradientAccumulationOptimizer,
-    NoUpdateError,
-    OuterOptimizer,
-    SyncReplicasOptimizer,
-    Wrapper,
-    describe,
-    gradient_noise_scale,
-    reported,
-    split_by_shard,
-    traits_of,
-)
-from mtf_gradsync.optimizers.average import (
-    AVERAGE,
-    NoAveragesError,
-    averaged_checkpoint,
-    check_averages_kept,
-)
-from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
-from mtf_gradsync.optimizers.passes import updates_before
-from mtf_gradsync.optimizers.pipeline import why_not
-from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
-from mtf_gradsync.optimizers.report import in_sums_now, weight_now
-from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at
-from mtf_gradsync.optimizers.skips import ReportsSkips
-from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew
-from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, write_changed
-from mtf_gradsync.optimizers.state.savers import ReshardingSaver
-from mtf_gradsync.optimizers.state.slots import SlotOwners, owner_of
-from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, ISLAND, STAND_INS, STATE_COLLECTION
-from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
-from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
-from mtf_gradsync.step import (
-    HeldSlices,
-    OwnWrites,
-    StepPlan,
-    StepWatches,
-    gated_update,
-    is_advanced,
-    lowerings_of,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "ACCEPT_FLAG",
@@ -198,3 +110,143 @@ __all__ = [
     "why_not",
     "write_changed",
 ]
+
+if TYPE_CHECKING:
+    from mtf_gradsync._common import (
+        ACCEPT_FLAG,
+        CONFIG_FILE,
+        SKIP_FLAG,
+        ConfigError,
+        TrainingError,
+        check_flag,
+        check_whole_number,
+        close_to,
+        configs_dir,
+        counted,
+        did_you_mean,
+        first_line,
+        install_extra,
+        is_number,
+        is_whole_number,
+        mixed,
+        some_lines,
+        some_of,
+        walk,
+        warn_of_unmatched,
+        warn_once,
+    )
+    from mtf_gradsync._private.lazy import lazy_names
+    from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
+    from mtf_gradsync._private.mesh_tensorflow import (
+        SLICES_COLLECTION,
+        forget_mesh,
+        restored_lowering,
+        variables_of_cores,
+    )
+    from mtf_gradsync._private.patches import late_configurable, load_configurables, patch
+    from mtf_gradsync._private.tensorflow import (
+        GATHERS,
+        PASSES_ON,
+        TOGETHER_ATTR,
+        TPU_PROGRAM_ATTR,
+        give_initializer,
+    )
+    from mtf_gradsync.compat_v1 import NOT_GIVEN, AppliesGradients
+    from mtf_gradsync.mesh.axes import (
+        LayoutLike,
+        MeshShapeLike,
+        as_layout,
+        as_mesh_shape,
+        is_simd,
+        mesh_text,
+    )
+    from mtf_gradsync.mesh.devices import place_of, process_of
+    from mtf_gradsync.optimizers import (
+        ClipByGlobalNormOptimizer,
+        CommonArguments,
+        Description,
+        GradientAccumulationOptimizer,
+        NoUpdateError,
+        OuterOptimizer,
+        SyncReplicasOptimizer,
+        Wrapper,
+        describe,
+        gradient_noise_scale,
+        reported,
+        split_by_shard,
+        traits_of,
+    )
+    from mtf_gradsync.optimizers.average import (
+        AVERAGE,
+        NoAveragesError,
+        averaged_checkpoint,
+        check_averages_kept,
+    )
+    from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
+    from mtf_gradsync.optimizers.passes import updates_before
+    from mtf_gradsync.optimizers.pipeline import why_not
+    from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
+    from mtf_gradsync.optimizers.report import in_sums_now, weight_now
+    from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at
+    from mtf_gradsync.optimizers.skips import ReportsSkips
+    from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew
+    from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, write_changed
+    from mtf_gradsync.optimizers.state.savers import ReshardingSaver
+    from mtf_gradsync.optimizers.state.slots import SlotOwners, owner_of
+    from mtf_gradsync.optimizers.state.variables import (
+        ACCUMULATOR,
+        ISLAND,
+        STAND_INS,
+        STATE_COLLECTION,
+    )
+    from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
+    from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
+    from mtf_gradsync.step import (
+        HeldSlices,
+        OwnWrites,
+        StepPlan,
+        StepWatches,
+        gated_update,
+        is_advanced,
+        lowerings_of,
+    )
+else:
+    # Those that need no TensorFlow first: a name is looked for in this order.
+    _HOMES = (
+        "mtf_gradsync._common",
+        "mtf_gradsync._private.lazy",
+        "mtf_gradsync._private.libraries",
+        "mtf_gradsync._private.mesh_tensorflow",
+        "mtf_gradsync._private.patches",
+        "mtf_gradsync._private.tensorflow",
+        "mtf_gradsync.compat_v1",
+        "mtf_gradsync.mesh.axes",
+        "mtf_gradsync.mesh.devices",
+        "mtf_gradsync.optimizers",
+        "mtf_gradsync.optimizers.average",
+        "mtf_gradsync.optimizers.interface",
+        "mtf_gradsync.optimizers.passes",
+        "mtf_gradsync.optimizers.pipeline",
+        "mtf_gradsync.optimizers.pipeline.weights",
+        "mtf_gradsync.optimizers.report",
+        "mtf_gradsync.optimizers.schedules",
+        "mtf_gradsync.optimizers.skips",
+        "mtf_gradsync.optimizers.state.beginning",
+        "mtf_gradsync.optimizers.state.checkpoints",
+        "mtf_gradsync.optimizers.state.savers",
+        "mtf_gradsync.optimizers.state.slots",
+        "mtf_gradsync.optimizers.state.variables",
+        "mtf_gradsync.reduce",
+        "mtf_gradsync.session",
+        "mtf_gradsync.step",
+    )
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            for home in map(importlib.import_module, _HOMES):
+                if name in vars(home):
+                    return globals().setdefault(name, vars(home)[name])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

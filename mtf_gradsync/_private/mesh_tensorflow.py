@@ -10,7 +10,6 @@ import re
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.patches import Reshaped, patch
 
 #: A graph's collection of the slices of a SIMD mesh's variables, which are no global variables.
 SLICES_COLLECTION = "TPU_VAR"
@@ -48,6 +47,43 @@ def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: m
     vars(replacement).update(vars(variable))
     replacement._inputs = []
     replacement._outputs = [value]
+
+
+class Reshaped:
+    """A variable, seen in another shape. TensorFlow takes it as a tensor and in assignments."""
+
+    def __init__(self, variable: Any, shape: list[int]):
+        self._variable = variable
+        self.shape, self.dtype = tf.TensorShape(shape), variable.dtype.base_dtype
+        # What stands for the slices of a SIMD mesh has no device of its own.
+        self.device = getattr(variable, "device", "")
+
+    def value(self) -> tf.Tensor:
+        """Reads it."""
+        return tf.reshape(self._variable, self.shape)
+
+    def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
+        """As `tf.assign` asks for it."""
+        return tf.assign(self._variable, self._as_held(value), name=name)
+
+    def assign_add(self, value: tf.Tensor, name: str | None = None) -> Any:
+        """As `tf.assign_add` asks for it."""
+        return tf.assign_add(self._variable, self._as_held(value), name=name)
+
+    def assign_sub(self, value: tf.Tensor, name: str | None = None) -> Any:
+        """As `tf.assign_sub` asks for it."""
+        return tf.assign_sub(self._variable, self._as_held(value), name=name)
+
+    def _as_held(self, value: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(value, self._variable.shape)
+
+
+def _as_tensor(x: Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+    del name, as_ref
+    return x.value() if dtype in (None, x.dtype) else NotImplemented
+
+
+tf.register_tensor_conversion_function(Reshaped, _as_tensor)
 
 
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
@@ -197,74 +233,13 @@ def computed_from(tensor: mtf.Tensor) -> list[mtf.Tensor]:
     return operation.inputs
 
 
-# Mesh-TF multiplies masks by this number.
-_MASK = -1e9
-
-
-def keep_masks_finite() -> None:
-    """Makes float16 masks be multiplied by the smallest finite number in place of -1e9.
-
-    In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
-    """
-
-    def with_finite_masks(init: Any) -> Any:
-        def make(self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any) -> None:
-            if x.dtype == tf.float16 and isinstance(scalar, float) and scalar == _MASK:
-                scalar = float(tf.float16.min)
-            init(self, x, scalar, **how)
-
-        return make
-
-    patch(mtf.ScalarMultiplyOperation, "__init__", with_finite_masks)
-
-
-def check_imported_shapes() -> None:
-    """Makes a step fail whose input has another shape than the mtf tensor that it becomes.
-
-    Where TensorFlow does not know the shape before, the meshes would take as much of the input as
-    the mtf tensor has, and train on a part of the batch.
-    """
-
-    def with_checked_shape(init: Any) -> Any:
-        def make(
-            self: mtf.ImportOperation,
-            mesh: mtf.Mesh,
-            tf_tensor: Any,
-            shape: mtf.Shape,
-            name: str | None = None,
-        ) -> None:
-            tf_tensor = tf.convert_to_tensor(tf_tensor)
-            expected = shape.to_integer_list
-            is_known = tf_tensor.shape.is_fully_defined()
-            if not is_known and tf_tensor.shape.is_compatible_with(expected):
-                tf_tensor = tf.ensure_shape(tf_tensor, expected)
-            init(self, mesh, tf_tensor, shape, name)
-
-        return make
-
-    patch(mtf.ImportOperation, "__init__", with_checked_shape)
-
-
 # A tf graph's collection of its meshes. Collections whose keys are no text are not exported.
-_MESHES = ("mtf_gradsync meshes",)
-
-
-def note_meshes() -> None:
-    """Makes every graph of TensorFlow record the meshes made in it; see `meshes_made`."""
-
-    def with_note(init: Any) -> Any:
-        def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            tf.add_to_collection(_MESHES, self)
-
-        return make_and_note
-
-    patch(mtf.MeshImpl, "__init__", with_note)
+MESHES = ("mtf_gradsync meshes",)
 
 
 def mesh_impls_made() -> list[mtf.MeshImpl]:
     """Returns the meshes that were made in TensorFlow's default graph."""
-    return list(tf.get_collection(_MESHES))
+    return list(tf.get_collection(MESHES))
 
 
 def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
@@ -279,7 +254,7 @@ def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
 
 def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
     """Removes a mesh from the record of a graph."""
-    made = graph.get_collection_ref(_MESHES)
+    made = graph.get_collection_ref(MESHES)
     made[:] = [mesh for mesh in made if mesh is not mesh_impl]
 
 
@@ -347,34 +322,9 @@ class GradientsCall(NamedTuple):
 
 
 # The attribute of an mtf graph for its `GradientsCall`s.
-_CALLS = "mtf_gradsync_gradients"
-
-
-def note_gradients() -> None:
-    """Makes every mtf graph record the losses differentiated in it; see `gradients_calls`."""
-
-    def with_note(gradients: Any) -> Any:
-        def differentiate_and_note(
-            ys: list[mtf.Tensor],
-            xs: list[mtf.Tensor],
-            grad_ys: list[mtf.Tensor] | None = None,
-            operations: list[mtf.Operation] | None = None,
-        ) -> list[mtf.Tensor | None]:
-            if grad_ys:
-                return gradients(ys, xs, grad_ys, operations)
-            seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
-            grads = gradients(ys, xs, [seed.outputs[0] for seed in seeds], operations)
-            pairs = [(g, x) for g, x in zip(grads, xs) if g is not None]
-            call = GradientsCall(list(ys), seeds, [g for g, _ in pairs], [x for _, x in pairs])
-            vars(ys[0].graph).setdefault(_CALLS, []).append(call)
-            return grads
-
-        return differentiate_and_note
-
-    for module in (mtf, mtf.ops):
-        patch(module, "gradients", with_note)
+CALLS = "mtf_gradsync_gradients"
 
 
 def gradients_calls(graph: mtf.Graph) -> list[GradientsCall]:
     """Returns the calls of `mtf.gradients` in a graph, and in the loops in it, in order."""
-    return list(vars(graph).get(_CALLS, ()))
+    return list(vars(graph).get(CALLS, ()))

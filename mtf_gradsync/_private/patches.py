@@ -12,6 +12,7 @@ import gin
 from tensorflow.python.framework.ops import register_proto_function
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import CALLS, MESHES, GradientsCall, Seed
 
 # The attribute of a function for the names of the patches in it. Not `__wrapped__`, which every
 # decorator may set. `functools.wraps` of a decorator around the function copies the attribute.
@@ -238,38 +239,87 @@ def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.
     }
 
 
-class Reshaped:
-    """A variable, seen in another shape. TensorFlow takes it as a tensor and in assignments."""
+def keep_masks_finite() -> None:
+    """Makes float16 masks be multiplied by the smallest finite number in place of -1e9.
 
-    def __init__(self, variable: Any, shape: list[int]):
-        self._variable = variable
-        self.shape, self.dtype = tf.TensorShape(shape), variable.dtype.base_dtype
-        # What stands for the slices of a SIMD mesh has no device of its own.
-        self.device = getattr(variable, "device", "")
+    In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
+    """
 
-    def value(self) -> tf.Tensor:
-        """Reads it."""
-        return tf.reshape(self._variable, self.shape)
+    def with_finite_masks(init: Any) -> Any:
+        def make(self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any) -> None:
+            if x.dtype == tf.float16 and isinstance(scalar, float) and scalar == _MASK:
+                scalar = float(tf.float16.min)
+            init(self, x, scalar, **how)
 
-    def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """As `tf.assign` asks for it."""
-        return tf.assign(self._variable, self._as_held(value), name=name)
+        return make
 
-    def assign_add(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """As `tf.assign_add` asks for it."""
-        return tf.assign_add(self._variable, self._as_held(value), name=name)
-
-    def assign_sub(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """As `tf.assign_sub` asks for it."""
-        return tf.assign_sub(self._variable, self._as_held(value), name=name)
-
-    def _as_held(self, value: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(value, self._variable.shape)
+    patch(mtf.ScalarMultiplyOperation, "__init__", with_finite_masks)
 
 
-def _as_tensor(x: Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
-    del name, as_ref
-    return x.value() if dtype in (None, x.dtype) else NotImplemented
+# Mesh-TF multiplies masks by this number.
+_MASK = -1e9
 
 
-tf.register_tensor_conversion_function(Reshaped, _as_tensor)
+def check_imported_shapes() -> None:
+    """Makes a step fail whose input has another shape than the mtf tensor that it becomes.
+
+    Where TensorFlow does not know the shape before, the meshes would take as much of the input as
+    the mtf tensor has, and train on a part of the batch.
+    """
+
+    def with_checked_shape(init: Any) -> Any:
+        def make(
+            self: mtf.ImportOperation,
+            mesh: mtf.Mesh,
+            tf_tensor: Any,
+            shape: mtf.Shape,
+            name: str | None = None,
+        ) -> None:
+            tf_tensor = tf.convert_to_tensor(tf_tensor)
+            expected = shape.to_integer_list
+            is_known = tf_tensor.shape.is_fully_defined()
+            if not is_known and tf_tensor.shape.is_compatible_with(expected):
+                tf_tensor = tf.ensure_shape(tf_tensor, expected)
+            init(self, mesh, tf_tensor, shape, name)
+
+        return make
+
+    patch(mtf.ImportOperation, "__init__", with_checked_shape)
+
+
+def note_meshes() -> None:
+    """Makes every graph of TensorFlow record the meshes made in it; see `meshes_made`."""
+
+    def with_note(init: Any) -> Any:
+        def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            tf.add_to_collection(MESHES, self)
+
+        return make_and_note
+
+    patch(mtf.MeshImpl, "__init__", with_note)
+
+
+def note_gradients() -> None:
+    """Makes every mtf graph record the losses differentiated in it; see `gradients_calls`."""
+
+    def with_note(gradients: Any) -> Any:
+        def differentiate_and_note(
+            ys: list[mtf.Tensor],
+            xs: list[mtf.Tensor],
+            grad_ys: list[mtf.Tensor] | None = None,
+            operations: list[mtf.Operation] | None = None,
+        ) -> list[mtf.Tensor | None]:
+            if grad_ys:
+                return gradients(ys, xs, grad_ys, operations)
+            seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
+            grads = gradients(ys, xs, [seed.outputs[0] for seed in seeds], operations)
+            pairs = [(g, x) for g, x in zip(grads, xs) if g is not None]
+            call = GradientsCall(list(ys), seeds, [g for g, _ in pairs], [x for _, x in pairs])
+            vars(ys[0].graph).setdefault(CALLS, []).append(call)
+            return grads
+
+        return differentiate_and_note
+
+    for module in (mtf, mtf.ops):
+        patch(module, "gradients", with_note)

@@ -167,6 +167,42 @@ def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
 
 RuntimeName = Literal["placement_mesh", "cpu_replicas", "xla"]
 RUNTIMES = get_args(RuntimeName)
+
+
+def checked_runtime(name: str, argument: str = "runtime", others: Sequence[str] = ()) -> Any:
+    """Returns the name of a runtime that runs here, or one of `others`, which the caller knows.
+
+    Raises:
+      ValueError: there is no such runtime, or it does not run here; names the argument.
+    """
+    if name not in (*others, *RUNTIMES):
+        known = ", ".join((*others, *RUNTIMES))
+        raise ValueError(f"{argument} must be one of {known}; got {name!r}.")
+    if name == "xla" and xla.why_no_xla():
+        raise ValueError(
+            f"{argument} {name!r} does not run here: {xla.why_no_xla()} 'cpu_replicas' runs the "
+            "same program without jax."
+        )
+    return name
+
+
+def fastest_runtime() -> tuple[RuntimeName, str]:
+    """Returns the fastest runtime of SIMD programs that this environment has, and why it is."""
+    missing = xla.why_no_xla()
+    if missing:
+        return "cpu_replicas", f"the fastest without jax: {missing}"
+    return "xla", "the fastest that is installed"
+
+
+def program_session(
+    name: str, program: simd.Program, lowering: Any, **settings: Any
+) -> ReplicaSession:
+    """Opens a session of a SIMD program on XLA devices, where `settings` hold, or CPU replicas."""
+    if name == "xla":
+        return xla.session(program, lowering, **settings)
+    return program.session(lowering)
+
+
 # Enough to keep devices busy while the host reads a result and fetches a batch.
 _STEPS_AHEAD = 2
 
@@ -227,12 +263,9 @@ class OnCores:
         program = self.program
         assert program is not None  # it has been built
 
-        def make() -> ReplicaSession:
-            if self.name == "xla":
-                return xla.session(program, lowering)
-            return program.session(lowering)
-
-        return ProgramSessions(program.graph, make, scaffold, start)
+        return ProgramSessions(
+            program.graph, lambda: program_session(self.name, program, lowering), scaffold, start
+        )
 
 
 def _cpu_devices() -> int:

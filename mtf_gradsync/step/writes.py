@@ -7,8 +7,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
-from mtf_gradsync._private.patches import Reshaped
+from mtf_gradsync._private.mesh_tensorflow import Reshaped, give_assign_fn, reassign
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.shared_copies import check_writers, writers_of, writing
 from mtf_gradsync.session import CURE

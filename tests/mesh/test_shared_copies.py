@@ -166,11 +166,10 @@ BY_THE_DOOR = {
     "optimizers/skips.py", "step/writes.py",
 }  # fmt: skip
 NO_SLICES = {
-    "_private/mesh_tensorflow.py", "_private/patches.py",  # masters
+    "_private/mesh_tensorflow.py", "_private/tensorflow.py",  # masters, the global step
     "compat_v1/accumulation.py",  # optimizers off the mesh
     # Step counters of TensorFlow.
     "tools/estimator/builder.py", "step/branch.py", "tools/train/train_graph.py",
-    "_private/tensorflow.py",
     "runtimes/saving.py",  # initial values of masters
     "step/randomness.py", "runtimes/xla/bridge.py",  # states of random numbers
     "tools/train/data/batches.py",  # how many examples a data set has drawn

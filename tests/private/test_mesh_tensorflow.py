@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import simd
-from mtf_gradsync._private import mesh_tensorflow
+from mtf_gradsync._private import mesh_tensorflow, patches
 from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import Later, StepPlan
@@ -204,7 +204,7 @@ def test_a_graph_knows_the_meshes_that_were_made_in_it():
             assert layout.tensor_dimension_to_mesh_axis(mtf.Dimension(dim, 6), shape) == axis
         make("a:2;b:3", "x:a")
         assert len(private.meshes_made()) == 2
-        private.note_meshes()
+        patches.note_meshes()
         make("c:1", "")
         assert [shape.to_string for shape, _ in private.meshes_made()][2:] == ["Shape[c=1]"]
         assert not tf.get_default_graph().get_all_collection_keys()
@@ -306,7 +306,7 @@ def test_adafactors_first_argument_is_no_learning_rate():
 
 
 def test_calls_of_gradients_are_known_with_their_losses():
-    mesh_tensorflow.note_gradients()  # a second time changes nothing
+    patches.note_gradients()  # a second time changes nothing
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     d = mtf.Dimension("d", 2)

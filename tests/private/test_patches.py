@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from mtf_gradsync._private import mesh_tensorflow, patches
+from mtf_gradsync._private import patches
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.slots import check_bare_optimizers
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
@@ -20,11 +20,11 @@ CHANGES = {
     (mtf.Lowering, "__init__"): around_lowering,
     (mtf.Graph, "rewrite_stack_variables"): around_lowering,
     (mtf.Graph, "combine_assignments"): lambda: patches.keep_apart_when_combined(StandIn),
-    (mtf.MeshImpl, "__init__"): mesh_tensorflow.note_meshes,
-    (mtf.ScalarMultiplyOperation, "__init__"): mesh_tensorflow.keep_masks_finite,
-    (mtf.ImportOperation, "__init__"): mesh_tensorflow.check_imported_shapes,
-    (mtf, "gradients"): mesh_tensorflow.note_gradients,
-    (mtf.ops, "gradients"): mesh_tensorflow.note_gradients,
+    (mtf.MeshImpl, "__init__"): patches.note_meshes,
+    (mtf.ScalarMultiplyOperation, "__init__"): patches.keep_masks_finite,
+    (mtf.ImportOperation, "__init__"): patches.check_imported_shapes,
+    (mtf, "gradients"): patches.note_gradients,
+    (mtf.ops, "gradients"): patches.note_gradients,
     (mtf.optimize.Optimizer, "apply_grads"): check_bare_optimizers,
     (mtf.ops, "_recompute_grad_grad"): patches.recompute_each_shard_by_itself,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Callable, Sequence
 
-from mtf_gradsync.tools.train import held_out, plots
+from mtf_gradsync.tools.train import plots
 from mtf_gradsync.tools.train.cli import main as cli
 from tests.soak.injected import install
 
@@ -26,7 +26,6 @@ def program(fault: str, arguments: Sequence[str], prepare: Callable[[], None] | 
     install(fault)
     # Pictures take longer than all the rest, and no fault here is about them.
     plots.draw_plots = lambda *unused_args, **unused_kwargs: []
-    held_out.plot_losses = lambda *unused_args, **unused_kwargs: None
     return cli.main(list(arguments))
 
 

@@ -48,7 +48,9 @@ class MasterOps:
             ]
             self.to_slices = [low.copy_masters_to_slices().name for low in lowerings]
             self.to_masters = [low.copy_slices_to_masters().name for low in lowerings]
-            self.masters = {v.op.name: _value_name(graph, v) for v in variables}
+            self.masters = {
+                v.op.name: graph.as_graph_element(v, allow_operation=False).name for v in variables
+            }
             self.beginnings = Beginnings(graph)
             self.are_equal = {n: x.name for n, x in self.beginnings.are_equal.items()}
             saver = tf.train.Saver(variables, max_to_keep=None) if variables else None
@@ -71,10 +73,6 @@ class MasterOps:
         saver = self.saver(session.graph)
         with self.graph.as_default(), tempfile.TemporaryDirectory() as directory:
             saver.restore(session, adapt_checkpoint(path, directory))
-
-
-def _value_name(graph: tf.Graph, variable: Any) -> str:
-    return graph.as_graph_element(variable, allow_operation=False).name
 
 
 _Session = TypeVar("_Session", bound="ReplicaSession")

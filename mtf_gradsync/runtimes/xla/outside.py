@@ -21,7 +21,7 @@ from mtf_gradsync.runtimes.simd.facts import (
     split_input,
     untie,
 )
-from mtf_gradsync.runtimes.xla.devices import Cores
+from mtf_gradsync.runtimes.xla.gathering import Cores
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput
 from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, put
 

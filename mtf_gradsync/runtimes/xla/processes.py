@@ -21,14 +21,14 @@ from mtf_gradsync.runtimes._signals import handler_kept
 from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet_at
 from mtf_gradsync.runtimes.processes.members import Member, ProcessesError
 from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
-from mtf_gradsync.runtimes.xla import devices
+from mtf_gradsync.runtimes.xla import gathering
 from mtf_gradsync.runtimes.xla.devices import (
     ask_for_cpu_devices,
     check_installed,
     check_keeps_order,
     leave_absent_tpus_alone,
-    may_be_from_another_process,
 )
+from mtf_gradsync.runtimes.xla.gathering import may_be_from_another_process
 from mtf_gradsync.runtimes.xla.runner.devices import exchange_at
 
 _FRAMES = 5
@@ -146,8 +146,8 @@ class Processes(Membership):
           ProcessesError: when it failed on process 0, where its own error is raised.
         """
         if self.process_index == 0:
-            return devices.together(work)
-        devices.together(lambda: None)
+            return gathering.together(work)
+        gathering.together(lambda: None)
         return work()
 
     def check_equal(self, what: str, value: str, advice: str = "") -> None:
@@ -161,7 +161,7 @@ class Processes(Membership):
         Raises:
           ProcessesError: where it is not, on every process; it names the values.
         """
-        devices.check_equal(what, value, advice)
+        gathering.check_equal(what, value, advice)
 
     def _leave(self) -> None:
         import jax

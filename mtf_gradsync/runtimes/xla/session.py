@@ -17,8 +17,9 @@ from mtf_gradsync.runtimes.simd.facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import ReplicaSession, copied, lowerings_in
 from mtf_gradsync.runtimes.xla.bridge import initial_state
-from mtf_gradsync.runtimes.xla.devices import Cores, devices_for
+from mtf_gradsync.runtimes.xla.devices import devices_for
 from mtf_gradsync.runtimes.xla.executable import Cache, default_cache_dir
+from mtf_gradsync.runtimes.xla.gathering import Cores
 from mtf_gradsync.runtimes.xla.outside import (
     BOUNDARY,
     DeviceInputs,
@@ -207,7 +208,7 @@ class XlaSession(ReplicaSession):
         if not plan.runs_program:
             values.update(self._run_outside(plan.first, feeds))
             return Dispatched(fetches, plan.places, values)
-        compiled = self._prepared.compiled(self._with_counts(plan.inside))
+        compiled = self._prepared.compiled(tuple(sorted({*plan.inside, *self._counts})))
         sources = self._inputs.sources(compiled.inputs, feeds)
         first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
         everywhere = None
@@ -225,9 +226,6 @@ class XlaSession(ReplicaSession):
             last.update(self._returned(plan.needs.returned, values))
             values.update(self._run_outside(plan.last, last))
         return Dispatched(fetches, plan.places, values, lambda: self._look_until(step))
-
-    def _with_counts(self, inside: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(sorted({*inside, *self._counts}))
 
     def _look_until(self, step: int) -> None:
         """Looks at what steps told, up to one of them, and waits for these.

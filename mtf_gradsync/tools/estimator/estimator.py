@@ -17,8 +17,8 @@ from mtf_gradsync.extension import (
     session_config,
     tf,
 )
-from mtf_gradsync.runtimes import simd, xla
-from mtf_gradsync.runtimes.sessions import RUNTIMES, OnCores, OnDevices, RuntimeName
+from mtf_gradsync.runtimes import simd
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices, RuntimeName, checked_runtime
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
 from mtf_gradsync.tools.estimator.host import (
     Evaluation,
@@ -477,22 +477,13 @@ def _checked_runtime(
 
     Raises ValueError if there is no such runtime, it cannot run here, or it needs num_cores.
     """
-    chosen: RuntimeName = runtime or ("xla" if use_tpu else "placement_mesh")
-    if chosen not in RUNTIMES:
-        raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}, or None; got {runtime!r}.")
-    if chosen == "placement_mesh":
-        return chosen
-    if not num_cores:
+    chosen = runtime or ("xla" if use_tpu else "placement_mesh")
+    if chosen in ("cpu_replicas", "xla") and not num_cores:
         raise ValueError(
             f"On {chosen!r} the model_fn is one program for all cores, and their number is not "
             "known: give num_cores, or a TPUConfig with num_shards in config."
         )
-    if chosen == "xla" and xla.why_no_xla():
-        raise ValueError(
-            f"The runtime 'xla' does not run here: {xla.why_no_xla()} 'cpu_replicas' runs the "
-            "same program without jax."
-        )
-    return chosen
+    return checked_runtime(chosen)
 
 
 def _traffic(program: simd.Program, spec: Any) -> dict[str, float]:

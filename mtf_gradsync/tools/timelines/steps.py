@@ -15,7 +15,7 @@ from mtf_gradsync.runtimes._private.jax import compiled_hlo
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
 from mtf_gradsync.runtimes.simd.facts import CalledBranch, GraphFacts
 from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
-from mtf_gradsync.runtimes.xla.devices import OtherProcessError
+from mtf_gradsync.runtimes.xla.gathering import OtherProcessError
 from mtf_gradsync.runtimes.xla.session import Dispatched, XlaSession
 from mtf_gradsync.tools._private.profiles import Profiler, profile_space
 from mtf_gradsync.tools.timelines.events import (

@@ -9,7 +9,7 @@ import importlib.util
 import io
 import re
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterator
 
 from mtf_gradsync.extension import ConfigError, TrainingError, install_extra
 from mtf_gradsync.runtimes.starting import write_bytes
@@ -76,49 +76,37 @@ def write_figure(path: Path, figure: Any) -> None:
     write_bytes(path, content.getvalue())
 
 
-class Palette(NamedTuple):
-    """Colors of a figure: of letters and axes, of the grid, of lines and bars."""
-
-    ink: str
-    grid: str
-    series: tuple[str, ...]
-
-
-#: Of a PNG file: the page's by day.
-PAPER = Palette(
-    "#1b1f24",
-    "#e4e8ec",
-    ("#0b62c4", "#c2410c", "#15803d", "#8b2fc9", "#a16207", "#be185d", "#0e7490", "#57534e"),
-)
-#: Placeholders of the page's colors: drawn in these, replaced in the file.
-PAGE = Palette("#010203", "#010204", tuple(f"#0102{n:02x}" for n in range(0x10, 0x18)))
+# Placeholders of the page's colors, of letters and axes, the grid, and lines and bars: drawn in
+# these, replaced in the file.
+INK, _GRID = "#010203", "#010204"
+SERIES = tuple(f"#0102{n:02x}" for n in range(0x10, 0x18))
 _ON_PAGE = {
-    PAGE.ink: "currentColor",
-    PAGE.grid: "var(--grid)",
-    **{color: f"var(--series-{number})" for number, color in enumerate(PAGE.series, 1)},
+    INK: "currentColor",
+    _GRID: "var(--grid)",
+    **{color: f"var(--series-{number})" for number, color in enumerate(SERIES, 1)},
 }
 # The width of a page's column on a telephone, where letters then have their own size.
 WIDTH = 5.2
 
 
-def style(palette: Palette = PAGE) -> Any:
-    """Returns a context manager in which to draw figures for `as_svg`, or for a PNG file."""
+def style() -> Any:
+    """Returns a context manager in which to draw figures for `as_svg`."""
     import matplotlib
 
     return matplotlib.rc_context(
         {
-            "axes.edgecolor": palette.ink,
-            "axes.labelcolor": palette.ink,
+            "axes.edgecolor": INK,
+            "axes.labelcolor": INK,
             "axes.spines.right": False,
             "axes.spines.top": False,
             "font.size": 9,
-            "grid.color": palette.grid,
+            "grid.color": _GRID,
             "legend.frameon": False,
             "svg.fonttype": "none",
             "svg.hashsalt": "mtf_gradsync",
-            "text.color": palette.ink,
-            "xtick.color": palette.ink,
-            "ytick.color": palette.ink,
+            "text.color": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
         }
     )
 

@@ -22,13 +22,11 @@ from mtf_gradsync.tools.train.evaluation import (
     unigram_score,
     visible,
 )
-from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress, read_metrics
+from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress
 from mtf_gradsync.tools.train.model import ModelSettings
-from mtf_gradsync.tools.train.plots import plot_losses
 
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
-PLOT_FILE = "loss.png"
 SAMPLES_FILE = "samples.txt"
 # Fields of the result file of a run that has made steps.
 SPEED = ("seconds", "tokens_per_second")
@@ -95,7 +93,7 @@ def keep_best(path: str, directory: Path) -> None:
 
 
 class HeldOut:
-    """Evaluates a run on held-out data; without any, only draws the loss curve.
+    """Evaluates a run on held-out data.
 
     `unigram` is the baseline's score. Once the run is finished, `result` is the content of the
     result file and `samples` what the model wrote.
@@ -227,15 +225,6 @@ class HeldOut:
         )
         return score
 
-    def plot(self) -> None:
-        """Draws the loss curve from the metrics file."""
-        plot_losses(
-            read_metrics(self._directory / METRICS_FILE),
-            self._directory / PLOT_FILE,
-            unigram_nats=self.unigram.nats_per_token if self.unigram else None,
-            title=str(self._directory),
-        )
-
     def finish(self, path: str | None, writes: bool = True, **result: Any) -> Score | None:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
@@ -265,9 +254,6 @@ class HeldOut:
             write_json(self._directory / RESULT_FILE, self.result)
         if score is not None and self._sampling is not None:
             self._write_samples(self._sampling, writes)
-        if writes:
-            self.plot()
-            self._say(f"loss curve: {self._directory / PLOT_FILE}")
         return score
 
     def is_complete(self, step: int) -> bool:

@@ -1,8 +1,7 @@
-"""The plots of a run: of its page, and the loss curve as a PNG file."""
+"""The plots of a run's page."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
@@ -63,7 +62,7 @@ def thinned(series: Series, is_count: bool = False) -> Series:
 
 Rows = Sequence[Any]
 # If there are more shards than colors, their range is drawn.
-_SERIES = figures.PAGE.series
+_SERIES = figures.SERIES
 _MOST_LINES = len(_SERIES)
 # From this ratio on small values would lie on the axis, so the axis is logarithmic.
 _LOG_RATIO = 20
@@ -186,19 +185,6 @@ def _losses(rows: Rows) -> list[_Line]:
     ]
 
 
-def plot_losses(rows: Rows, path: Path, unigram_nats: float | None = None, title: str = "") -> None:
-    """Draws the plot of losses as the page has it, into a PNG file."""
-    with figures.style(figures.PAPER):
-        figure = figures.new_figure(7, 4)
-        axes = figure.add_subplot()
-        lines = _losses(rows)
-        _draw_lines(axes, lines, figures.PAPER, unigram_nats)
-        values = [line.series for line in lines if line.series is not None]
-        _finish(axes, _LOSS_UNIT, values, may_be_log=True)
-        axes.set_title(title)
-        figures.write_figure(path, figure)
-
-
 def kilobytes(size: int) -> str:
     """Returns a number of bytes in units of 1,000, exactly."""
     return f"{size / 1e3:,.3f}"
@@ -271,7 +257,7 @@ def _over_steps(
         return None
 
     def draw(axes: Any) -> None:
-        _draw_lines(axes, lines, figures.PAGE, level, is_count)
+        _draw_lines(axes, lines, level, is_count)
         if is_count:
             _count_from_zero(axes, present[0][1])
         elif from_zero:
@@ -290,11 +276,10 @@ def _over_steps(
 def _draw_lines(
     axes: Any,
     lines: Sequence[_Line],
-    palette: figures.Palette,
     level: float | None,
     is_count: bool = False,
 ) -> None:
-    for color, line in zip(palette.series, lines):
+    for color, line in zip(_SERIES, lines):
         if line.series is None:
             continue
         points = line.series if line.is_points else thinned(line.series, is_count)
@@ -306,7 +291,7 @@ def _draw_lines(
         axes.plot(points.steps, points.values, color=color, label=line.label, **form)
     if level is not None:
         axes.axhline(
-            level, color=palette.ink, linestyle="--", linewidth=1, label="unigram baseline"
+            level, color=figures.INK, linestyle="--", linewidth=1, label="unigram baseline"
         )
     if len(axes.get_lines()) > 1:
         axes.legend(fontsize=8)

@@ -199,7 +199,6 @@ def _run(checked: _CheckedRun, accepted: Accepted, part: RunPart) -> RunResult:
         raise
     newest = latest_checkpoint(checked.checkpoint_dir)
     if result.stopped_by is not None:
-        evaluation.plot()
         _write_report(checked, result.step, "stopped early")
         if newest is None:
             say("stopped before the first step, without a checkpoint; the same command begins anew")

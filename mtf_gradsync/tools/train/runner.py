@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import os
 from concurrent.futures import Future
-from typing import Any, Callable, NamedTuple, Sequence, get_args
+from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -26,11 +26,9 @@ from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools._private.tensorflow import singular_monitored_session
 from mtf_gradsync.tools.islands import Island, IslandError
 from mtf_gradsync.tools.timelines import Timeline, timeline
-from mtf_gradsync.tools.train.config import RunConfig, RuntimeName
+from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.train_graph import TrainGraph
-
-RUNTIMES = get_args(RuntimeName)
 
 _WORDS = {
     "xla": "XLA devices",
@@ -61,8 +59,10 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     `target` is the server of a cluster's chief where the run's mesh is over its tasks.
     """
     asked = config.runtime
-    if asked not in RUNTIMES:
-        raise ConfigError(f"train.run.runtime must be one of {', '.join(RUNTIMES)}; got {asked!r}")
+    try:
+        sessions.checked_runtime(asked, "train.run.runtime", ["fastest"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if target:
         if asked not in ("fastest", "placement_mesh"):
             raise ConfigError(
@@ -75,17 +75,12 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     if asked == "fastest":
         if bound:
             return Runtime("placement_mesh", f"train.run.{bound[0]} is bound")
-        missing = xla.why_no_xla()
-        if not missing:
-            return Runtime("xla", "the fastest that is installed")
-        return Runtime("cpu_replicas", f"the fastest without jax: {missing}")
+        return Runtime(*sessions.fastest_runtime())
     if bound and asked != "placement_mesh":
         raise ConfigError(
             f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
             f'"{asked}". Remove one of them.'
         )
-    if asked == "xla" and xla.why_no_xla():
-        raise ConfigError(f'train.run.runtime = "xla": {xla.why_no_xla()}')
     return Runtime(asked, "train.run.runtime")
 
 

@@ -9,6 +9,7 @@ from typing import Any, Generator, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import ConfigError, tf
+from mtf_gradsync.runtimes.sessions import RuntimeName
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, resolve_job
@@ -31,7 +32,7 @@ def verify_config(
     steps: int = 1,
     divisions: Sequence[str] | None = None,
     without: Sequence[str] = (),
-    runtime: str = "cpu_replicas",
+    runtime: RuntimeName = "cpu_replicas",
 ) -> Verification:
     """Verifies the training step that gin's configuration describes, on its training data.
 

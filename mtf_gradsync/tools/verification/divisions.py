@@ -7,9 +7,8 @@ from typing import Any, Sequence
 
 from mtf_gradsync.extension import SyncReplicasOptimizer, mtf
 from mtf_gradsync.runtimes import xla
+from mtf_gradsync.runtimes.sessions import RUNTIMES
 from mtf_gradsync.tools.verification.recording import Changes, Recorded
-
-RUNTIMES = ("placement_mesh", "cpu_replicas", "xla")
 
 
 @dataclasses.dataclass(frozen=True)

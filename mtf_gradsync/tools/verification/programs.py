@@ -18,7 +18,8 @@ from mtf_gradsync.extension import (
     tf,
     variables_of_cores,
 )
-from mtf_gradsync.runtimes import simd, xla
+from mtf_gradsync.runtimes import simd
+from mtf_gradsync.runtimes.sessions import program_session
 from mtf_gradsync.runtimes.simd.session import VariableAccess, copied
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division
@@ -148,11 +149,8 @@ class BuiltDivision(NamedTuple):
             )
         with self.graph.as_default():
             if self.program is not None:
-                if self.division.runtime == "xla":
-                    session = xla.session(self.program, lowerings, cache_dir=None)
-                else:
-                    session = self.program.session(lowerings)
-                with session:
+                name = self.division.runtime
+                with program_session(name, self.program, lowerings, cache_dir=None) as session:
                     yield Running(self, session)
                 return
             to_masters = tf.group(*(x.copy_slices_to_masters() for x in lowerings))

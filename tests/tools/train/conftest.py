@@ -7,7 +7,7 @@ import gin
 import pytest
 
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.tools.train import gin_files, held_out, plots
+from mtf_gradsync.tools.train import gin_files, plots
 from mtf_gradsync.tools.train import run as run_module
 from mtf_gradsync.tools.train.run import run
 
@@ -42,7 +42,6 @@ def run_quietly(directory, with_plots=False):
     with contextlib.ExitStack() as stack:
         if not with_plots:
             stack.enter_context(mock.patch.object(plots, "draw_plots", return_value=[]))
-            stack.enter_context(mock.patch.object(held_out, "plot_losses"))
         return run(gin_files.bound_run_config(), str(directory), say=said.append), said
 
 

@@ -12,7 +12,7 @@ from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.cli.main import main
 from mtf_gradsync.tools.train.processes import run_on_processes
-from mtf_gradsync.xla import devices
+from mtf_gradsync.xla import gathering
 from tests.tools.train.conftest import TINY
 
 FLAGS = ["--coordinator=localhost:1", "--num_processes=2", "--process_id=1"]
@@ -64,9 +64,9 @@ def test_a_bad_schedule_is_an_error_before_the_others_are_met(settings, tmp_path
 def joined(monkeypatch):
     """The others are there; process 0 has found the checkpoint of step 12."""
     texts = mock.Mock(side_effect=lambda text: ["12", text])
-    monkeypatch.setattr(devices, "_texts_of_all", texts)
+    monkeypatch.setattr(gathering, "_texts_of_all", texts)
     # Not `xla.Processes`, which would leave the others when the tests end.
-    processes = mock.Mock(in_turn=lambda work: work(), check_equal=devices.check_equal)
+    processes = mock.Mock(in_turn=lambda work: work(), check_equal=gathering.check_equal)
     monkeypatch.setattr(xla, "start_processes", lambda *_, **__: contextlib.nullcontext(processes))
 
 

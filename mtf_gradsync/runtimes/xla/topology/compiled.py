@@ -15,8 +15,9 @@ from mtf_gradsync.runtimes.xla.hlo import (
     read_module,
     shape_bytes,
 )
-from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS, Generation, slice_of, why_doubtful
+from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS, Generation, slice_of
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
+from mtf_gradsync.runtimes.xla.topology.roofline import why_doubtful
 
 #: The operations through which cores exchange data, as HLO calls them.
 COLLECTIVES = (
@@ -102,7 +103,11 @@ def _walk(
     shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
     for instruction in instructions_of(module, computation):
         # An operation of a start and an end counts once, at its start.
-        operation = _without(instruction.opcode, "-start")
+        operation = (
+            instruction.opcode[: -len("-start")]
+            if instruction.opcode.endswith("-start")
+            else instruction.opcode
+        )
         if operation in COLLECTIVES:
             size = sum(shape_bytes(shapes[i]) for i in instruction.operand_ids)
             if operation == "all-reduce" and is_fused:
@@ -168,10 +173,6 @@ def _sent_by_fused_all_reduce(all_reduce: Any, computation: Any, size: int) -> t
     if None in parts:
         return "all-reduce", size
     return "all-gather", sum(part for part in parts if part is not None)
-
-
-def _without(text: str, end: str) -> str:
-    return text[: -len(end)] if text.endswith(end) else text
 
 
 def _around(instruction: Any, shapes: dict[int, Any]) -> list[tuple[str, ...]]:

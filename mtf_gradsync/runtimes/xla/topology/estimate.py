@@ -8,7 +8,8 @@ from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.runtimes.xla.hlo import read_module, stored_bytes
 from mtf_gradsync.runtimes.xla.runner.packs import nested_operations
-from mtf_gradsync.runtimes.xla.topology.chips import Rates, work_of
+from mtf_gradsync.runtimes.xla.topology.chips import Rates
+from mtf_gradsync.runtimes.xla.topology.roofline import work_of
 
 _SUMS = (
     *("flops", "bytes_accessed", "seconds", "bytes_copied"),

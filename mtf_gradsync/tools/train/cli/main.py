@@ -94,6 +94,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     import mtf_gradsync
     from mtf_gradsync.extension import ESTIMATOR_AVAILABLE, tf
     from mtf_gradsync.runtimes import xla
+    from mtf_gradsync.runtimes.sessions import fastest_runtime
     from mtf_gradsync.tools.train.config import transformer_utils
 
     yield "package", str(Path(mtf_gradsync.__file__).parent)
@@ -114,7 +115,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     devices = collections.Counter(d.device_type for d in tf.config.list_physical_devices())
     listed = ", ".join(f"{number} {kind}" for kind, number in devices.items())
     yield "runtime placement_mesh", f"yes, on {listed} of TensorFlow"
-    yield "runtime fastest", f"is {'cpu_replicas' if no_xla else 'xla'}"
+    yield "runtime fastest", f"is {fastest_runtime()[0]}"
     yield "TPU compiler", xla.why_no_tpu_compiler() or "there, for mtf-gradsync compile"
     try:
         transformer_utils()

@@ -14,7 +14,7 @@ import numpy as np
 
 from mtf_gradsync import xla
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
-from mtf_gradsync.runtimes.xla.devices import Cores
+from mtf_gradsync.runtimes.xla.gathering import Cores
 from mtf_gradsync.runtimes.xla.runner.devices import put
 from mtf_gradsync.runtimes.xla.runner.program import LoadedProgram
 from mtf_gradsync.runtimes.xla.runner.program import compiled as compile_stablehlo

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.xla import devices, processes
+from mtf_gradsync.xla import gathering, processes
 
 pytestmark = pytest.mark.xla
 
@@ -76,15 +76,15 @@ def two_processes(monkeypatch):
 ])  # fmt: skip
 def test_processes_with_unlike_shares(owners, said):
     with pytest.raises(xla.ProcessesError, match=f"{said}.*multiple of 2"):
-        devices.Cores([device(owner) for owner in owners])
+        gathering.Cores([device(owner) for owner in owners])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_processes")
 def test_shares_may_be_mixed_and_alone():
-    mixed = devices.Cores([device(owner) for owner in (0, 1, 1, 0)])
+    mixed = gathering.Cores([device(owner) for owner in (0, 1, 1, 0)])
     assert (mixed.local, mixed.is_alone, mixed.is_first) == ([0, 3], False, True)
-    assert devices.Cores([device(1, me=1)] * 2).is_alone
+    assert gathering.Cores([device(1, me=1)] * 2).is_alone
 
 
 _WITH_A_SIGNAL = """

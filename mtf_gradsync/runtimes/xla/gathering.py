@@ -1,0 +1,316 @@
+"""What processes exchange: values of all cores, and whether all of them work and agree."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+from typing import Any, Callable, Iterator, Sequence, TypeVar
+
+import numpy as np
+
+from mtf_gradsync.runtimes.processes.members import ProcessesError
+from mtf_gradsync.runtimes.xla.devices import check_keeps_order
+from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, keeping_64_bits
+from mtf_gradsync.runtimes.xla.runner.program import wait_for_turn
+
+
+class ExchangeError(ProcessesError):
+    """The processes could not exchange values of the host; perhaps one of them is lost."""
+
+
+class OtherProcessError(ProcessesError):
+    """Another process has raised an error, which it also reports itself."""
+
+
+def may_be_from_another_process(error: BaseException | None) -> bool:
+    """Returns whether XLA or another process raised an error, its cause or its context."""
+    while error is not None:
+        if isinstance(error, (ExchangeError, OtherProcessError)):
+            return True
+        # Perhaps a collective without one of its processes.
+        if type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_Result = TypeVar("_Result")
+
+# Bytes of one process's values that are exchanged at a time.
+_PIECE_BYTES = 64 << 20
+_TEXT_BYTES = 600
+
+
+def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the values of all processes: for each value an array ``[processes, ...]``."""
+    check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
+    return [g for piece in _pieces(values) for g in _exchanged(piece)]
+
+
+def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the values of process 0; those of the others have the same shapes and dtypes."""
+    check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
+    import jax
+
+    found = []
+    for piece in _pieces(values):
+        packed = _packed(piece)
+        words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
+        # All others add zeros to it.
+        sent = _exchange_words(words if jax.process_index() == 0 else np.zeros_like(words), "sum")
+        found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
+    return found
+
+
+def together(work: Callable[[], _Result]) -> _Result:
+    """Calls a function on every process, and waits until all have done so.
+
+    If it failed here, its own error is raised; if on another process, a ProcessesError.
+    """
+    try:
+        result = work()
+    except Exception as error:
+        _texts_of_all(f"{type(error).__name__}: {error}")
+        raise
+    texts = [(i, text) for i, text in enumerate(_texts_of_all("")) if text]
+    if texts:
+        raise OtherProcessError(f"On process {texts[0][0]}: {texts[0][1]}")
+    return result
+
+
+def check_same(what: str, content: bytes) -> None:
+    """Raises a ProcessesError unless all processes have the same content, which `what` names."""
+    digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
+    (digests,) = _exchanged([digest])
+    others = [str(i) for i, d in enumerate(digests) if not np.array_equal(d, digests[0])]
+    if others:
+        raise ProcessesError(
+            f"The processes differ: {what} on process {', '.join(others)} are not those on process "
+            "0. Every process has to build the same program and to make the same calls with the "
+            "same fetches in the same order."
+        )
+
+
+def check_equal(what: str, value: str, advice: str) -> None:
+    """Raises a ProcessesError that names the values unless all processes have the same one."""
+    values = _texts_of_all(value)
+    others = [f"{v} on process {i}" for i, v in enumerate(values) if v != values[0]]
+    if others:
+        raise ProcessesError(
+            f"The processes differ: {what} is {values[0]} on process 0 and {', '.join(others)}. "
+            f"{advice}"
+        )
+
+
+def _texts_of_all(text: str) -> list[str]:
+    """Returns the texts of all processes."""
+    padded = np.zeros(_TEXT_BYTES, np.uint8)
+    data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
+    padded[: len(data)] = data
+    (texts,) = _exchanged([padded])
+    return [t.tobytes().rstrip(b"\0").decode("utf-8", "replace") for t in texts]
+
+
+def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    piece: list[np.ndarray] = []
+    size = 0
+    for value in values:
+        if piece and size + value.nbytes > _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(value)
+        size += value.nbytes
+    if piece:
+        yield piece
+
+
+def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return _unpacked(_exchange_words(_packed(values), "gather"), values)
+
+
+def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
+    """Returns the rows of all processes, one below the other ("gather") or added up ("sum")."""
+    import jax
+
+    devices, combined = _exchange_program(how)
+    wait_for_turn()
+    mine = next(d for d in devices if d.process_index == jax.process_index())
+    rows = jax.make_array_from_single_device_arrays(
+        (len(devices), *words.shape),
+        jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(devices), ("process",)),
+            jax.sharding.PartitionSpec("process"),
+        ),
+        [jax.device_put(words[np.newaxis], mine)],
+    )
+    try:
+        return np.asarray(combined(rows).addressable_data(0))
+    except (RuntimeError, ValueError) as error:  # jaxlib 0.4 raises what fails at once as either
+        raise ExchangeError(
+            f"The processes could not exchange values: {' '.join(str(error).split())}"
+        ) from error
+
+
+@functools.lru_cache(maxsize=None)
+def _exchange_program(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Returns a device of each process, and a program that sends each one's values to all."""
+    import jax
+
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    devices = [first[process] for process in sorted(first)]
+    everywhere = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(devices), ("process",)), jax.sharding.PartitionSpec()
+    )
+    combine = {"gather": lambda rows: rows, "sum": lambda rows: rows.sum(0, rows.dtype)}[how]
+    return devices, jax.jit(combine, out_shardings=everywhere)
+
+
+def _packed(values: Sequence[np.ndarray]) -> np.ndarray:
+    # As bytes, because what is exchanged passes through a program, which rounds no byte.
+    parts = [np.ascontiguousarray(v).reshape(-1).view(np.uint8) for v in values]
+    return np.concatenate(parts)
+
+
+def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the inverse of `_packed` for ``[processes, bytes]``."""
+    found, begin = [], 0
+    for value in like:
+        part = np.ascontiguousarray(packed[:, begin : begin + value.nbytes])
+        found.append(part.view(value.dtype).reshape(len(packed), *value.shape))
+        begin += value.nbytes
+    return found
+
+
+def checksums_on(devices: Sequence[Any], values: Sequence[DeviceValues]) -> list[np.ndarray]:
+    """Computes a checksum of the bits of each value on each device, where it lies.
+
+    Returns for each device of this process the checksums of all values. One number that changes
+    always changes the checksum.
+    """
+    if devices[0].platform == "cpu":
+        # Nothing to compile, and faster than XLA's sums on CPUs; numpy reads the devices' memory.
+        of_values = [[_checksum(np.asarray(array)) for array in v.arrays] for v in values]
+        return [np.stack(of_device) for of_device in zip(*of_values)]
+    sharding, program = _checksum_program(tuple(devices))
+    with keeping_64_bits():
+        found = program([value.joined(sharding) for value in values])
+    shards = sorted(found.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [np.asarray(shard.data)[0] for shard in shards]
+
+
+# Odd numbers, so that no change of one word is lost.
+_WEIGHTS = np.random.RandomState(0).randint(0, 2**63, 4096, np.uint64) | np.uint64(1)
+
+
+def _checksum(array: np.ndarray) -> np.uint64:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    rest = data.size % _WEIGHTS.nbytes
+    last = np.zeros_like(_WEIGHTS)
+    last.view(np.uint8)[:rest] = data[data.size - rest :]
+    rows = data[: data.size - rest].view(np.uint64).reshape(-1, _WEIGHTS.size)
+    sums = np.append(np.einsum("ij,j->i", rows, _WEIGHTS), np.sum(last * _WEIGHTS))
+    return np.sum(sums * np.arange(1, 2 * sums.size, 2, np.uint64))
+
+
+@functools.lru_cache(maxsize=None)
+def _checksum_program(devices: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns how values are joined over devices, and what computes checksums of a list of them."""
+    import jax
+    import jax.numpy as jnp
+
+    try:
+        shard_map: Any = jax.shard_map
+    except AttributeError:  # before jax 0.6
+        from jax.experimental.shard_map import shard_map
+
+    def checksum(value: Any) -> Any:
+        if value.dtype == jnp.bool_:
+            value = value.astype(jnp.uint8)
+        word = jnp.dtype(f"uint{8 * min(value.dtype.itemsize, 4)}")
+        bits = jax.lax.bitcast_convert_type(value, word).reshape(-1).astype(jnp.uint32)
+        numbers = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B1)
+        weights = (numbers ^ (numbers >> 15)) | jnp.uint32(1)
+        return jnp.sum(bits * weights, dtype=jnp.uint32)
+
+    def of_core(values: Any) -> Any:
+        return jnp.stack([checksum(value) for value in values])[jnp.newaxis]
+
+    mesh = jax.sharding.Mesh(np.array(devices), ("core",))
+    everywhere, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("core")
+    program = shard_map(of_core, mesh=mesh, in_specs=everywhere, out_specs=apart)
+    return jax.sharding.NamedSharding(mesh, everywhere), jax.jit(program)
+
+
+class Cores:
+    """The cores of a program, one jax device each: all of this process, or equally many of each.
+
+    All processes have to call its methods, with values of the same number and shapes.
+
+    Attributes:
+      devices: devices of all cores, in physical order.
+      local: numbers of this process's cores.
+      local_devices: their devices.
+    """
+
+    def __init__(self, devices: Sequence[Any]):
+        self.devices = list(devices)
+        self._me = devices[0].client.process_index()
+        self._owners = [d.process_index for d in devices]
+        self.local = [core for core, owner in enumerate(self._owners) if owner == self._me]
+        self.local_devices = [devices[core] for core in self.local]
+        if not self.is_alone:
+            if devices[0].platform == "cpu":
+                check_keeps_order()
+            self._check_shares()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process has all of them."""
+        return len(self.local) == len(self.devices)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what one of them does for all."""
+        return self.is_alone or self._me == 0
+
+    def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+        """Returns values on all cores, value by value, from those that each process has."""
+        if self.is_alone:
+            return [list(per_core) for per_core in local]
+        stacked = all_gathered([np.stack(per_core) for per_core in local])
+        rows: dict[int, int] = collections.defaultdict(int)
+        where = []
+        for owner in self._owners:
+            where.append((owner, rows[owner]))
+            rows[owner] += 1
+        return [[value[process][row] for process, row in where] for value in stacked]
+
+    def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the values of the first process, on all processes."""
+        return list(values) if self.is_alone else from_first(values)
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """See `gathering.together`."""
+        return work() if self.is_alone else together(work)
+
+    def check_same(self, what: str, content: bytes) -> None:
+        """See `gathering.check_same`."""
+        if not self.is_alone:
+            check_same(what, content)
+
+    def _check_shares(self) -> None:
+        import jax
+
+        count = jax.process_count(self.devices[0].platform)
+        shares = collections.Counter(self._owners)
+        if len({shares[process] for process in range(count)}) > 1:
+            said = ", ".join(f"process {p} has {shares[p]}" for p in range(count))
+            raise ProcessesError(
+                f"Every process must have as many cores of the mesh, but of {len(self.devices)} "
+                f"cores {said}. Take a mesh whose size is a multiple of {count}, and give every "
+                f"process {-(-len(self.devices) // count)} devices (cpu_devices of "
+                "start_processes, for CPU devices)."
+            )
