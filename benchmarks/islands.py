@@ -161,21 +161,21 @@ def _islands_trained(series: Series, scale: Scale, place: Path) -> Trained:
     points, tokens = [], 0.0
     for decision in status.decisions[1:]:
         if tokens < scale.tokens:
-            tokens += sum(c["weight"] for c in decision["contributions"])
+            tokens += sum(c.weight for c in decision.contributions)
             name = f"versions/{decision['version']:08d}.safetensors"
-            points.append((tokens, decision["time"] - record["began"], (folder, name)))
+            points.append((tokens, decision.time - record["began"], (folder, name)))
     return _trained(
         series, scale, record, points, tokens,
         versions=len(status.decisions), bad=_bad_versions(folder, status),
-        late=sum(len(d["dropped"]) for d in status.decisions),
+        late=sum(len(d.dropped) for d in status.decisions),
     )  # fmt: skip
 
 
 def _bad_versions(folder: islands.Folder, status: islands.Status) -> int:
     """Counts versions that are wrong or missing, and contributions merged twice or lost."""
     wrong = len(islands.replay(folder))
-    lost = sum(d["version"] != number for number, d in enumerate(status.decisions))
-    used = [c["object"] for d in status.decisions for c in (*d["contributions"], *d["dropped"])]
+    lost = sum(d.version != number for number, d in enumerate(status.decisions))
+    used = [c.object for d in status.decisions for c in (*d.contributions, *d.dropped)]
     twice = len(used) - len(set(used))
     newest = f"{status.version:08d}"
     there = {

@@ -190,7 +190,7 @@ class _MergedTokens:
 
     def read(self, _: Path) -> float:
         while decision := self._folder.read_json(f"decisions/{self._next:08d}.json"):
-            self._tokens += sum(c["weight"] for c in decision["contributions"])
+            self._tokens += sum(c.weight for c in decision.contributions)
             self._next += 1
         return self._tokens
 

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
         IslandHook,
         claim_part,
     )
+    from mtf_gradsync.tools.islands.exchange import IslandError
     from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder
-    from mtf_gradsync.tools.islands.island import Island, IslandError
+    from mtf_gradsync.tools.islands.island import Island
     from mtf_gradsync.tools.islands.journal import plot_status, read_status
     from mtf_gradsync.tools.islands.merger import (
         FolderTakenError,
         Merger,
         MergerError,
         Waiting,
-        replay,
     )
-    from mtf_gradsync.tools.islands.versions import MergeSettings
+    from mtf_gradsync.tools.islands.versions import MergeSettings, replay
 else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -32,7 +32,7 @@ else:  # a type checker that saw `__getattr__` would take any name
             "Folder": "mtf_gradsync.tools.islands.folder",
             "FolderTakenError": "mtf_gradsync.tools.islands.merger",
             "Island": "mtf_gradsync.tools.islands.island",
-            "IslandError": "mtf_gradsync.tools.islands.island",
+            "IslandError": "mtf_gradsync.tools.islands.exchange",
             "IslandHook": "mtf_gradsync.tools.islands.elastic",
             "MergeSettings": "mtf_gradsync.tools.islands.versions",
             "Merger": "mtf_gradsync.tools.islands.merger",
@@ -41,7 +41,7 @@ else:  # a type checker that saw `__getattr__` would take any name
             "claim_part": "mtf_gradsync.tools.islands.elastic",
             "plot_status": "mtf_gradsync.tools.islands.journal",
             "read_status": "mtf_gradsync.tools.islands.journal",
-            "replay": "mtf_gradsync.tools.islands.merger",
+            "replay": "mtf_gradsync.tools.islands.versions",
         },
     )
 

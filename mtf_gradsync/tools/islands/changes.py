@@ -177,12 +177,12 @@ def decoded(stored: Stored, specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
 
     Raises DamagedObjectError where it is not of these variables.
     """
-    form, found = stored.facts.get("form"), {}
+    form, found = stored.facts.form, {}
     blocks = _BLOCKS.get(form) if isinstance(form, str) else None
     wanted = set(specs) | ({name + _SCALES for name in specs} if blocks else set())
     if form not in FORMS or set(stored.tensors) != wanted:
         raise DamagedObjectError(
-            f"The contribution of {stored.facts.get('island')!r} is in the form {form!r} and of "
+            f"The contribution of {stored.facts.island!r} is in the form {form!r} and of "
             f"{len(stored.tensors)} tensors: it is not of this program's {len(specs)} variables."
         )
     for name, spec in specs.items():

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from mtf_gradsync.extension import check_whole_number, is_number, late_configurable, tf
 from mtf_gradsync.tools.islands.changes import Form, Merge, Weight
+from mtf_gradsync.tools.islands.exchange import IslandError
 from mtf_gradsync.tools.islands.folder import Folder
-from mtf_gradsync.tools.islands.island import Follow, Island, IslandError, Wait, check_island_name
+from mtf_gradsync.tools.islands.island import Follow, Island, Wait, check_island_name
 from mtf_gradsync.tools.islands.merger import Waiting
 from mtf_gradsync.tools.islands.versions import MergeSettings
 

@@ -38,19 +38,23 @@ _SET_ASIDE = "damaged"
 _ONE_PUT = 4 << 30
 # Half-written files of a local disk, and after how many seconds nobody writes them any more.
 _HALF, _HALF_SECONDS = re.compile(r".*#\d+"), 3600.0
-_RETRIES = {
+_RETRIES: Any = {
     "max_retries": 6,
     "retry_timeout": timedelta(seconds=30),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5),
                 "base": 2},
 }  # fmt: skip
-_CLIENT = {"connect_timeout": "5 seconds", "timeout": "15 minutes"}
+_CLIENT: Any = {"connect_timeout": "5 seconds", "timeout": "15 minutes"}
 # What this process has in memory:// instead of a store.
 _MEMORY: dict[str, Any] = {}
 
 
 class DamagedObjectError(ValueError):
     """An object of the folder is damaged, or is not what its name says."""
+
+
+class OtherTensorsError(DamagedObjectError):
+    """An object has tensors of other names, shapes or dtypes than the program."""
 
 
 class FolderError(OSError):
@@ -412,7 +416,8 @@ class Folder:
                     f"its checksum is {found.checksum[:12]}..., and {expected[:12]}... was expected"
                 )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedObjectError(f"{name} in {self.url} is refused: {error}") from error
+            wrong = OtherTensorsError if isinstance(error, _OtherTensors) else DamagedObjectError
+            raise wrong(f"{name} in {self.url} is refused: {error}") from error
         return found
 
 
@@ -472,13 +477,17 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
     return Stored(msgspec.json.decode(text, type=kind), tensors, metadata["sha256"])
 
 
+class _OtherTensors(ValueError):
+    """See `OtherTensorsError`."""
+
+
 def _check_specs(there: Mapping[str, Spec], specs: Mapping[str, Spec]) -> None:
     if set(there) != set(specs):
         missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
-        raise ValueError(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
+        raise _OtherTensors(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
     for key, found in there.items():
         if found != specs[key]:
-            raise ValueError(
+            raise _OtherTensors(
                 f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
                 f"has {specs[key].dtype} of shape {list(specs[key].shape)}"
             )

@@ -2,49 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import re
 import time
-import uuid
 from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
 
 import numpy as np
 
 from mtf_gradsync.extension import counted, is_number
 from mtf_gradsync.tools.islands.changes import FORMS, Form, encoded, wide
-from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, Spec
-from mtf_gradsync.tools.islands.journal import Journal, events_by_step
-from mtf_gradsync.tools.islands.merger import ROUND, Merger, MergerThread, Waiting, poll_seconds_of
+from mtf_gradsync.tools.islands.exchange import Exchange, IslandError
+from mtf_gradsync.tools.islands.folder import Folder, OtherTensorsError, Spec
+from mtf_gradsync.tools.islands.journal import events_by_step
+from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
+from mtf_gradsync.tools.islands.objects import ISLAND_NAME, Decision, Facts
 from mtf_gradsync.tools.islands.values import StepCounts, Values
-from mtf_gradsync.tools.islands.versions import (
-    MergeSettings,
-    contribution_object,
-    decision_object,
-    fragment_of,
-    member_object,
-    newest_version,
-    offer_object,
-    read_values,
-)
+from mtf_gradsync.tools.islands.versions import MergeSettings, fragment_of
 
 logger = logging.getLogger(__name__)
 
 Wait = Literal["grace", "none"]
 Follow = Literal["version", "own"]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_island_name(name: Any) -> None:
     """Raises ValueError for what cannot be a part of the names of objects."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not ISLAND_NAME.fullmatch(name):
         raise ValueError(
             f"The name of an island is of letters, digits, '.', '_' and '-', got {name!r}."
         )
-
-
-class IslandError(RuntimeError):
-    """An island cannot begin or be replayed."""
 
 
 class FolderTraffic(NamedTuple):
@@ -58,6 +43,7 @@ class Sent(NamedTuple):
     """What an island had when it contributed, until a version has it.
 
     Attributes:
+      version: that the change goes on from.
       values: of the variables that it contributed.
       counts: those that schedules go by.
       tokens: what the contribution stands for.
@@ -65,6 +51,7 @@ class Sent(NamedTuple):
       residual: what rounding had taken away before, and is in it.
     """
 
+    version: int
     values: dict[str, np.ndarray]
     counts: dict[str, int]
     tokens: float
@@ -72,8 +59,11 @@ class Sent(NamedTuple):
     residual: dict[str, np.ndarray]
 
 
-# How long an island that is told to stop waits for a version before it contributes the rest.
-_SECONDS_TO_LEAVE = 5.0
+# How often an island contributes to one version, all that it has learned since it: when nobody
+# merges, and when it ends.
+_ATTEMPTS = 3
+# After how many seconds without a version it says so, and contributes what it has learned since.
+_LONG = 120.0
 
 
 class Island:
@@ -166,7 +156,6 @@ class Island:
         self._wait_at_end, self._follow = wait_seconds, follow == "version"
         self._begin_seconds, self._replay = begin_seconds, replay
         self._poll = poll_seconds or poll_seconds_of(self.folder)
-        self._looked_at = -float("inf")
         self.traffic = FolderTraffic(0, 0)
         self._make_merger = lambda: (
             MergerThread(lambda: Merger(self.folder, merge_settings, waiting, keep_all))
@@ -174,7 +163,7 @@ class Island:
             else None
         )
         self._merger = self._make_merger()  # wrong settings are an error at once
-        self._life = uuid.uuid4().hex  # tells this process from others of its name
+        self._exchange: Exchange | None = None
         self._has_left = False
         self.version: int | None = None  # whose values the island goes on from
         self.step = 0
@@ -186,7 +175,8 @@ class Island:
         """Forgets all that was learned and not contributed, and goes on from a version."""
         self.version = version
         self._counts_before = dict(counts)
-        self._sent: Sent | None = None
+        self._sent: Sent | None = None  # what waits to be merged
+        self._attempts: dict[str, Sent] = {}  # contributions to this version, by name
         self._since = 0  # updates since it contributed
         self._tokens = dict.fromkeys(range(self._fragments), 0.0)
         self._residual: dict[str, np.ndarray] = {}
@@ -212,23 +202,25 @@ class Island:
             self._events = events_by_step(self.folder, self.name)
             self._lack_of(step)
             return self._replay_step(session)
+        if self._exchange:
+            self._exchange.abandon()
+        self._exchange = Exchange(
+            self.folder, self.name, self._specs, self._poll,
+            lambda: {"version": self.version, "step": self.step},
+        )  # fmt: skip
+        self._exchange.begin(self._begin_seconds)
         self._merger = self._merger or self._make_merger()
         if self._merger:
             self._merger.start()
-        self._journal = Journal(self.folder, self.name)
-        values = self._values.read(session)
-        if newest_version(self.folder) is None:
-            facts = {"island": self.name, "version": None, "tokens": 1.0, "steps": 0,
-                     "counts": self._counts_in(values)}  # fmt: skip
-            offered = {name: wide(values[name]) for name in self._specs}
-            self.folder.store(offer_object(self.name), facts, offered)
-        version = self._await_version()
-        self.folder.write_json(member_object(self.name), {"version": version, "life": self._life})
-        # The merger may have decided on what an earlier life contributed: it stays as it is.
-        has_sent = self._has_contribution(version)
-        self._join(session, version, has_sent)
-        self._journal.write("joined", step=step, version=version, has_sent=has_sent,
-                            bytes=_bytes(self._new))  # fmt: skip
+        version, decision = self._await_version(session)
+        # The merger may merge what an earlier life contributed.
+        outstanding = self._exchange.outstanding(version, self._turn_specs(version))
+        self._join(session, version, decision, outstanding)
+        self._exchange.journal.keeps_all = decision.keeps_all
+        self._exchange.journal.write(
+            "joined", step=step, version=version, bytes=_bytes(self._base),
+            sent=outstanding[0] if outstanding else "",
+        )  # fmt: skip
         # A run that begins takes values as it should; what is overwritten or jumps is said.
         level = logging.WARNING if self.step != step or step else logging.INFO
         logger.log(
@@ -245,75 +237,77 @@ class Island:
         found = {key: int(values[name]) for key, name in self._follows.items()}
         return {"step": self.step, **found}
 
-    def _has_contribution(self, version: int) -> bool:
-        with contextlib.suppress(DamagedObjectError):
-            return self.folder.load(contribution_object(version, self.name)) is not None
-        return False
+    def _await_version(self, session: Any) -> tuple[int, Decision]:
+        """Reads the newest version that is whole, once there is one, and offers values until then.
 
-    def _check_merger(self) -> None:
-        error = self._merger.error if self._merger else None
-        if error is not None:
-            raise IslandError(f"The merger of this process ended: {error}") from error
-
-    def _has_name(self) -> bool:
-        member = self.folder.read_json(member_object(self.name))
-        return not member or member.get("life") == self._life
-
-    def _check_name(self) -> None:
-        """Raises IslandError if another process has begun by this island's name."""
-        if not self._has_name():
-            raise IslandError(
-                f"Another process has begun as the island {self.name!r} of {self.folder.url}: "
-                "each island needs a name of its own. This one ends."
-            )
-
-    def _await_version(self) -> int:
-        """Returns the newest version that is whole, once there is one."""
-        until, is_said, refused = time.monotonic() + self._begin_seconds, False, ""
+        Returns its number and the decision that made it.
+        """
+        assert self._exchange is not None
+        until, values = time.monotonic() + self._begin_seconds, self._values.read(session)
+        facts = Facts(island=self.name, counts=self._counts_in(values))
+        offered = {name: wide(values[name]) for name in self._specs}
+        exchange = self._exchange
         while True:
-            self._check_merger()
-            newest = newest_version(self.folder)
+            newest = exchange.trying("versions", lambda: exchange.newest(None), None)
             if newest is not None:
-                settings = MergeSettings.of(self.folder)
-                self._fragments = settings.fragments if settings else 1
-                if self.inner_steps % self._fragments:
-                    raise IslandError(
-                        f"inner_steps={self.inner_steps} is no multiple of the {self._fragments} "
-                        f"fragments of {self.folder.url}."
-                    )
+                self._take_fragments()
                 try:
-                    self._new = self._load(range(newest + 1))
-                    return newest
-                except DamagedObjectError as error:
-                    if str(error) != refused:
-                        logger.warning("%s", error)
-                    refused = str(error)
+                    found = self._load(newest, 0)
+                except OtherTensorsError as error:
+                    raise IslandError(f"The island has another model: {error}") from error
+                if found:
+                    self._new, decision = found
+                    return newest, decision
+            else:
+                self._exchange.offer(facts, offered)
+            merger = self._merger.says() if self._merger else ""
             if time.monotonic() > until:
                 way = f"A merger makes it: mtf-gradsync islands {self.folder.url}, or merge=True."
                 raise IslandError(
                     f"{self.folder.url} has no version of the values after "
-                    f"{self._begin_seconds:g} s. {refused or way}"
+                    f"{self._begin_seconds:g} s. {merger or way}"
                 )
-            if not is_said and self._merger is None:
-                logger.warning("waiting for the first version in %s", self.folder.url)
-                is_said = True
-            time.sleep(self._poll)
+            if self._merger is None:
+                self._exchange.waits("begin", f"waiting for a version in {self.folder.url}", 0.0)
+            time.sleep(min(self._poll, 0.5))
 
-    def _load(self, versions: range) -> dict[str, np.ndarray]:
-        """Returns what the newest of some versions has of the variables that they changed."""
-        specs, newest = self._specs, versions[-1]
-        found = read_values(self.folder, newest, self._fragments, specs, versions[0])
-        self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found))
+    def _take_fragments(self) -> None:
+        settings = self._exchange.settings() if self._exchange else MergeSettings.of(self.folder)
+        self._fragments = settings.fragments if settings else 1
+        if self.inner_steps % self._fragments:
+            raise IslandError(
+                f"inner_steps={self.inner_steps} is no multiple of the {self._fragments} "
+                f"fragments of {self.folder.url}."
+            )
+
+    def _load(self, newest: int, since: int) -> tuple[dict[str, np.ndarray], Decision] | None:
+        """Returns what versions `since` one have changed, as of the newest; None if it cannot."""
+        exchange = self._exchange or Exchange(self.folder, self.name, self._specs, 0.0, dict)
+        found = exchange.load(newest, self._fragments, since)
+        if found:
+            self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found[0]))
         return found
 
-    def _join(self, session: Any, version: int, has_sent: bool) -> None:
+    def _join(
+        self,
+        session: Any,
+        version: int,
+        decision: Decision,
+        outstanding: tuple[str, Facts, Mapping[str, np.ndarray]] | None,
+    ) -> None:
+        """Goes on from a version, with what an earlier life has contributed to the next one."""
         counts = self._counts_in(self._values.read(session))
         self._base: dict[str, np.ndarray] = {}
         self._start_from(version, counts)
-        self._write(session, self._new, {}, self._follow_version(version, counts, counts))
-        if has_sent:
-            values = {name: self._base[name] for name in self._turn()}
-            self._sent = Sent(values, self._counts_before, 0.0, 0, {})
+        name, facts, change = outstanding or ("", None, {})
+        learned = {key: -value for key, value in change.items()}
+        followed = self._follow_version(decision, counts, counts)
+        self._write(session, self._new, learned, followed)
+        if facts:
+            now = self._values.read(session)
+            values = {key: now[key] for key in change}
+            sent = Sent(version, values, self._counts_before, facts.tokens, facts.steps, {})
+            self._sent, self._attempts, self._sent_at = sent, {name: sent}, time.monotonic()
 
     def _write(
         self,
@@ -333,7 +327,7 @@ class Island:
         self._values.write(session, written)
 
     def _follow_version(
-        self, version: int, counts: Mapping[str, int], before: Mapping[str, int]
+        self, decision: Decision, counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
         """Returns the counters to set so that they are the version's and what came since `before`.
 
@@ -342,12 +336,9 @@ class Island:
         self._counts_before = dict(counts)
         if not self._follow:
             return {}
-        with contextlib.suppress(DamagedObjectError):
-            behind = (self.folder.read_json(decision_object(version)) or {}).get("counts", {})
-            for key in counts.keys() & behind.keys():
-                since = counts[key] - before[key]
-                new = max(counts[key], behind[key] + since)
-                self._counts_before[key] = new - since
+        for key in counts.keys() & decision.counts.keys():
+            since = counts[key] - before[key]
+            self._counts_before[key] = max(counts[key], decision.counts[key] + since) - since
         new = {key: self._counts_before[key] + counts[key] - before[key] for key in counts}
         self.step += new["step"] - counts["step"]
         return {name: new[key] for key, name in self._follows.items() if new[key] != counts[key]}
@@ -356,6 +347,10 @@ class Island:
         """The names of the variables that the next version changes."""
         assert self.version is not None
         return fragment_of(self.version + 1, list(self._base), self._fragments)
+
+    def _turn_specs(self, version: int) -> dict[str, Spec]:
+        names = fragment_of(version + 1, list(self._specs), self._fragments)
+        return {name: self._specs[name] for name in names}
 
     def after_step(self, session: Any, tokens: float = 1.0) -> None:
         """Contributes what the island has learned, or takes merged values, where it is time to.
@@ -376,13 +371,49 @@ class Island:
         self._count(session, float(tokens))
         if self._replay:
             return self._replay_step(session)
-        newest, is_closing = self._look()
+        exchange = self._exchange
+        assert exchange is not None
+        newest, is_soon = exchange.look(self.version)
         if newest > self.version:
             self._take(session, newest)
-            newest, is_closing = self.version, False
-        is_due = self._since >= self.inner_steps // self._fragments or is_closing
-        if self._sent is None and is_due and self._contribute(session, is_closing):
-            self._wait_and_take(session, self._wait)
+            is_soon = False
+        self._look_after_sent()
+        is_due = self._since >= self.inner_steps // self._fragments or is_soon
+        is_again = bool(self._attempts)
+        if self._sent is None and is_due and exchange.may_try():
+            is_there = self._contribute(session, is_soon)
+            if is_there and not is_again:
+                self._wait_and_take(session, self._wait)
+
+    def _look_after_sent(self) -> None:
+        """Takes a contribution back that will not be merged, or is for long, to make another."""
+        if self._sent is None or self._exchange is None:
+            return
+        name, version = next(reversed(self._attempts), ""), self._sent.version
+        why = self._exchange.is_lost(name, version)
+        self._exchange.waits(
+            "sent", f"its contribution to version {version} waits: no merger makes the next one",
+            max(self._wait, _LONG),
+        )  # fmt: skip
+        is_long = time.monotonic() - self._sent_at > _LONG * 4 ** len(self._attempts)
+        if is_long and len(self._attempts) < _ATTEMPTS and self._since >= self.inner_steps:
+            why = why or "nobody has merged it, and there is more"
+        if why:
+            self._take_back(f"{name}: {why}; what is in it goes into another contribution")
+
+    def _take_back(self, why: str) -> None:
+        """Takes what was contributed for not contributed."""
+        assert self._sent is not None
+        sent, self._sent = self._sent, None
+        self._since += sent.steps
+        self._tokens[sent.version % self._fragments] += sent.tokens
+        for name in sent.values:
+            self._residual.pop(name, None)
+        self._residual.update(sent.residual)
+        if why:
+            logger.warning("island %s: %s", self.name, why)
+        if self._exchange:
+            self._exchange.journal.write("took_back", step=self._at, version=self.version, why=why)
 
     def _count(self, session: Any, tokens: float) -> None:
         """Counts an update and the tokens that it applies, once it has applied them."""
@@ -414,19 +445,26 @@ class Island:
         """
         if self._replay or self._has_left or self.version is None:
             return
-        until = time.monotonic() + (self._wait_at_end if waits else _SECONDS_TO_LEAVE)
+        until = time.monotonic() + (self._wait_at_end if waits else 0.0)
         while self._sent is not None or any(self._tokens.values()):
             if self._sent is None and not self._contribute(session, True):
-                break
-            if not waits and not any(self._tokens.values()):
-                break  # all is contributed
+                if not any(self._tokens.values()) or time.monotonic() > until:
+                    break
+                time.sleep(min(self._poll, 0.5))
             if not self._wait_and_take(session, until - time.monotonic()):
-                break
+                self._look_after_sent()
+                if time.monotonic() > until:
+                    break
+        if self._sent is not None and any(self._tokens.values()):
+            # In place of it, with what came since: the merger takes the last one.
+            self._take_back("it ends: all that is left goes into one contribution")
+            self._contribute(session, True)
         left = max(self._tokens.values())
-        if left:
+        if left or (self._sent and waits):
+            what = "is in no contribution" if left else "waits to be merged"
             logger.warning(
-                "the island %s ends, and what it has learned from %g tokens since version %d is "
-                "in no contribution: no newer version came in time", self.name, left, self.version,
+                "the island %s ends, and what it has learned from %g tokens since version %d %s",
+                self.name, left or (self._sent.tokens if self._sent else 0.0), self.version, what,
             )  # fmt: skip
         self.close()
 
@@ -435,40 +473,31 @@ class Island:
         if self._merger:
             self._merger.stop()
             self._merger = None
-        if not self._replay and self.version is not None and not self._has_left:
+        if self._exchange and self.version is not None and not self._has_left:
             self._has_left = True
-            if self._has_name():
-                self.folder.remove(member_object(self.name))
             left = max(self._tokens.values())
-            self._journal.write("left", step=self.step, version=self.version, tokens_left=left)
-
-    def _look(self) -> tuple[int, bool]:
-        """Returns the newest version, and whether the next one is about to be made."""
-        assert self.version is not None
-        now = time.monotonic()
-        if now - self._looked_at < self._poll:
-            return self.version, False
-        self._looked_at = now
-        self._check_merger()
-        with contextlib.suppress(DamagedObjectError):
-            told = self.folder.read_json(ROUND) or {}
-            newest = told.get("version")
-            if isinstance(newest, int) and newest >= self.version:
-                return newest, bool(told.get("closing")) and newest == self.version
-        return self.version, False
+            self._exchange.journal.write(
+                "left", step=self.step, version=self.version, tokens_left=left
+            )
+            self._exchange.leave()
 
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
         """Takes merged values if they come within some seconds; returns whether it did."""
+        assert self._exchange is not None and self.version is not None
         before, until = self.version, time.monotonic() + seconds
-        while True:
-            self._looked_at = -float("inf")
-            newest, _ = self._look()
-            if newest > (self.version or 0):
+        while self._sent is not None:
+            newest, _ = self._exchange.look(before, at_once=True)
+            if newest > before:
                 self._take(session, newest)
                 return self.version != before
             if time.monotonic() >= until:
                 return False
+            name = next(reversed(self._attempts), "")
+            if self._exchange.is_lost(name, self._sent.version):
+                self._look_after_sent()
+                return False
             time.sleep(min(self._poll, 0.05))
+        return False
 
     def _contribute(self, session: Any, is_early: bool) -> bool:
         """Contributes the change of the fragment whose turn it is; returns whether it did."""
@@ -477,8 +506,8 @@ class Island:
         names, tokens = self._turn(), self._tokens[fragment]
         if not tokens:
             return False
-        if not self._replay:
-            self._check_name()
+        if self._exchange:
+            self._exchange.check_name()
         now = self._values.read(session)
         change = {name: (self._base[name] - wide(now[name])).astype(np.float32) for name in names}
         bad = [name for name, value in change.items() if not np.isfinite(value).all()]
@@ -490,29 +519,32 @@ class Island:
                     "version %d%s", bad[0], self.name, self._at, self.version,
                     f", and {counted(sorted(anew), 'slot')} begin anew" if anew else "",
                 )  # fmt: skip
-                self._journal.write("went_back", step=self._at, version=self.version,
-                                    variable=bad[0], tokens=tokens)  # fmt: skip
+                assert self._exchange is not None
+                self._exchange.journal.write("went_back", step=self._at, version=self.version,
+                                             variable=bad[0], tokens=tokens)  # fmt: skip
             return False
         counts, steps = self._counts_in(now), self._since
         residual = {name: self._residual[name] for name in names if name in self._residual}
-        self._sent = Sent({name: now[name] for name in names}, counts, tokens, steps, residual)
-        self._since, self._tokens[fragment] = 0, 0.0
+        values = {name: now[name] for name in names}
+        sent = Sent(self.version, values, counts, tokens, steps, residual)
         for name, value in residual.items():
             change[name] += value
         tensors, errors = encoded(change, self.form)
+        is_there = True
+        if self._exchange:
+            facts = Facts(island=self.name, version=self.version, tokens=tokens, steps=steps,
+                          form=self.form, counts=counts)  # fmt: skip
+            event = {"step": self._at, "version": self.version, "tokens": tokens, "steps": steps,
+                     "early": is_early, "bytes": _bytes(tensors)}  # fmt: skip
+            name, is_there = self._exchange.contribute(facts, tensors, event)
+            self._attempts[name] = sent  # it may be there, whatever the folder says
+            self.traffic = self.traffic._replace(written=self.traffic.written + _bytes(tensors))
+        self._sent, self._sent_at = sent, time.monotonic()
+        self._since, self._tokens[fragment] = 0, 0.0
         self._residual.update(errors)
-        if self._replay:
-            return True
-        facts = {"island": self.name, "version": self.version, "tokens": tokens, "steps": steps,
-                 "form": self.form, "counts": counts}  # fmt: skip
-        self.traffic = self.traffic._replace(written=self.traffic.written + _bytes(tensors))
-        # Before the object: what is merged is in the journal.
-        self._journal.write(
-            "contributed", step=self._at, version=self.version, tokens=tokens, steps=steps,
-            early=is_early, bytes=_bytes(tensors),
-        )  # fmt: skip
-        self.folder.store(contribution_object(self.version, self.name), facts, tensors)
-        return True
+        if not is_there:
+            self._take_back("")
+        return is_there
 
     def _go_back(self, session: Any) -> list[str]:
         """Goes back to the version's values; returns which slots begin anew, not being finite."""
@@ -523,25 +555,56 @@ class Island:
         self._start_from(self.version, self._counts_in(self._values.read(session)))
         return list(anew)
 
-    def _take(self, session: Any, newest: int) -> None:
-        """Takes the values of a newer version, and keeps what was learned and not contributed."""
+    def _take(self, session: Any, newest: int, merged_as: str | None = "?") -> None:
+        """Takes the values of a newer version, and keeps what was learned and not contributed.
+
+        What was contributed and will not be merged any more counts as not contributed. `merged_as`
+        is, in a replay, which contribution was merged, "" for none, None if that was open.
+        """
         assert self.version is not None
-        try:
-            merged = self._load(range(self.version + 1, newest + 1))
-        except DamagedObjectError as error:
-            logger.warning("%s; training goes on without it", error)
+        found = self._load(newest, self.version + 1)
+        if not found:
             return
-        now = self._values.read(session)
-        sent = self._sent.values if self._sent else {}
-        learned = {
-            name: wide(now[name]) - wide(sent.get(name, self._base[name])) for name in merged
-        }
+        values, decision = found
+        now, sent = self._values.read(session), self._sent
+        if self._exchange:
+            version = self.version if sent is None else sent.version
+            merged_as = self._exchange.fate(list(self._attempts), version, decision)
+        if merged_as and self._exchange:
+            # Another attempt than the last one may be merged.
+            then = self._attempts[merged_as]
+            if sent is not then:
+                self._tokens[then.version % self._fragments] += (
+                    sent.tokens if sent else 0.0
+                ) - then.tokens
+                self._since += (sent.steps if sent else 0) - then.steps
+            sent = self._sent = then
+        elif sent and merged_as == "":
+            why = "came too late to be merged, or was refused"
+            self._take_back(f"its contribution to version {sent.version} {why}: it is made again")
+            sent = None
+        before = {name: wide(x) for name, x in (sent.values if sent else {}).items()}
+        learned = {name: wide(now[name]) - before.get(name, self._base[name]) for name in values}
         counts = self._counts_in(now)
-        before = self._sent.counts if self._sent else self._counts_before
-        self._write(session, merged, learned, self._follow_version(newest, counts, before))
-        self.version, self._sent = newest, None
-        if not self._replay:
-            self._journal.write("took", step=self._at, version=newest, bytes=_bytes(merged))
+        counts_before = sent.counts if sent else self._counts_before
+        is_open = sent is not None and merged_as is None
+        if is_open and sent:
+            # It may be merged with a later version: what is in it is still there.
+            more = {name: before[name] - self._base[name] for name in before}
+            learned = {name: x + more[name] if name in more else x for name, x in learned.items()}
+        followed = self._follow_version(decision, counts, counts_before)
+        self._write(session, values, learned, followed)
+        self.version = newest
+        if is_open and sent:
+            kept = {name: wide(values[name]) + more[name] for name in more}
+            self._sent = sent._replace(values=kept)
+            self._attempts = {name: self._sent for name in self._attempts}
+        else:
+            self._sent, self._attempts = None, {}
+        if self._exchange:
+            self._exchange.over("sent")
+            self._exchange.journal.write("took", step=self._at, version=newest,
+                                         merged=merged_as, bytes=_bytes(values))  # fmt: skip
 
     def _lack_of(self, step: int) -> None:
         first = [e for e in self._events.get(step, []) if e["event"] == "joined"]
@@ -551,23 +614,33 @@ class Island:
                 f"{step}; it has events of the steps {sorted(self._events)[:10]}."
             )
 
+    def _lack_of_version(self, event: Mapping[str, Any]) -> IslandError:
+        return IslandError(
+            f"Version {event['version']}, which {self.name!r} took after step {self._at}, cannot "
+            f"be read from {self.folder.url}: a replay needs all versions (keep_all)."
+        )
+
     def _replay_step(self, session: Any) -> None:
         """Does after a step what the journal says that the island did after it."""
         for event in self._events.get(self._at, []):
             kind = event["event"]
             if kind == "joined":
-                settings = MergeSettings.of(self.folder)
-                self._fragments = settings.fragments if settings else 1
-                self._new = self._load(range(event["version"] + 1))
-                self._join(session, event["version"], event.get("has_sent", False))
+                self._take_fragments()
+                found = self._load(event["version"], 0)
+                if not found:
+                    raise self._lack_of_version(event)
+                self._new = found[0]
+                name, outstanding = event.get("sent", ""), None
+                if name:
+                    exchange = Exchange(self.folder, self.name, self._specs, 0.0, dict)
+                    outstanding = exchange.contribution(name, self._turn_specs(event["version"]))
+                self._join(session, event["version"], found[1], outstanding)
             elif kind == "took":
-                self._take(session, event["version"])
+                self._take(session, event["version"], event.get("merged"))
                 if self.version != event["version"]:
-                    raise IslandError(
-                        f"Version {event['version']}, which {self.name!r} took after step "
-                        f"{self._at}, cannot be read from {self.folder.url}: a replay needs all "
-                        "versions (keep_all)."
-                    )
+                    raise self._lack_of_version(event)
+            elif kind == "took_back" and self._sent:
+                self._take_back("")
             elif kind == "contributed":
                 self._contribute(session, False)
             elif kind == "went_back":

@@ -7,50 +7,102 @@ store cannot add to an object. What became of contributions stands in the merger
 from __future__ import annotations
 
 import collections
-import json
+import contextlib
 import logging
 import time
 from typing import Any, NamedTuple, Sequence
 
+import msgspec
+
 from mtf_gradsync.runtimes._tables import text_table
-from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder
+from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder, FolderError
+from mtf_gradsync.tools.islands.objects import Decision, Total, numbers_in, read_decision
+from mtf_gradsync.tools.islands.places import Beat, Holder, terms_of
 
 logger = logging.getLogger(__name__)
 
 _LINES_IN_A_PART = 200
+_PARTS_KEPT = 50  # of an island, unless all is kept
+_DECISIONS_SHOWN = 8  # whose refused contributions a table has
 
 
 class Journal:
-    """Writes what happens to one island in one life of its process."""
+    """Writes what happens to one island in one life of its process.
 
-    def __init__(self, folder: Folder, island: str):
-        self._folder, self._island = folder, island
-        self._life = f"{time.time_ns():020d}"
-        self._part, self._lines = 0, []  # type: tuple[int, list[str]]
+    Lines that cannot be written now are written with the next ones.
+    """
 
-    def write(self, event: str, **fields: Any) -> None:
-        """Adds an event; it is in the folder when this returns."""
-        if len(self._lines) == _LINES_IN_A_PART:
+    def __init__(self, folder: Folder, island: str, life: int):
+        self._folder, self._place, self._life = folder, f"journal/{island}", life
+        self._island, self._part, self._lines = island, 0, list[dict[str, Any]]()
+        self.keeps_all = True
+
+    def write(self, event: str, must: bool = False, **fields: Any) -> None:
+        """Adds an event.
+
+        With `must` it is in the folder when this returns; else FolderError is raised, and it is not
+        added.
+        """
+        if len(self._lines) >= _LINES_IN_A_PART and not self._is_behind():
             self._part, self._lines = self._part + 1, []
-        line = {"event": event, "island": self._island, "time": round(time.time(), 3), **fields}
-        self._lines.append(json.dumps(line, sort_keys=True))
-        name = f"journal/{self._island}/{self._life}-{self._part:06d}.jsonl"
-        self._folder.write(name, "".join(f"{x}\n" for x in self._lines).encode())
+            self._remove_old()
+        self._lines.append(
+            {"event": event, "island": self._island, "time": round(time.time(), 3), **fields}
+        )
+        if self._is_behind() and must:
+            self._lines.pop()
+            raise FolderError(f"{self._name()} in {self._folder.url} cannot be written")
+
+    def _name(self) -> str:
+        return f"{self._place}/{self._life:08d}-{self._part:06d}.jsonl"
+
+    def _is_behind(self) -> bool:
+        """Writes the part; returns whether that failed."""
+        try:
+            self._folder.write(self._name(), b"".join(map(_line, self._lines)))
+        except FolderError as error:
+            logger.warning("%s; the next line is written with it", error)
+            return True
+        return False
+
+    def _remove_old(self) -> None:
+        if not self.keeps_all:
+            with contextlib.suppress(FolderError):
+                for name in self._folder.names(self._place)[:-_PARTS_KEPT]:
+                    self._folder.remove(f"{self._place}/{name}")
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(event, order="sorted") + b"\n"
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What a line of a journal must have; it may have more."""
+
+    event: str
+    island: str
+    time: float
+    step: int
 
 
 def read_journal(folder: Folder, island: str) -> list[list[dict[str, Any]]]:
-    """Returns the events of an island, in order, a list for each life of its process."""
-    import msgspec
+    """Returns the events of an island, in order, a list for each life of its process.
 
+    Parts that are damaged are passed over by name.
+    """
     lives: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for name in folder.names(f"journal/{island}"):
-        data = folder.read(f"journal/{island}/{name}") or b""
+        if not name.endswith(".jsonl"):
+            continue
         try:
-            lives[name.split("-")[0]] += msgspec.json.Decoder(dict[str, Any]).decode_lines(data)
+            data = folder.read(f"journal/{island}/{name}") or b""
+            lines = msgspec.json.Decoder(dict[str, Any]).decode_lines(data)
+            msgspec.convert(lines, list[Event])
+            lives[name.split("-")[0]] += lines
         except ValueError as error:
-            raise DamagedObjectError(
-                f"journal/{island}/{name} in {folder.url} is damaged: {error}"
-            ) from error
+            logger.warning(
+                "journal/%s/%s in %s is passed over: %s", island, name, folder.url, error
+            )
     return [lives[life] for life in sorted(lives)]
 
 
@@ -70,7 +122,11 @@ def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]
 
 
 class IslandRow(NamedTuple):
-    """What became of one island: counts, bytes of tensors, times of its first and last event."""
+    """What became of one island: counts, bytes of tensors, times of its first and last event.
+
+    `version` is the one that it was at when it last gave a sign of life, `state` whether it lives
+    as the merger sees it, and where it was.
+    """
 
     island: str
     contributed: int
@@ -84,51 +140,94 @@ class IslandRow(NamedTuple):
     first: float
     last: float
     state: str
+    version: int | None = None
 
 
 class Status(NamedTuple):
-    """What a folder of islands has come to."""
+    """What a folder of islands has come to.
+
+    Attributes:
+      version: the newest one; None before there is one.
+      rows: of each island.
+      events: of all journals, by their writers' clocks.
+      decisions: that are still there.
+      merger: who merges, in words.
+      says: what the merger and the islands wait for, or cannot do.
+    """
 
     version: int | None
     rows: list[IslandRow]
     events: list[dict[str, Any]]
-    decisions: list[dict[str, Any]]
+    decisions: list[Decision]
+    merger: str = ""
+    says: Sequence[str] = ()
 
     def table(self) -> str:
-        """The rows as text."""
-        if self.version is None:
-            head = "no version yet: no merger has found initial values"
-        else:
-            head = f"version {self.version}"
+        """The rows as text, what is waited for, and why contributions were refused lately."""
+        head = "no version yet" if self.version is None else f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
-                   "MB written", "MB read", "last seen", "state")  # fmt: skip
+                   "MB written", "MB read", "behind", "last seen", "state")  # fmt: skip
         lines = [
             (r.island, str(r.joined), str(r.contributed), str(r.merged), str(r.late),
              str(r.refused), f"{r.tokens:,.0f}", f"{r.written / 1e6:,.2f}", f"{r.read / 1e6:,.2f}",
+             "" if r.version is None else str((self.version or 0) - r.version),
              f"{max(time.time() - r.last, 0.0):,.0f} s ago", r.state)
             for r in self.rows
         ]  # fmt: skip
         table = text_table(columns, lines, ("island", "state"))
-        return "\n".join([head, *(table if lines else ["no island has joined"])])
+        refused = [
+            f"refused for version {decision.version}: {reason}"
+            for decision in self.decisions[-_DECISIONS_SHOWN:]
+            for reason in decision.refused.values()
+        ]
+        rows = table if lines else ["no island has joined"]
+        return "\n".join([f"{head}; {self.merger}", *rows, *self.says, *refused])
 
 
 def read_status(folder: Folder) -> Status:
-    """Reads the journal and the decisions of a folder.
+    """Reads the journal, the decisions and the signs of life of a folder.
 
-    What cannot be read of either is said in the log and left out.
+    What cannot be read of them is said in the log and left out.
     """
-    decisions, events = [], []
-    for name in folder.names("decisions"):
-        decision = _read(lambda name=name: folder.read_json(f"decisions/{name}"))
-        if decision:
-            decisions.append(decision)
-    islands = folder.names("journal")
-    for island in islands:
-        for life in _read(lambda island=island: read_journal(folder, island)) or []:
-            events += life
+    decisions = [
+        decision
+        for number in numbers_in(folder, "decisions", ".json")
+        if (decision := _read(lambda number=number: read_decision(folder, number)))
+    ]
+    islands = sorted(name for name, mark in folder.marks("journal").items() if not mark)
+    events = [event for one in islands for life in read_journal(folder, one) for event in life]
     events.sort(key=lambda e: e["time"])
-    version = decisions[-1]["version"] if decisions else None
-    return Status(version, [_row(i, events, decisions) for i in islands], events, decisions)
+    newest = max(numbers_in(folder, "versions", SUFFIX), default=None)
+    merger, beat = _merger(folder)
+    members = terms_of(folder.marks("members"))
+    says, rows = list(beat.says), []
+    totals = decisions[-1].totals if decisions else {}
+    for island in islands:
+        term = members.get(f"{island}@")
+        own = Beat()
+        if term:
+            name = f"members/{island}@{term.number:08d}.beat"
+            own = _read(lambda name=name: folder.read_json(name, Beat)) or own
+        says += own.says if term and not term.has_left else []
+        lives = island in beat.living and bool(term and not term.has_left)
+        mine = [event for event in events if event["island"] == island]
+        rows.append(_row(island, mine, totals.get(island, Total()), own, lives))
+    return Status(newest, rows, events, decisions, merger, says)
+
+
+def _merger(folder: Folder) -> tuple[str, Beat]:
+    """Returns who merges, in words, and the last sign of life of it."""
+    term = terms_of(folder.marks("merger")).get("")
+    if term is None:
+        return "no merger has begun", Beat()
+    if term.has_left:
+        return "the last merger has left", Beat()
+    name = f"merger/{term.number:08d}"
+    holder = _read(lambda: folder.read_json(f"{name}.json", Holder))
+    beat = _read(lambda: folder.read_json(f"{name}.beat", Beat)) or Beat()
+    who = f"process {holder.pid} on {holder.host.split(' ')[0]}" if holder else "somebody"
+    since = max(time.time() - beat.time, 0.0)
+    return f"{who} merges, and gave a sign of life {since:,.0f} s ago", beat
 
 
 def _read(read: Any) -> Any:
@@ -139,23 +238,22 @@ def _read(read: Any) -> Any:
         return None
 
 
-def _row(island: str, events: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> IslandRow:
-    own = [e for e in events if e["island"] == island]
+def _row(
+    island: str, own: list[dict[str, Any]], total: Total, beat: Beat, lives: bool
+) -> IslandRow:
     count = collections.Counter(e["event"] for e in own)
-    merged = [c for d in decisions if d["version"] for c in d["contributions"]
-              if c["island"] == island]  # fmt: skip
-    late = sum(c["island"] == island for d in decisions for c in d["dropped"])
-    refused = sum(path.split("/")[-1].rsplit(".", 1)[0] == island
-                  for d in decisions for path in d["refused"])  # fmt: skip
     moved: collections.Counter[str] = collections.Counter()
     for event in own:
         moved[event["event"]] += event.get("bytes", 0)
     last: dict[str, Any] = own[-1] if own else {"time": 0.0, "event": "?"}
-    state = "left" if last["event"] == "left" else f"after step {last.get('step')}"
+    versions = [e["version"] for e in own if isinstance(e.get("version"), int)][-1:]
+    version = max([*versions, -1 if beat.version is None else beat.version], default=-1)
+    state = "left" if last["event"] == "left" else f"after step {beat.step or last.get('step')}"
     return IslandRow(
-        island, count["contributed"], len(merged), late, refused, count["joined"],
-        sum(c["weight"] for c in merged), moved["contributed"], moved["took"] + moved["joined"],
-        own[0]["time"] if own else 0.0, last["time"], state,
+        island, count["contributed"], total.merged, total.late, total.refused, count["joined"],
+        total.tokens, moved["contributed"], moved["took"] + moved["joined"],
+        own[0]["time"] if own else 0.0, max(last["time"], beat.time),
+        f"lives, {state}" if lives else state, version if version >= 0 else None,
     )  # fmt: skip
 
 
@@ -178,10 +276,10 @@ def plot_status(
         if event["event"] == "went_back":
             points["not finite"].append((event["time"], event["island"]))
     for decision in status.decisions:
-        at = decision["time"]
-        if decision["version"]:
-            points["merged"] += [(at, c["island"]) for c in decision["contributions"]]
-        points["late"] += [(at, c["island"]) for c in decision["dropped"]]
+        at = decision.time
+        if decision.version:
+            points["merged"] += [(at, one.island) for one in decision.contributions]
+        points["late"] += [(at, one.island) for one in decision.dropped]
     for what, (color, marker) in marks.items():
         found = [(t - start, rows[i]) for t, i in points[what] if i in rows]
         if found:

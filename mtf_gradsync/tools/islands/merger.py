@@ -1,55 +1,69 @@
 """The merger: makes each version of the outer values from what islands have contributed.
 
-A version is made in two writes: first the decision (whose contributions, with which weights and
-checksums), then the values (see `versions`). A merger that was killed anywhere makes the same bits
-when it is started again, and `replay` does so at any time.
+A version is made in two steps: first the decision (whose contributions, with which weights and
+checksums), then the values (see `versions`). Both are created once: a merger that was killed
+anywhere makes the same bits when it is started again, one that was stopped and wakes up finds that
+another has decided, and `replay` makes every version again at any time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 import threading
 import time
-import uuid
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Literal, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
 from mtf_gradsync.extension import is_number
-from mtf_gradsync.tools.islands.changes import decoded, weight_of
+from mtf_gradsync.tools.islands import places
+from mtf_gradsync.tools.islands.changes import Length, decoded, scale_of, weight_of
 from mtf_gradsync.tools.islands.folder import (
     SUFFIX,
     DamagedObjectError,
     Folder,
+    FolderError,
     Spec,
     Stored,
-    checksum,
+    tensor_object,
 )
-from mtf_gradsync.tools.islands.versions import (
+from mtf_gradsync.tools.islands.objects import (
+    REFUSED,
     SETTINGS,
-    MergeSettings,
-    counts_behind,
+    Contribution,
+    Decision,
+    Facts,
+    Made,
+    contribution_names,
     decision_object,
+    island_of,
+    momentum_object,
+    numbers_in,
+    offer_object,
+    parsed_contribution,
+    read_decision,
+    soon_object,
+    version_object,
+)
+from mtf_gradsync.tools.islands.places import Place, Reminders, Signs, terms_of
+from mtf_gradsync.tools.islands.versions import (
+    MergeSettings,
+    State,
+    counts_behind,
     fragment_of,
     make_version,
-    member_object,
-    momentum_object,
-    newest_version,
-    read_values,
-    version_object,
+    most_bytes,
+    read_state,
     versions_that_make,
 )
 
 logger = logging.getLogger(__name__)
 
-ROUND = "round.json"
-_LEASE = "merger.json"
-_LOCK = ".merger.lock"
-# A contribution for an older version than this many is not even counted as late.
-_VERSIONS_LOOKED_AT = 8
+# Contributions of so many versions back are still counted as late; as many decisions are kept.
+_VERSIONS_LOOKED_AT, _DECISIONS_KEPT = 8, 64
+# A change's usual length is that of so many versions.
+_VERSIONS_OF_LENGTHS = 8
 
 
 class MergerError(RuntimeError):
@@ -64,13 +78,14 @@ class Waiting(NamedTuple):
     """How long a merger waits for contributions.
 
     Attributes:
-      quorum: how many contributions to the newest version a merge needs.
+      quorum: how many contributions to the newest version a merge needs; "living" are those of all
+        islands that give signs of life.
       min_grace: seconds to wait for more after the quorum is there, at least.
       max_grace: at most. Between the two it adapts to how far apart contributions usually come.
       max_staleness: how many versions old a contribution may be that is still merged.
     """
 
-    quorum: int = 1
+    quorum: int | Literal["living"] = 1
     min_grace: float = 1.0
     max_grace: float = 60.0
     max_staleness: int = 0
@@ -79,6 +94,8 @@ class Waiting(NamedTuple):
         """Raises ValueError for a setting that makes no sense."""
         for name, least in (("quorum", 1), ("max_staleness", 0)):
             value = getattr(self, name)
+            if name == "quorum" and value == "living":
+                continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(
                     f"{name} must be a whole number of at least {least}, got {value!r}."
@@ -116,7 +133,9 @@ class Merger:
     ):
         waiting = waiting or Waiting()
         waiting.check()
-        there = MergeSettings.of(folder)
+        there = None
+        with contextlib.suppress(DamagedObjectError, FolderError):
+            there = MergeSettings.of(folder)
         self.settings = settings or there or MergeSettings()
         self.settings.check()
         if there is not None and there != self.settings:
@@ -133,260 +152,433 @@ class Merger:
         self._folder, self._waiting, self._keep_all = folder, waiting, keep_all
         self._poll = poll_seconds or poll_seconds_of(folder)
         self._clock = clock
-        self._newest: int | None = None
-        self._decisions: dict[int, dict[str, Any]] = {}
-        self._looked: dict[str, dict[str, Any] | None] = {}  # object -> what it is; None: refused
-        self._seen: dict[str, float] = {}  # object -> when this merger first saw it
+        self._reminders = Reminders(logger, clock)
+        self._signs = Signs(places.LIFE_SECONDS, clock)
+        self._living: set[str] = set()
+        self._state: State | None = None  # of the newest version
+        self._has_begun = False
+        self._decisions: dict[int, Decision | None] = {}
+        self._looked: dict[
+            tuple[str, str], Contribution | None
+        ] = {}  # object, its mark; None: refused
+        self._arrived: dict[tuple[str, int], float] = {}  # island, version -> by this one's clock
         self._refused: dict[str, str] = {}  # object -> why, since the last decision
-        self._counted: set[str] = set()  # late contributions that decisions name
-        self._told: Any = None
-        self._specs: dict[str, Spec] | None = None  # of the variables
 
     def run(
         self,
         should_stop: Callable[[], bool] = lambda: False,
-        on_version: Callable[[dict[str, Any]], None] = lambda decision: None,
+        on_version: Callable[[Decision], None] = lambda decision: None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """Makes versions until `should_stop`; calls `on_version` with the decision of each.
 
-        Raises MergerError if another merger has the folder.
+        What fails in the folder is said and tried again.
+
+        Raises FolderTakenError if another merger has the folder.
         """
-        with lease(self._folder, sleep) as check:
-            self._folder.remove_half_written()
-            self._folder.write_json(SETTINGS, self.settings._asdict())
-            self._finish_begun(on_version)
-            if self._newest is not None:
-                self._tell(is_closing=False)
-            while not should_stop():
-                decision = self._decide()
-                if decision is None:
-                    sleep(self._poll)
-                    continue
-                check()
-                self._folder.write_json(decision_object(decision["version"]), decision)
-                self._make(decision, on_version)
-
-    def _finish_begun(self, on_version: Callable[[dict[str, Any]], None]) -> None:
-        """Makes the version of a decision after which a merger was killed."""
-        self._newest = newest_version(self._folder)
-        decisions = self._folder.names("decisions")
-        if not decisions:
-            return
-        decision = self._folder.read_json(f"decisions/{decisions[-1]}")
-        if self._newest is None or decision["version"] > self._newest or self._is_damaged():
-            self._make(decision, on_version)
-        else:
-            self._clean_up(decision)
-
-    def _is_damaged(self) -> bool:
+        place = Place(self._folder, "merger", report=self._report)
         try:
-            assert self._newest is not None
-            self._folder.load(version_object(self._newest))
+            while True:
+                try:
+                    has_worked = place.term is not None or self._take(place)
+                    if has_worked:
+                        has_worked = self._go_on(place, on_version)
+                    self._reminders.over("folder")
+                except FolderError as error:
+                    self._reminders.lasts("folder", f"merger: {error}; it is tried again")
+                    has_worked = False
+                if should_stop():
+                    return
+                if not has_worked:
+                    sleep(self._poll)
+        finally:
+            place.leave()
+
+    def says(self) -> list[str]:
+        """Returns what it waits for, or cannot do, as it has said it."""
+        return self._reminders.said()
+
+    def begin_anew(self) -> None:
+        """Forgets what it has seen, to read it again: another merger may have gone on."""
+        self._has_begun, self._decisions, self._looked = False, {}, {}
+
+    def _report(self) -> dict[str, Any]:
+        version = self._state.version if self._state else None
+        return {"says": self.says(), "version": version, "living": sorted(self._living)}
+
+    def _take(self, place: Place) -> bool:
+        """Takes the merger's place once nobody who lives has it; raises if somebody has."""
+        holder = place.take()
+        if holder and place.has_changed():
+            raise FolderTakenError(
+                f"Another merger has {self._folder.url}: {holder}. One is enough; this one ends."
+            )
+        if holder:
+            self._reminders.lasts("place", f"waiting whether {holder} still merges")
+        return not holder
+
+    def _go_on(self, place: Place, on_version: Callable[[Decision], None]) -> bool:
+        """Makes the next version if it is time to; returns whether it has done something."""
+        if not self._has_begun:
+            self._folder.remove_half_written()
+            self._keep_settings()
+            self._state = self._newest_state()
+            self._has_begun = True
+            decided = self._stored_decision(self._next)
+        else:
+            decided = None
+            decision = self._decide()
+            if decision is None:
+                return False
+            if not place.is_held():
+                raise FolderTakenError(
+                    f"Another merger has taken {self._folder.url} from this one, which ends."
+                )
+            if self._folder.create_json(decision_object(decision.version), decision):
+                decided = decision
+                self._refused = {}
+            else:  # another one has decided, or this one before an error of the folder
+                decided = self._stored_decision(decision.version)
+        if decided:
+            self._make(decided)
+            on_version(decided)
+            self._clean_up(decided)
+        return True
+
+    @property
+    def _next(self) -> int:
+        return self._state.version + 1 if self._state else 0
+
+    # What is there when it begins.
+
+    def _keep_settings(self) -> None:
+        """Writes the settings, or takes those that the folder has."""
+        if self._folder.create_json(SETTINGS, self.settings._asdict()):
+            return
+        try:
+            there = MergeSettings.of(self._folder)
         except DamagedObjectError as error:
             logger.warning("%s; it is made again", error)
-            return True
-        return False
+            self._folder.set_aside(SETTINGS)
+            return self._keep_settings()
+        if there is not None and there != self.settings:
+            logger.warning(
+                "%s was begun with %s meanwhile: this merger goes on with these, in place of %s",
+                self._folder.url, there, self.settings,
+            )  # fmt: skip
+            self.settings = there
 
-    def _make(self, decision: dict[str, Any], on_version: Callable[[dict[str, Any]], None]) -> None:
-        version = decision["version"]
-        try:
-            values, momenta = make_version(self._folder, decision, self.settings)
-        except DamagedObjectError as error:
-            raise MergerError(f"Version {version} cannot be made: {error}") from error
-        facts = {"version": version}
-        if momenta:
-            self._folder.store(momentum_object(version), facts, momenta)
-        # Last: what has values has all else.
-        self._folder.store(version_object(version), facts, values)
-        self._newest = version
-        self._tell(is_closing=False)
-        on_version(decision)
-        self._clean_up(decision)
+    def _newest_state(self) -> State | None:
+        """Reads the newest version; one that is damaged is made again, what is none set aside."""
+        known = {*numbers_in(self._folder, "versions", SUFFIX)}
+        for version in sorted(known, reverse=True):
+            try:
+                state: State | None = read_state(self._folder, version, self.settings)
+            except DamagedObjectError as error:
+                state = self._made_again(version, error)
+            if state is not None:
+                self._keep_decision(version)
+                return state
+            aside = self._folder.set_aside(version_object(version))
+            logger.warning("nobody has decided on version %d: it goes to %s", version, aside)
+        return None
 
-    def _tell(self, is_closing: bool) -> None:
-        """Tells islands which version is the newest, and whether the next one is about to be made.
-
-        An island that has not made all of its steps then contributes those that it has made.
-        """
-        told = {"version": self._newest, "closing": is_closing}
-        if told != self._told:
-            self._folder.write_json(ROUND, told)
-            self._told = told
-
-    def _decide(self) -> dict[str, Any] | None:
-        """Returns the decision on the next version once it is time for it."""
-        if self._newest is None:
-            return self._decide_first()
-        newest, oldest = self._newest, self._newest - self._waiting.max_staleness
-        used = {c["object"] for v in range(oldest + 1, newest + 1) for c in self._contributions(v)}
-        there, late = [], []
-        for folder in self._folder.names("contributions"):
-            if not oldest - _VERSIONS_LOOKED_AT <= int(folder) <= newest:
-                continue
-            for name in self._folder.names(f"contributions/{folder}"):
-                path = f"contributions/{folder}/{name}"
-                if path in used or path in self._counted or not name.endswith(SUFFIX):
-                    continue
-                found = self._look_at(path)
-                if found and int(folder) >= oldest:
-                    there.append(found)
-                elif found and not self._was_counted(path):
-                    late.append(found)
-        current = [c for c in there if c["version"] == newest]
-        if len(current) < self._waiting.quorum:
+    def _made_again(self, version: int, reason: DamagedObjectError) -> State | None:
+        """Makes a version again from its decision; returns None where none was decided."""
+        decision = self._stored_decision(version)
+        if decision is None:
             return None
-        self._tell(is_closing=True)
-        now, seen = self._clock(), sorted(self._seen[c["object"]] for c in current)
-        if not self._is_complete(current) and now - seen[self._waiting.quorum - 1] < self._grace():
+        logger.warning("%s; version %d is made again", reason, version)
+        try:
+            before = read_state(self._folder, version - 1, self.settings) if version else None
+            self._make(decision, before)
+            return self._state
+        except DamagedObjectError as error:
+            raise FolderError(
+                f"version {version} of {self._folder.url} can neither be read nor made again: "
+                f"{reason} {error}"
+            ) from error
+
+    def _keep_decision(self, version: int) -> None:
+        """Makes the decision on a version again if it is gone or damaged: the version has it."""
+        if self._stored_decision(version) is None:
+            found = self._folder.load(version_object(version), kind=Made)
+            if found is not None and found.facts.decision.version == version:
+                self._folder.create_json(decision_object(version), found.facts.decision)
+
+    def _stored_decision(self, version: int) -> Decision | None:
+        """Returns a decision; None where there is none, or a damaged one, which is set aside."""
+        try:
+            return read_decision(self._folder, version)
+        except DamagedObjectError as error:
+            aside = self._folder.set_aside(decision_object(version))
+            logger.warning("%s; it goes to %s", error, aside)
+            return None
+
+    # One version.
+
+    def _make(self, decision: Decision, before: State | None = None) -> None:
+        try:
+            state = make_version(self._folder, decision, before or self._state)
+        except DamagedObjectError as error:
+            if before or (not decision.version and self._state):
+                raise
+            # Nobody can have the version.
+            aside = self._folder.set_aside(decision_object(decision.version))
+            self._looked.clear()
+            logger.warning("%s; the decision goes to %s, and is made anew", error, aside)
+            return
+        made = state.changed(self.settings)
+        if made.momenta:
+            self._create(momentum_object(state.version), decision, made.momenta)
+        # Last: what has values has all else.
+        self._create(version_object(state.version), decision, made.values)
+        self._state = state
+
+    def _create(self, name: str, decision: Decision, tensors: Mapping[str, np.ndarray]) -> None:
+        """Creates an object of a version; one that is there and holds other bits is set aside."""
+        found, data = tensor_object(Made(decision), tensors)
+        if self._folder.create(name, data):
+            return
+        reason = "it is another"
+        with contextlib.suppress(DamagedObjectError):
+            there = self._folder.load(name, kind=Made)
+            if there is None or there.checksum == found:
+                return
+            reason = f"it was made by another decision on version {there.facts.decision.version}"
+        logger.warning("%s: %s; it goes to %s", name, reason, self._folder.set_aside(name))
+        self._folder.create(name, data)
+
+    def _decide(self) -> Decision | None:
+        """Returns the decision on the next version once it is time for it."""
+        self._look_for_life()
+        if self._state is None:
+            return self._decide_first()
+        newest = self._state.version
+        oldest = max(newest - self._waiting.max_staleness, 0)
+        merged, counted = self._pairs(oldest)
+        there, late = list[Contribution](), list[Contribution]()
+        for version in numbers_in(self._folder, "contributions", ""):
+            if not oldest - _VERSIONS_LOOKED_AT <= version <= newest:
+                continue
+            for pair, name in contribution_names(self._folder, version).items():
+                if pair not in (merged if version >= oldest else counted):
+                    found = self._look_at(name)
+                    if found:
+                        (there if version >= oldest else late).append(found)
+        current = [one for one in there if one.version == newest]
+        quorum = self._quorum()
+        if not self._are_enough([one.island for one in current], quorum):
+            return None
+        self._folder.create_json(soon_object(newest + 1), True)
+        now, arrived = self._clock(), sorted(self._arrived[one.pair] for one in current)
+        is_complete = self._living <= {one.island for one in current}
+        if not is_complete and now - arrived[quorum - 1] < self._grace():
             return None
         # Names decide the order, and not arrival.
-        there.sort(key=lambda c: (c["island"], c["version"]))
-        late.sort(key=lambda c: c["object"])
-        arrivals = {c["island"]: round(self._seen[c["object"]] - seen[0], 3) for c in current}
-        refused, self._refused = self._refused, {}
-        return {
-            "version": newest + 1,
-            "counts": counts_behind((self._decision(newest) or {}).get("counts", {}), there),
-            "contributions": there,
-            "dropped": late,
-            "refused": dict(sorted(refused.items())),
-            # For people and the next grace window; the values do not depend on these.
-            "time": time.time(),
-            "seconds": {"waited": round(now - seen[0], 3), "arrivals": arrivals},
-        }
+        there.sort(key=lambda one: (one.island, one.version))
+        contributions = [self._bounded(one, there) for one in there]
+        before = self._decision(newest)
+        decision = Decision(
+            version=newest + 1,
+            contributions=contributions,
+            dropped=sorted(late, key=lambda one: one.object),
+            refused=dict(sorted(self._refused.items())),
+            counts=counts_behind(before.counts if before else {}, contributions),
+            settings=self.settings._asdict(),
+            oldest=max(newest + 1 - self._waiting.max_staleness, 0),
+            keeps_all=self._keep_all,
+            time=time.time(),
+            waited=round(now - arrived[0], 3),
+            arrivals={
+                one.island: round(self._arrived[one.pair] - arrived[0], 3) for one in current
+            },
+        )
+        return decision.with_totals_after(before)
 
-    def _decide_first(self) -> dict[str, Any] | None:
-        offers = [self._look_at(f"offers/{name}") for name in self._folder.names("offers")]
-        found = [o for o in offers if o]
-        if len(found) < self._waiting.quorum:
+    def _decide_first(self) -> Decision | None:
+        offers = [self._look_at(f"offers/{name}") for name in self._folder.names("offers")
+                  if name.endswith(SUFFIX)]  # fmt: skip
+        # Others are of an earlier try.
+        found = [one for one in offers if one and one.island in self._living]
+        if not self._are_enough([one.island for one in found], self._quorum()):
             return None
         # The one that has come furthest.
-        found.sort(key=lambda o: (-o["counts"].get("step", 0), o["island"]))
-        return {"version": 0, "counts": found[0]["counts"], "contributions": found[:1],
-                "dropped": [], "refused": {}, "time": time.time(),
-                "seconds": {"waited": 0.0, "arrivals": {}}}  # fmt: skip
+        found.sort(key=lambda one: (-one.counts.get("step", 0), one.island))
+        return Decision(
+            version=0, contributions=found[:1], counts=found[0].counts, time=time.time(),
+            settings=self.settings._asdict(), keeps_all=self._keep_all,
+        )  # fmt: skip
 
-    def _decision(self, version: int) -> dict[str, Any] | None:
-        """Returns the decision on a version; None where there is none."""
+    def _look_for_life(self) -> None:
+        terms = terms_of(self._folder.marks("members"))
+        self._living = {name.rstrip("@") for name in self._signs.living(terms)}
+
+    def _quorum(self) -> int:
+        if self._waiting.quorum == "living":
+            return max(len(self._living), 1)
+        return self._waiting.quorum
+
+    def _are_enough(self, islands: Sequence[str], quorum: int) -> bool:
+        """Whether so many have contributed; says for whom a version waits where it does so long."""
+        if len(islands) >= quorum:
+            self._reminders.over("quorum")
+            return True
+        missing = sorted(self._living - set(islands))
+        self._reminders.lasts(
+            "quorum",
+            f"version {self._next} waits: it has {len(islands)} of {quorum} contributions"
+            f"{f' ({_some(sorted(islands))})' if islands else ''}; "
+            + (f"{_some(missing)} may come" if missing else "no other island gives signs of life"),
+            after=self._waiting.max_grace,
+        )
+        return False
+
+    def _pairs(self, oldest: int) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+        """Returns of which islands and versions contributions are merged, and merged or late."""
+        merged, counted = set[tuple[str, int]](), set[tuple[str, int]]()
+        for version in range(max(oldest - _VERSIONS_LOOKED_AT, 0) + 1, self._next):
+            decision = self._decision(version)
+            if decision:
+                merged |= {one.pair for one in decision.contributions}
+                counted |= {one.pair for one in decision.dropped}
+        return merged, merged | counted
+
+    def _decision(self, version: int) -> Decision | None:
+        """Returns a decision; the version's own word for it where the object is damaged or gone."""
         if version not in self._decisions:
-            found = self._folder.read_json(decision_object(version)) if version >= 0 else None
-            if found is None:
-                return None
+            found = self._stored_decision(version) if version >= 0 else None
+            if found is None and version >= 0:
+                with contextlib.suppress(DamagedObjectError):
+                    made = self._folder.load(version_object(version), kind=Made)
+                    found = made.facts.decision if made else None
             self._decisions[version] = found
         return self._decisions[version]
 
-    def _contributions(self, version: int) -> list[dict[str, Any]]:
-        decision = self._decision(version)
-        return decision["contributions"] if decision else []
-
-    def _was_counted(self, path: str) -> bool:
-        """Whether a decision has merged or dropped a contribution."""
-        begun = int(path.split("/")[1])
-        was_counted = any(
-            path in {c["object"] for c in (*decision["contributions"], *decision["dropped"])}
-            for version in range(begun + 1, (self._newest or 0) + 1)
-            if (decision := self._decision(version))
-        )
-        if was_counted:
-            self._counted.add(path)
-        return was_counted
-
-    def _look_at(self, path: str) -> dict[str, Any] | None:
-        """Returns what a decision says of a contribution; None where it is gone or refused."""
-        if path not in self._looked:
+    def _look_at(self, name: str) -> Contribution | None:
+        """Returns what is in a contribution or offer; None where it is gone or refused."""
+        key = (name, self._mark_of(name))
+        if key not in self._looked:
             try:
-                stored = self._folder.load(path)
+                specs = self._specs_of(name)
+                most = most_bytes(specs) if specs else None
+                stored = self._folder.load(name, kind=Facts, most=most)
                 if stored is None:
                     return None
-                found = _described(path, stored)
-                found["weight"] = weight_of(found["tokens"], found["steps"], self.settings.weight)
-                self._looked[path] = found
-                if stored.facts["version"] is not None:
-                    self._check_change(stored)
+                found = _described(name, stored, specs, self.settings)
             except DamagedObjectError as error:
-                self._refused[path] = str(error)
-                self._looked[path] = None
-                logger.warning("%s", error)
-            self._seen[path] = self._clock()
-        return self._looked[path]
+                self._refuse(name, str(error))
+                found = None
+            except FolderError as error:
+                self._reminders.lasts(name, f"merger: {error}; it is tried again")
+                return None
+            self._reminders.over(name)
+            self._looked[key] = found
+            if found and found.version is not None:
+                self._arrived.setdefault(found.pair, self._clock())
+        return self._looked[key]
 
-    def _check_change(self, stored: Stored) -> None:
-        """Raises DamagedObjectError if a contribution is not of the variables whose turn it is."""
-        assert self._newest is not None
-        if self._specs is None:
-            values = read_values(self._folder, self._newest, self.settings.fragments)
-            self._specs = {name: Spec.of(value) for name, value in values.items()}
-        turn = stored.facts["version"] + 1
-        names = fragment_of(turn, list(self._specs), self.settings.fragments)
-        decoded(stored, {name: self._specs[name] for name in names})
+    def _mark_of(self, name: str) -> str:
+        # Contributions are created once, under names of their own; offers may be made again.
+        place, last = name.rsplit("/", 1)
+        return "" if parsed_contribution(name) else self._folder.marks(place).get(last, "")
 
-    def _is_complete(self, current: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether nobody is missing who has joined or contributed lately, and has not left."""
-        newest = self._newest
-        assert newest is not None
-        members = {name[: -len(".json")] for name in self._folder.names("members")}
-        if members <= {c["island"] for c in current}:
-            return True
-        lately = {
-            c["island"] for v in (newest - 1, newest) if v > 0 for c in self._contributions(v)
-        }
-        for island in members - lately:
-            member = self._folder.read_json(member_object(island))
-            if member and member["version"] >= newest - 1:
-                lately.add(island)
-        return members & lately <= {c["island"] for c in current}
+    def _specs_of(self, name: str) -> dict[str, Spec] | None:
+        """Returns shapes and dtypes of the variables whose turn it is; None for an offer."""
+        parsed = parsed_contribution(name)
+        if parsed is None or self._state is None:
+            return None
+        turn, values = parsed[0] + 1, self._state.values
+        names = fragment_of(turn, list(values), self.settings.fragments)
+        return {key: Spec.of(values[key]) for key in names}
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Says that a contribution is not merged, and why: its island makes another."""
+        logger.warning("%s", reason)
+        self._refused[name] = reason
+        self._folder.create_json(name.removesuffix(SUFFIX) + REFUSED, reason)
+
+    def _bounded(self, one: Contribution, there: Sequence[Contribution]) -> Contribution:
+        """Returns what a decision says of a contribution, whose change may be too long."""
+        before = range(max(self._next - _VERSIONS_OF_LENGTHS, 1), self._next)
+        own = [
+            Length(past.norm, past.steps)
+            for decision in map(self._decision, before)
+            if decision
+            for past in decision.contributions
+            if past.island == one.island
+        ]
+        others = [Length(x.norm, x.steps) for x in there if x is not one]
+        length = Length(one.norm, one.steps)
+        scale = scale_of(length, [*others, *own], self.settings.max_norm)
+        if scale < 1.0:
+            logger.warning(
+                "%s is %.3g long, more than %g times as long as usual: it counts with %.3g of its "
+                "length (max_norm)", one.object, length.norm, self.settings.max_norm, scale,
+            )  # fmt: skip
+        return one.scaled(scale)
 
     def _grace(self) -> float:
         """Seconds to wait: half as long again as contributions have usually come apart."""
-        assert self._newest is not None
-        decisions = [self._decision(v) for v in range(max(self._newest - 7, 1), self._newest + 1)]
-        arrivals = [decision["seconds"]["arrivals"].values() for decision in decisions if decision]
+        decisions = map(self._decision, range(max(self._next - 8, 1), self._next))
+        arrivals = [decision.arrivals.values() for decision in decisions if decision]
         # One that came alone says nothing about how far apart they come.
         spreads = [max(seconds) for seconds in arrivals if len(seconds) > 1]
         usual = 1.5 * float(np.median(spreads)) if spreads else self._waiting.max_grace
         return min(max(usual, self._waiting.min_grace), self._waiting.max_grace)
 
-    def _clean_up(self, decision: Mapping[str, Any]) -> None:
-        """Removes what no island and no restart needs any more."""
-        version, fragments = decision["version"], self.settings.fragments
-        oldest = version - self._waiting.max_staleness
-        # Those of the newest version stay: it can be made again.
-        gone = [*decision["dropped"], *self._contributions(oldest - 1)] if version else []
-        if not self._keep_all:
-            # An island may be reading the version before.
-            needed = {*versions_that_make(version, fragments)}
-            needed |= set(versions_that_make(max(version - 1, 0), fragments))
-            momenta = range(version - fragments, version + 1)
-            for folder, keep in (("versions", needed), ("momenta", momenta)):
-                for name in self._folder.names(folder):
-                    if int(name[: -len(SUFFIX)]) not in keep:
-                        self._folder.remove(f"{folder}/{name}")
-            for path in [*(c["object"] for c in gone), *decision["refused"]]:
-                self._folder.remove(path)
-            late = f"contributions/{oldest - _VERSIONS_LOOKED_AT - 1:08d}"
-            for name in self._folder.names(late):
-                self._folder.remove(f"{late}/{name}")
-        for one in gone:
-            self._seen.pop(one["object"], None)
-            if not self._keep_all:
-                self._looked.pop(one["object"], None)
-        kept = oldest - _VERSIONS_LOOKED_AT
+    def _clean_up(self, decision: Decision) -> None:
+        """Removes what no island and no restart needs any more: only what it finds by its listing.
+
+        There stay, without `keep_all`, the values of the versions that make the newest two, the
+        contributions to these and late ones of a few more, and `_DECISIONS_KEPT` decisions.
+        """
+        version, fragments = decision.version, self.settings.fragments
+        kept = version - self._waiting.max_staleness - _VERSIONS_LOOKED_AT
         self._decisions = {v: d for v, d in self._decisions.items() if v >= kept}
+        self._looked = {key: x for key, x in self._looked.items() if not x or x.pair[1] >= kept}
+        self._arrived = {key: x for key, x in self._arrived.items() if key[1] >= kept}
+        for number in numbers_in(self._folder, "versions", ".soon"):
+            if number <= version:
+                self._folder.remove(soon_object(number))
+        # An island may be reading the version before, and the newest may have to be made again.
+        needed = {*versions_that_make(version, fragments)}
+        needed |= {*versions_that_make(max(version - 1, 0), fragments)}
+        first = self._decision(0) if self._keep_all or 0 in needed else None
+        for name in self._folder.names("offers") if version else ():
+            if first is None or f"offers/{name}" != first.contributions[0].object:
+                self._folder.remove(f"offers/{name}")
+        if self._keep_all:
+            return
+        for number in numbers_in(self._folder, "versions", SUFFIX):
+            if number not in needed and number < version:
+                self._folder.remove(version_object(number))
+        for number in numbers_in(self._folder, "momenta", SUFFIX):
+            if number < version - fragments:
+                self._folder.remove(momentum_object(number))
+        for number in numbers_in(self._folder, "decisions", ".json"):
+            if number <= version - _DECISIONS_KEPT:
+                self._folder.remove(decision_object(number))
+        _, counted = self._pairs(version - self._waiting.max_staleness)
+        for number in numbers_in(self._folder, "contributions", ""):
+            place = f"contributions/{number:08d}"
+            # Those of the newest version stay.
+            if number >= version - 1 - self._waiting.max_staleness:
+                continue
+            for name in self._folder.names(place):
+                if number < kept or (island_of(name), number) in counted or REFUSED in name:
+                    self._folder.remove(f"{place}/{name}")
 
 
 class MergerThread:
     """Runs a merger in this process, or waits until it can: one folder has one.
 
-    Attributes:
-      error: what the merger has ended with; None while it has not.
+    Wrong settings are an error when it is made; nothing ends it later but `stop`.
     """
 
     def __init__(self, make: Callable[[], Merger]):
-        self._make = make
-        self._merger = make()  # wrong settings are an error at once
+        self._merger = make()
         self._stop = threading.Event()
-        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="merger", daemon=True)
 
     def start(self) -> None:
@@ -400,17 +592,21 @@ class MergerThread:
         if self._thread.is_alive():
             self._thread.join()
 
+    def says(self) -> str:
+        """Returns what the merger waits for, as it has said it."""
+        return " ".join(self._merger.says())
+
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 self._merger.run(self._stop.is_set, sleep=self._stop.wait)
                 return
             except FolderTakenError:
-                self._stop.wait(5.0)
-                self._merger = self._make()
-            except BaseException as error:
-                self.error = error
-                return
+                pass
+            except Exception:
+                logger.warning("the merger of this process begins again after", exc_info=True)
+            self._stop.wait(places.BEAT_SECONDS)
+            self._merger.begin_anew()
 
 
 def poll_seconds_of(folder: Folder) -> float:
@@ -418,145 +614,32 @@ def poll_seconds_of(folder: Folder) -> float:
     return 0.2 if folder.is_local else 2.0
 
 
-def replay(
-    folder: Folder, on_version: Callable[[int, bool], None] = lambda version, is_equal: None
-) -> list[int]:
-    """Makes every version again from its contributions; returns those that have other bits.
-
-    Raises DamagedObjectError for a version whose contributions are gone (see `keep_all`).
-    """
-    settings = MergeSettings.of(folder)
-    if settings is None:
-        raise MergerError(f"{folder.url} has no versions yet: no merger has begun there.")
-    wrong = []
-    for version in range((newest_version(folder) or 0) + 1):
-        decision = folder.read_json(decision_object(version))
-        if decision is None:
-            raise DamagedObjectError(f"{decision_object(version)} in {folder.url} is gone.")
-        values, momenta = make_version(folder, decision, settings)
-        is_equal = True
-        for name, made in ((version_object(version), values), (momentum_object(version), momenta)):
-            if made:
-                stored = folder.load(name)
-                is_equal &= stored is not None and stored.checksum == checksum(
-                    {"version": version}, made
-                )
-        if not is_equal:
-            wrong.append(version)
-        on_version(version, is_equal)
-    return wrong
-
-
-def _described(path: str, stored: Stored) -> dict[str, Any]:
+def _described(
+    name: str, stored: Stored, specs: Mapping[str, Spec] | None, settings: MergeSettings
+) -> Contribution:
     """Returns what a decision says of a contribution; raises DamagedObjectError for a wrong one."""
-    facts = stored.facts
-    *_, folder, name = path.split("/")
-    island, version = facts.get("island"), facts.get("version")
-    tokens = facts.get("tokens")
-    if name != f"{island}{SUFFIX}" or (folder.isdigit() and int(folder) != version):
-        raise DamagedObjectError(f"{path} says that it is of {island!r}, version {version!r}")
-    if not is_number(tokens) or not 0.0 < tokens < float("inf"):
-        raise DamagedObjectError(f"{path} is of {tokens!r} tokens")
+    facts: Facts = stored.facts
+    parsed = parsed_contribution(name)
+    is_own = offer_object(facts.island) == name and facts.version is None
+    if not is_own and (parsed is None or parsed[:2] != (facts.version, facts.island)):
+        raise DamagedObjectError(
+            f"{name} says that it is of {facts.island!r}, version {facts.version!r}"
+        )
+    if not is_number(facts.tokens) or not 0.0 < facts.tokens < float("inf"):
+        raise DamagedObjectError(f"{name} is of {facts.tokens!r} tokens")
     for key, value in stored.tensors.items():
         if value.dtype.kind not in "iu" and not np.isfinite(value.astype(np.float32)).all():
-            raise DamagedObjectError(f"{path} has a NaN or an infinity in {key!r}")
-    return {"object": path, "island": island, "version": version, "tokens": float(tokens),
-            "steps": facts.get("steps"), "counts": facts.get("counts", {}),
-            "checksum": stored.checksum}  # fmt: skip
+            raise DamagedObjectError(f"{name} has a NaN or an infinity in {key!r}")
+    norm = Length.of(decoded(stored, specs), facts.steps).norm if specs is not None else 0.0
+    return Contribution.of(
+        facts,
+        object=name,
+        checksum=stored.checksum,
+        weight=weight_of(facts.tokens, facts.steps, settings.weight),
+        norm=norm,
+    )
 
 
-_LEASE_SECONDS = 10.0
-
-
-@contextlib.contextmanager
-def lease(
-    folder: Folder, sleep: Callable[[float], object] = time.sleep
-) -> Iterator[Callable[[], None]]:
-    """Holds a folder for one merger within the block; yields a function that checks that it does.
-
-    On a local disk a lock of the operating system says at once whether another has it; elsewhere a
-    number in the folder that goes on counting does, for as long as its merger lives.
-
-    Raises MergerError if another merger has the folder, or takes it meanwhile.
-    """
-    own = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid()}
-
-    def refuse(holder: Mapping[str, Any]) -> FolderTakenError:
-        return FolderTakenError(
-            f"Another merger has {folder.url}: process {holder.get('pid')} on "
-            f"{holder.get('host')}. One is enough; this one ends."
-        )
-
-    with contextlib.ExitStack() as stack:
-        before = _read_lease(folder)
-        if not _locked(folder, stack):
-            raise refuse(before)
-        is_dead = not before or before.get("released")
-        if folder.is_local and before.get("host") == own["host"]:
-            is_dead = True  # the lock says so
-        if not is_dead:
-            sleep(_LEASE_SECONDS)
-            if _read_lease(folder) != before:
-                raise refuse(_read_lease(folder))
-        beat = 0
-
-        def write(**more: Any) -> None:
-            folder.write_json(_LEASE, {**own, "beat": beat, **more})
-
-        def check() -> None:
-            holder = _read_lease(folder)
-            if holder.get("id") != own["id"]:
-                raise refuse(holder)
-
-        write()
-        if not folder.is_local:
-            sleep(1.0)  # the last one of two that write at once has it
-            check()
-        stopped = threading.Event()
-
-        def go_on() -> None:
-            nonlocal beat
-            while not stopped.wait(_LEASE_SECONDS / 4):
-                beat += 1
-                with contextlib.suppress(Exception):
-                    if _read_lease(folder).get("id") != own["id"]:
-                        return
-                    write()
-
-        thread = threading.Thread(target=go_on, name="merger lease", daemon=True)
-        thread.start()
-        try:
-            yield check
-        finally:
-            stopped.set()
-            thread.join()
-            with contextlib.suppress(Exception):
-                if _read_lease(folder).get("id") == own["id"]:
-                    write(released=True)
-
-
-def _read_lease(folder: Folder) -> dict[str, Any]:
-    try:
-        return folder.read_json(_LEASE) or {}
-    except DamagedObjectError:
-        return {}
-
-
-def _locked(folder: Folder, stack: contextlib.ExitStack) -> bool:
-    """Locks a local folder until the stack is closed; whether nobody else has it."""
-    if not folder.is_local:
-        return True
-    try:
-        import fcntl
-    except ImportError:  # no POSIX
-        return True
-    path = folder._path(_LOCK)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    file = stack.enter_context(open(path, "a"))  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,4 +1,4 @@
-"""Versions of the outer values and what they are made of: objects and their names.
+"""Versions of the outer values: how they are made, read and replayed.
 
 What a version is depends on its decision and the objects that this names alone, not on when
 anything arrived. The arithmetic is that of `changes`.
@@ -6,7 +6,8 @@ anything arrived. The arithmetic is that of `changes`.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping, NamedTuple, Sequence, get_args
+import logging
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, get_args
 
 import numpy as np
 
@@ -21,9 +22,29 @@ from mtf_gradsync.tools.islands.changes import (
     merged,
     wide,
 )
-from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder, Spec, Stored
+from mtf_gradsync.tools.islands.folder import (
+    JSON_BYTES,
+    SUFFIX,
+    DamagedObjectError,
+    Folder,
+    Spec,
+    Stored,
+    checksum,
+)
+from mtf_gradsync.tools.islands.objects import (
+    SETTINGS,
+    Contribution,
+    Decision,
+    Facts,
+    Made,
+    decision_object,
+    momentum_object,
+    numbers_in,
+    read_decision,
+    version_object,
+)
 
-SETTINGS = "settings.json"
+logger = logging.getLogger(__name__)
 
 
 class MergeSettings(NamedTuple):
@@ -78,48 +99,31 @@ class MergeSettings(NamedTuple):
 
     @classmethod
     def of(cls, folder: Folder) -> MergeSettings | None:
-        """Returns the settings of a folder; None before a merger has begun there."""
-        found = folder.read_json(SETTINGS)
-        return None if found is None else cls(**found)
+        """Returns the settings of a folder; None before a merger has begun there.
 
+        Raises DamagedObjectError for what are none.
+        """
+        found = folder.read_json(SETTINGS, dict[str, Any])
+        return None if found is None else cls.of_text(found, f"{SETTINGS} in {folder.url}")
 
-def version_object(version: int) -> str:
-    """The name of the object with the values of a version."""
-    return f"versions/{version:08d}{SUFFIX}"
-
-
-def momentum_object(version: int) -> str:
-    """The name of the object with the momentum after a version."""
-    return f"momenta/{version:08d}{SUFFIX}"
-
-
-def decision_object(version: int) -> str:
-    """The name of the object that says what a version is made of."""
-    return f"decisions/{version:08d}.json"
-
-
-def contribution_object(version: int, island: str) -> str:
-    """The name of an island's contribution to what follows a version."""
-    return f"contributions/{version:08d}/{island}{SUFFIX}"
-
-
-def offer_object(island: str) -> str:
-    """The name of the initial values that an island offers."""
-    return f"offers/{island}{SUFFIX}"
-
-
-def member_object(island: str) -> str:
-    """The name of the object that says that an island is there."""
-    return f"members/{island}.json"
+    @classmethod
+    def of_text(cls, found: Mapping[str, Any], where: str) -> MergeSettings:
+        """Returns the settings that an object holds; raises DamagedObjectError for wrong ones."""
+        try:
+            settings = cls(**found)
+            settings.check()
+        except (TypeError, ValueError) as error:
+            raise DamagedObjectError(f"{where} are no settings of a merger: {error}") from error
+        return settings
 
 
 def counts_behind(
-    before: Mapping[str, int], contributions: Sequence[Mapping[str, Any]]
+    before: Mapping[str, int], contributions: Sequence[Contribution]
 ) -> dict[str, int]:
     """Returns the counts that schedules go by, as of a version: those of who has come furthest."""
     found = dict(before)
     for one in contributions:
-        for name, count in one["counts"].items():
+        for name, count in one.counts.items():
             found[name] = max(found.get(name, 0), count)
     return found
 
@@ -136,8 +140,7 @@ def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]
 
 def newest_version(folder: Folder) -> int | None:
     """Returns the number of the newest version whose values are there, or None."""
-    names = [name for name in folder.names("versions") if name.endswith(SUFFIX)]
-    return int(names[-1][: -len(SUFFIX)]) if names else None
+    return max(numbers_in(folder, "versions", SUFFIX), default=None)
 
 
 def versions_that_make(version: int, fragments: int) -> list[int]:
@@ -148,67 +151,159 @@ def versions_that_make(version: int, fragments: int) -> list[int]:
     )
 
 
-def read_values(
+def read_version(
     folder: Folder,
     version: int,
     fragments: int,
     specs: Mapping[str, Spec] | None = None,
     since: int = 0,
-) -> dict[str, np.ndarray]:
+) -> tuple[dict[str, np.ndarray], Decision]:
     """Returns the values as of a version of the variables that versions have changed `since` one.
+
+    And the decision that made it, which the version has with it.
 
     Raises DamagedObjectError for an object that is damaged, foreign or gone.
     """
     values: dict[str, np.ndarray] = {}
+    decision: Decision | None = None
     for number in versions_that_make(version, fragments):
         if number < since:
             continue
         wanted = specs
         if specs is not None:
             wanted = {name: specs[name] for name in fragment_of(number, list(specs), fragments)}
-        found = folder.load(version_object(number), wanted)
+        name = version_object(number)
+        found = folder.load(name, wanted, kind=Made)
         if found is None:
-            raise DamagedObjectError(f"{version_object(number)} in {folder.url} is gone.")
+            raise DamagedObjectError(f"{name} in {folder.url} is gone.")
         values.update(found.tensors)
-    return values
+        decision = found.facts.decision
+        if decision.version != number:
+            raise DamagedObjectError(f"{name} in {folder.url} is version {decision.version}.")
+    assert decision is not None
+    return values, decision
 
 
-def make_version(
-    folder: Folder, decision: Mapping[str, Any], settings: MergeSettings
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Makes values and momenta of the version that a decision is about, from what it names.
+def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.ndarray]:
+    """Returns the values of all variables as of a version; see `read_version`."""
+    return read_version(folder, version, fragments)[0]
+
+
+class State(NamedTuple):
+    """All that the next version is made from, beside contributions.
+
+    Attributes:
+      version: its number.
+      values: of all variables.
+      momenta: of those that have one.
+    """
+
+    version: int
+    values: dict[str, np.ndarray]
+    momenta: dict[str, np.ndarray]
+
+    def changed(self, settings: MergeSettings) -> State:
+        """Returns what the objects of this version hold."""
+        names = fragment_of(self.version, list(self.values), settings.fragments)
+        momenta = {name: self.momenta[name] for name in names if name in self.momenta}
+        return State(self.version, {name: self.values[name] for name in names}, momenta)
+
+
+def read_state(folder: Folder, version: int, settings: MergeSettings) -> State:
+    """Reads what the version after a version is made from.
+
+    Raises DamagedObjectError for an object that is damaged, foreign or gone.
+    """
+    values = read_values(folder, version, settings.fragments)
+    momenta: dict[str, np.ndarray] = {}
+    for number in versions_that_make(version, settings.fragments):
+        if number and settings.outer_momentum:
+            found = folder.load(momentum_object(number), kind=Made)
+            if found is None:
+                raise DamagedObjectError(f"{momentum_object(number)} in {folder.url} is gone.")
+            momenta.update(found.tensors)
+    return State(version, values, momenta)
+
+
+def make_version(folder: Folder, decision: Decision, before: State | None) -> State:
+    """Makes the version that a decision is about, from what it names and the version before.
+
+    A variable whose new values would not be finite keeps those of before, without momentum.
 
     Raises DamagedObjectError for an object that is gone or is not what the decision names.
     """
-    version = decision["version"]
+    name = decision_object(decision.version)
+    settings = MergeSettings.of_text(decision.settings, f"Those of {name} in {folder.url}")
 
-    def load(name: str, expected: str) -> Stored:
-        found = folder.load(name, expected=expected)
+    def load(one: Contribution, specs: Mapping[str, Spec] | None) -> Stored:
+        most = None if specs is None else most_bytes(specs)
+        found = folder.load(one.object, expected=one.checksum, kind=Facts, most=most)
         if found is None:
-            raise DamagedObjectError(
-                f"{name} in {folder.url}, which {decision_object(version)} names, is gone."
-            )
+            raise DamagedObjectError(f"{one.object} in {folder.url}, which {name} names, is gone.")
         return found
 
-    if version == 0:
-        (offer,) = decision["contributions"]
-        tensors = load(offer["object"], offer["checksum"]).tensors
-        return {name: wide(value) for name, value in tensors.items()}, {}
-    before = read_values(folder, version - 1, settings.fragments)
-    names = fragment_of(version, list(before), settings.fragments)
-    momenta: dict[str, np.ndarray] = {}
-    if settings.outer_momentum and version > settings.fragments:
-        last = momentum_object(version - settings.fragments)
-        found = folder.load(last)
-        if found is None:
-            raise DamagedObjectError(f"{last} in {folder.url} is gone.")
-        momenta = found.tensors
-    specs = {name: Spec.of(before[name]) for name in names}
+    if before is None:
+        tensors = load(decision.contributions[0], None).tensors
+        return State(decision.version, {key: wide(x) for key, x in tensors.items()}, {})
+    names = fragment_of(decision.version, list(before.values), settings.fragments)
+    specs = {name: Spec.of(before.values[name]) for name in names}
 
     def changes() -> Iterator[Change]:
-        for one in decision["contributions"]:
-            stored = load(one["object"], one["checksum"])
-            yield Change(one["weight"], one.get("scale", 1.0), decoded(stored, specs))
+        for one in decision.contributions:
+            yield Change(one.weight, one.scale, decoded(load(one, specs), specs))
 
-    values = {name: before[name] for name in names}
-    return merged(values, momenta, changes(), settings.outer_step)
+    values, momenta = merged(
+        {name: before.values[name] for name in names},
+        {name: before.momenta[name] for name in names if name in before.momenta},
+        changes(),
+        settings.outer_step,
+    )
+    for key in names:
+        if not (np.isfinite(values[key]).all() and np.isfinite(momenta.get(key, 0.0)).all()):
+            logger.warning(
+                "%s of version %d would not be finite: it keeps the values of before, without "
+                "momentum", key, decision.version,
+            )  # fmt: skip
+            values[key] = before.values[key]
+            momenta.update({key: np.zeros_like(momenta[key])} if key in momenta else {})
+    return State(decision.version, {**before.values, **values}, {**before.momenta, **momenta})
+
+
+def most_bytes(specs: Mapping[str, Spec]) -> int:
+    """Returns how many bytes a contribution to these variables has at most."""
+    return sum(2 * spec.nbytes for spec in specs.values()) + JSON_BYTES
+
+
+def replay(
+    folder: Folder, on_version: Callable[[int, bool], None] = lambda version, is_equal: None
+) -> list[int]:
+    """Makes every version again from its contributions; returns those that have other bits.
+
+    Raises DamagedObjectError for a version whose contributions are gone (see `keep_all`).
+    """
+    newest, state, wrong = newest_version(folder), None, list[int]()
+    if newest is None:
+        raise DamagedObjectError(f"{folder.url} has no versions yet: no merger has begun there.")
+    for version in range(newest + 1):
+        decision = read_decision(folder, version)
+        if decision is None:
+            raise DamagedObjectError(
+                f"{decision_object(version)} in {folder.url} is gone: to replay all versions, a "
+                "merger must keep all of them (--keep_all, ElasticIslands.keep_all)."
+            )
+        state = make_version(folder, decision, state)
+        made = state.changed(MergeSettings(**decision.settings))
+        is_equal = True
+        for name, tensors in (
+            (version_object(version), made.values),
+            (momentum_object(version), made.momenta),
+        ):
+            if tensors:
+                stored = folder.load(name, kind=Made)
+                is_equal &= stored is not None and stored.checksum == checksum(
+                    Made(decision), tensors
+                )
+        if not is_equal:
+            wrong.append(version)
+        on_version(version, is_equal)
+    return wrong

@@ -99,7 +99,7 @@ def test_a_folder_weighs_as_its_settings_say(folder, weight):
         two.step(5.0, tokens=1.0)
     (decision,) = merge(folder, 1, settings, Waiting(quorum=2))
     expected = [6.0, 2.0] if weight == "tokens" else [18.0, 2.0]
-    assert [c["weight"] for c in decision["contributions"]] == expected
+    assert [c.weight for c in decision.contributions] == expected
     for toy in (one, two):
         toy.island._wait_and_take(toy.session, 0.0)
         assert toy.b == pytest.approx(2.0 - np.average([2.0, 10.0], weights=expected), abs=1e-6)

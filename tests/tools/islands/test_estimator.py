@@ -37,7 +37,7 @@ def test_one_island_alone_trains_as_without(runtime, folder, tmp_path, trained):
     with merging(folder, PLAIN):
         runs.train(digits.input_fn, steps=digits.STEPS)
     status = read_status(Folder(str(folder)))
-    merged = [(c["steps"], c["weight"]) for d in status.decisions[1:] for c in d["contributions"]]
+    merged = [(c.steps, c.weight) for d in status.decisions[1:] for c in d.contributions]
     assert merged == [(2, 14.0)] * 3
     assert [row.state for row in status.rows] == ["left"]
     found, expected = variables(tmp_path / "run"), variables(trained.directory)

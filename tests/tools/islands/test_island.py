@@ -30,7 +30,7 @@ def test_what_was_learned_since_the_contribution_is_kept(folder):
     two.step(0.0)
     two.step(0.0)
     (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
-    assert [c["weight"] for c in decision["contributions"]] == [4.0, 2.0]
+    assert [c.weight for c in decision.contributions] == [4.0, 2.0]
     # The outer values are rounded once, as is each island's.
     one.step(0.0)
     assert one.b == np.float32(-2.0 - (3 * 0.25 + 0.5) * 4.0 / 6.0)
@@ -42,13 +42,13 @@ def test_an_island_that_is_slower_contributes_the_steps_that_it_has_made(folder)
     for _ in range(2):
         fast.step(1.0)
     with merging(folder, PLAIN, Waiting(quorum=1, min_grace=60.0, max_grace=60.0)):
-        while not (folder / "round.json").read_text().count("true"):
+        while not (folder / "versions" / "00000001.soon").exists():
             pass
         slow.step(3.0, tokens=5.0)
         while slow.island.version == 0:
             slow.step(0.0)
     status = read_status(Folder(str(folder)))
-    assert [(c["island"], c["weight"]) for c in status.decisions[1]["contributions"]] == [
+    assert [(c.island, c.weight) for c in status.decisions[1].contributions] == [
         ("fast", 2.0), ("slow", 6.0),
     ]  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_what_an_island_contributed_before_it_was_killed_stays(folder):
     one, two = begun(folder, ["one", "two"])
     for _ in range(2):
         one.step(1.0)
-    path = folder / "contributions" / "00000000" / "one.safetensors"
+    path = folder / "contributions" / "00000000" / "one@1-1.safetensors"
     before = path.read_bytes()
     again = Toy(folder, "one", 2, wait="none").begin(step=2)
     for _ in range(3):
@@ -82,12 +82,12 @@ def test_what_an_island_contributed_before_it_was_killed_stays(folder):
     for _ in range(2):
         two.step(3.0)
     (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
-    assert [c["weight"] for c in decision["contributions"]] == [2.0, 2.0]
+    assert [c.weight for c in decision.contributions] == [2.0, 2.0]
     # What it has learned since it came back is kept, and is in its next contribution.
     again.step(0.0)
     assert (again.b, again.island.version) == (2.0 - 4.0 - 0.75, 1)
     (decision,) = merge(folder, 1)
-    assert [(c["island"], c["weight"]) for c in decision["contributions"]] == [("one", 4.0)]
+    assert [(c.island, c.weight) for c in decision.contributions] == [("one", 4.0)]
     # The journal knows: a replay of its second life keeps it in the same way.
     replayed = Toy(folder, "one", 2, replay=True).begin(2)
     for move in (0.25, 0.25, 0.25, 0.0):
@@ -309,7 +309,7 @@ def test_a_hook_of_monitored_sessions(folder):
                 session.run(train, {built.inputs[k]: v for k, v in feed.items()})
     merged = read_status(Folder(str(folder))).decisions[1:]
     assert len(merged) == 3
-    weights = [c["weight"] for d in merged for c in d["contributions"]]
+    weights = [c.weight for d in merged for c in d.contributions]
     assert sum(weights) >= sum(3.0 * s + 1.0 for s in range(6)) / 2.0
 
 
@@ -325,6 +325,6 @@ def test_progress_is_in_the_journal(folder, caplog):
     # 7 numbers of four bytes: contributed once, read at the beginning and with the version.
     assert [(row.written, row.read) for row in status.rows] == [(28, 56)]
     table = status.table()
-    line = r"^one +1 +1 +1 +0 +0 +2 +0\.00 +0\.00 +\d+ s ago +left$"
+    line = r"^one +1 +1 +1 +0 +0 +2 +0\.00 +0\.00 +0 +\d+ s ago +left$"
     assert re.search(line, table, re.MULTILINE)
-    assert table.startswith("version 1\n")
+    assert table.startswith("version 1; the last merger has left\n")

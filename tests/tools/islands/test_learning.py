@@ -11,8 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.islands import Island, IslandHook, MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
-from mtf_gradsync.tools.islands.merger import replay
-from mtf_gradsync.tools.islands.versions import read_values
+from mtf_gradsync.tools.islands.versions import read_values, replay
 from tests import harness, models, reference
 from tests.tools.islands.conftest import Program, at_once, batches, merging
 from tests.tools.islands.toy import PLAIN, Toy, begun, merge
@@ -43,7 +42,7 @@ def contributions(folder):
     """(steps, tokens) of each merged contribution, by island."""
     found = {}
     for decision in read_status(Folder(str(folder))).decisions[1:]:
-        for one in decision["contributions"]:
+        for one in decision.contributions:
             found.setdefault(one["island"], []).append((one["steps"], one["tokens"]))
     return found
 
@@ -370,7 +369,7 @@ def test_steps_follow_the_version(folder):
             toy.step(1.0)
     assert [toy.island.step for toy in (joins, own, one)] == [4, 2, 5]
     (decision,) = merge(folder, 1, waiting=Waiting(quorum=3))
-    assert decision["counts"]["step"] == 4  # `one` contributed after its first step of two
+    assert decision.counts["step"] == 4  # `one` contributed after its first step of two
     for toy in (joins, own, one):
         toy.step(0.0)
     assert [toy.island.step for toy in (joins, own, one)] == [5, 3, 6]

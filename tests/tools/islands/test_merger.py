@@ -16,8 +16,10 @@ from mtf_gradsync.islands import (
     Waiting,
     replay,
 )
+from mtf_gradsync.tools.islands import places
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
+from mtf_gradsync.tools.islands.objects import island_of
 from mtf_gradsync.tools.islands.versions import newest_version, read_values
 from tests.tools.islands.conftest import merging
 from tests.tools.islands.toy import PLAIN, FragileFolder, Killed, Toy, begun, merge, new_session
@@ -29,7 +31,7 @@ def test_a_version_is_the_mean_weighted_by_tokens(folder):
         one.step(1.0, tokens=3.0)
         two.step(5.0, tokens=1.0)
     (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
-    assert [(c["island"], c["weight"]) for c in decision["contributions"]] == [
+    assert [(c.island, c.weight) for c in decision.contributions] == [
         ("one", 6.0), ("two", 2.0),
     ]  # fmt: skip
     # 2 less the mean of 2 with weight 6 and of 10 with weight 2.
@@ -106,21 +108,25 @@ def test_late_contributions_are_counted_and_dropped(folder):
     for _ in range(2):
         one.step(1.0)
     merge(folder, 1)
-    slow.island._look = lambda: (0, False)  # it has not looked yet
+    slow.is_blind = True  # it has not looked yet
     for _ in range(2):
         slow.step(3.0)
-    del slow.island._look
+    slow.is_blind = False
     one.step(1.0)
     one.step(1.0)
     (decision,) = merge(folder, 1)
-    assert [c["island"] for c in decision["contributions"]] == ["one"]
-    assert [(c["island"], c["weight"]) for c in decision["dropped"]] == [("slow", 2.0)]
+    assert [c.island for c in decision.contributions] == ["one"]
+    assert [(c.island, c.weight) for c in decision.dropped] == [("slow", 2.0)]
     assert {r.island: (r.merged, r.late) for r in read_status(Folder(str(folder))).rows} == {
         "one": (2, 0), "slow": (0, 1),
     }  # fmt: skip
-    # What was dropped is gone; what it learns from now on is not.
+    # What was dropped is still there, and goes into its next contribution.
     slow.step(0.5)
-    assert slow.b == 2.0 - 4.0 - 0.5
+    assert slow.b == 2.0 - 4.0 - 6.0 - 0.5
+    (decision,) = merge(folder, 1)
+    assert [(c.island, c.weight) for c in decision.contributions] == [("slow", 3.0)]
+    slow.step(0.0)
+    assert slow.b == -8.5
 
 
 def test_an_older_contribution_is_merged_within_max_staleness(folder):
@@ -129,13 +135,13 @@ def test_an_older_contribution_is_merged_within_max_staleness(folder):
         one.step(1.0)
     waiting = Waiting(max_staleness=1)
     merge(folder, 1, waiting=waiting)
-    slow.island._look = lambda: (0, False)
+    slow.is_blind = True
     for _ in range(2):
         slow.step(3.0)
     one.step(1.0)
     one.step(1.0)
     (decision,) = merge(folder, 1, waiting=waiting)
-    assert [(c["island"], c["version"]) for c in decision["contributions"]] == [
+    assert [(c.island, c.version) for c in decision.contributions] == [
         ("one", 1), ("slow", 0),
     ]  # fmt: skip
     assert read_values(Folder(str(folder)), 2, 1)["b"] == 2.0 - 2.0 - (2.0 + 6.0) / 2.0
@@ -143,10 +149,11 @@ def test_an_older_contribution_is_merged_within_max_staleness(folder):
     one.step(1.0)
     one.step(1.0)
     (decision,) = merge(folder, 1, waiting=waiting)
-    assert [c["island"] for c in decision["contributions"]] == ["one"]
+    assert [c.island for c in decision.contributions] == ["one"]
 
 
-def test_the_grace_window_follows_how_far_apart_contributions_come(folder):
+def test_the_grace_window_follows_how_far_apart_contributions_come(folder, monkeypatch):
+    monkeypatch.setattr(places, "LIFE_SECONDS", 11.0)
     one, two, _ = begun(folder, ["one", "two", "dead"])
     two.island.inner_steps = 100  # it contributes when it sees that others have
     now, begin, gap = 0.0, 0.0, 2.0
@@ -154,6 +161,8 @@ def test_the_grace_window_follows_how_far_apart_contributions_come(folder):
     def sleep(seconds):
         nonlocal now
         now += 0.25
+        for toy in (one, two):
+            toy.island._exchange._place.beat()
         if now - begin >= gap and two.island._sent is None:
             two.step(1.0)
 
@@ -164,7 +173,7 @@ def test_the_grace_window_follows_how_far_apart_contributions_come(folder):
     def on_version(decision):
         nonlocal begin, gap
         made.append(decision)
-        waited.append((decision["seconds"]["waited"], len(decision["contributions"])))
+        waited.append((decision.waited, len(decision.contributions)))
         begin = now
         gap = 100.0 if len(made) == 1 else 2.0
         for toy in (one, one, two):
@@ -184,27 +193,27 @@ def test_damaged_and_foreign_contributions_are_refused_by_name(folder, caplog):
         for _ in range(2):
             toy.step(1.0)
     there = folder / "contributions" / "00000000"
-    content = bytearray((there / "damaged.safetensors").read_bytes())
+    content = bytearray((there / "damaged@1-1.safetensors").read_bytes())
     content[-1] ^= 1
-    (there / "damaged.safetensors").write_bytes(content)
-    (there / "foreign.safetensors").write_bytes(b"of another kind")
+    (there / "damaged@1-1.safetensors").write_bytes(content)
+    (there / "foreign@1-1.safetensors").write_bytes(b"of another kind")
     Folder(str(folder)).store(
-        "contributions/00000000/nan.safetensors",
+        "contributions/00000000/nan@1-2.safetensors",
         {"island": "nan", "version": 0, "tokens": 1.0, "form": "float32"},
         {"a": np.full((2, 3), np.nan, "f"), "b": np.zeros((), "f")},
     )
     Folder(str(folder)).store(
-        "contributions/00000000/other.safetensors",
+        "contributions/00000000/other@1-1.safetensors",
         {"island": "other", "version": 0, "tokens": 1.0, "form": "float32"},
         {"a": np.zeros((2, 4), "f"), "b": np.zeros((), "f")},
     )
     with caplog.at_level(logging.WARNING, "mtf_gradsync.tools.islands.merger"):
         caplog.clear()
         (decision,) = merge(folder, 1)
-    assert [c["island"] for c in decision["contributions"]] == ["good"]
-    refused = {path.split("/")[-1].split(".")[0]: why for path, why in decision["refused"].items()}
+    assert [c.island for c in decision.contributions] == ["good"]
+    refused = {island_of(path): why for path, why in decision.refused.items()}
     assert "checksum is not that of its content" in refused["damaged"]
-    assert "foreign.safetensors" in refused["foreign"]
+    assert "foreign@1-1.safetensors" in refused["foreign"]
     assert "NaN or an infinity in 'a'" in refused["nan"]
     assert "[2, 4]" in refused["other"]
     assert "[2, 3]" in refused["other"]
@@ -242,7 +251,7 @@ def test_killed_anywhere_it_makes_the_same_bits(folder, tmp_path, after):
 
 def test_a_second_merger_says_so_and_ends(folder):
     with merging(folder, PLAIN):
-        while not (folder / "merger.json").exists():
+        while not (folder / "merger" / "00000001.json").exists():
             time.sleep(0.01)
         with pytest.raises(FolderTakenError, match=r"process \d+ on .*\. One is enough"):
             merge(folder, 1)

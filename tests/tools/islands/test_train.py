@@ -13,7 +13,7 @@ from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.tools.islands import Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
-from mtf_gradsync.tools.islands.merger import replay
+from mtf_gradsync.tools.islands.versions import replay
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.held_out import METRICS_FILE
 from mtf_gradsync.tools.train.metrics import read_metrics
@@ -81,8 +81,8 @@ def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
     assert "run: 4 contributions, 4 merged" in (tmp_path / "run" / "report.html").read_text("utf-8")
     # To step 6, and after it was killed after step 8 again from step 6 to step 12: of each batch
     # of 8 sequences 80 targets count.
-    merged = [c for d in status.decisions[1:] for c in d["contributions"]]
-    assert [(c["steps"], c["weight"]) for c in merged] == [(3, 240.0)] * 4
+    merged = [c for d in status.decisions[1:] for c in d.contributions]
+    assert [(c.steps, c.weight) for c in merged] == [(3, 240.0)] * 4
     assert replay(Folder(str(folder))) == []
     # The last version is in the last checkpoint.
     merged = Folder(str(folder)).load("versions/00000004.safetensors").tensors

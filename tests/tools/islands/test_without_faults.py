@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync.islands import MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Folder
-from mtf_gradsync.tools.islands.merger import replay
+from mtf_gradsync.tools.islands.versions import replay
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
 from tests.tools.islands.conftest import Program, at_once, batches, merging, part_of

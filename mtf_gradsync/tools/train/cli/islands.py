@@ -7,19 +7,14 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
 from mtf_gradsync.extension import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import plot_status, read_status
-from mtf_gradsync.tools.islands.merger import (
-    Merger,
-    MergerError,
-    Waiting,
-    replay,
-)
-from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version
+from mtf_gradsync.tools.islands.merger import Merger, MergerError, Waiting
+from mtf_gradsync.tools.islands.objects import Decision
+from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version, replay
 from mtf_gradsync.tools.train.cli.arguments import add_json_argument, output_paths, write_output
 
 HELP = "merge what islands contribute to a folder, show or replay it"
@@ -134,8 +129,8 @@ def _merge(folder: Folder, args: argparse.Namespace) -> int:
     return 128 + stop.received if stop.received else 0
 
 
-def _say(decision: dict[str, Any]) -> None:
-    whose = ", ".join(f"{c['island']} ({c['weight']:g})" for c in decision["contributions"])
-    late = [c["island"] for c in decision["dropped"]]
+def _say(decision: Decision) -> None:
+    whose = ", ".join(f"{c['island']} ({c['weight']:g})" for c in decision.contributions)
+    late = [c.island for c in decision.dropped]
     after = f"; too late: {', '.join(late)}" if late else ""
     print(f"version {decision['version']}: {whose}{after}", flush=True)

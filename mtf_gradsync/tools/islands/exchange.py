@@ -1,0 +1,306 @@
+"""An island's side of the folder: what it reads and writes there, whatever happens to the folder.
+
+What fails is said once, with the object's name, and tried again later; nothing of it ends training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any, Callable, Mapping, TypeVar
+
+import numpy as np
+
+from mtf_gradsync.tools.islands import places
+from mtf_gradsync.tools.islands.changes import decoded
+from mtf_gradsync.tools.islands.folder import (
+    SUFFIX,
+    DamagedObjectError,
+    Folder,
+    FolderError,
+    OtherTensorsError,
+    Spec,
+    tensor_object,
+)
+from mtf_gradsync.tools.islands.journal import Journal
+from mtf_gradsync.tools.islands.objects import (
+    REFUSED,
+    Decision,
+    Facts,
+    Total,
+    contribution_names,
+    contribution_object,
+    numbers_in,
+    offer_object,
+)
+from mtf_gradsync.tools.islands.places import Place, Reminders
+from mtf_gradsync.tools.islands.versions import MergeSettings, most_bytes, read_version
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+# An object that is gone is looked for, and an offer made again, so often.
+_LOOK_SECONDS = 2.0
+
+
+class IslandError(RuntimeError):
+    """An island cannot begin or be replayed."""
+
+
+class Exchange:
+    """Reads and writes the objects of one island in one life of it.
+
+    Args:
+      folder: of the islands.
+      island: its name.
+      specs: of the variables in versions.
+      poll_seconds: how often to look into the folder at most.
+      report: returns "version" and "step", for signs of life.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        island: str,
+        specs: Mapping[str, Spec],
+        poll_seconds: float,
+        report: Callable[[], dict[str, Any]],
+    ):
+        self.folder, self._island, self._specs = folder, island, specs
+        self._poll = poll_seconds
+        self._reminders = Reminders(logger)
+        self._place = Place(
+            folder, "members", f"{island}@",
+            lambda: {"says": self._reminders.said(), **report()}, replaces_own=True,
+        )  # fmt: skip
+        self._next_look = -float("inf")
+        self._passed_over: set[tuple[int, str]] = set()  # damaged versions, with their marks
+        self._number = 0  # of contributions
+        self._next_try = -float("inf")
+        self._looked_for_sent = -float("inf")
+        self.life = 0
+
+    def trying(self, key: str, work: Callable[[], T], otherwise: T) -> T:
+        """Returns what some work in the folder returns, or something else where that fails now."""
+        try:
+            found = work()
+        except FolderError as error:
+            self._reminders.lasts(key, f"island {self._island}: {error}; it is tried again")
+            return otherwise
+        self._reminders.over(key)
+        return found
+
+    # The island's place.
+
+    def begin(self, seconds: float) -> None:
+        """Takes the island's name; raises IslandError if another process has it, and lives."""
+        until = time.monotonic() + max(seconds, 2.0 * places.LIFE_SECONDS)
+        while holder := self.trying("begin", self._place.take, "nobody: the folder fails"):
+            if self._place.has_changed() or time.monotonic() > until:
+                raise IslandError(
+                    f"The island {self._island!r} of {self.folder.url} lives: {holder} has its "
+                    "name. Each island needs one of its own (ElasticIslands.name, by default the "
+                    "last part of model_dir)."
+                )
+            self._reminders.lasts("name", f"waiting whether {holder} still has the name of the "
+                                  f"island {self._island}")  # fmt: skip
+            time.sleep(min(self._poll, 0.2))
+        self._reminders.over("name")
+        assert self._place.term is not None
+        self.life = self._place.term
+        self.journal = Journal(self.folder, self._island, self.life)
+
+    def check_name(self) -> None:
+        """Raises IslandError if another process has taken the island's name."""
+        if not self.trying("name", self._place.is_held, True):
+            raise IslandError(
+                f"Another process has begun as the island {self._island!r} of {self.folder.url}, "
+                "when this one gave no signs of life: this one ends."
+            )
+
+    def leave(self) -> None:
+        """Gives the name up."""
+        self._place.leave()
+
+    def abandon(self) -> None:
+        """Gives no more signs of life, as if the process were killed."""
+        self._place.abandon()
+
+    # Versions.
+
+    def newest(self, version: int | None) -> int | None:
+        """Returns the newest version that is there, newer than one; this one where there is none.
+
+        Damaged ones that were passed over are looked at again only if they change.
+        """
+        marks = self.folder.marks("versions")
+        for number in sorted(_numbers(marks), reverse=True):
+            if version is not None and number <= version:
+                break
+            if (number, _mark(marks, number)) not in self._passed_over:
+                return number
+        return version
+
+    def look(self, version: int, at_once: bool = False) -> tuple[int, bool]:
+        """Returns the newest version, and whether the next one is about to be decided."""
+        now = time.monotonic()
+        if now < self._next_look and not at_once:
+            return version, False
+
+        def work() -> tuple[int, bool]:
+            newest = self.newest(version)
+            is_soon = newest == version and version + 1 in numbers_in(
+                self.folder, "versions", ".soon"
+            )
+            return newest or 0, is_soon
+
+        began = time.monotonic()
+        found = self.trying("versions", work, (version, False))
+        # A folder that takes its time, or fails, is asked less often: steps wait for it.
+        self._next_look = now + max(self._poll, 20.0 * (time.monotonic() - began - 0.05))
+        return found
+
+    def load(
+        self, newest: int, fragments: int, since: int
+    ) -> tuple[dict[str, np.ndarray], Decision] | None:
+        """Reads what versions `since` one have changed, as of the newest; None where that fails.
+
+        Raises OtherTensorsError if they are of other variables.
+        """
+        try:
+            return self.trying(
+                "version",
+                lambda: read_version(self.folder, newest, fragments, self._specs, since),
+                None,
+            )
+        except OtherTensorsError:
+            raise
+        except DamagedObjectError as error:
+            logger.warning("%s; training goes on without it", error)
+            nothing = dict[str, str]()
+            marks = self.trying("versions", lambda: self.folder.marks("versions"), nothing)
+            self._passed_over.add((newest, _mark(marks, newest)))
+            return None
+
+    def settings(self) -> MergeSettings:
+        """Returns the folder's settings, or the defaults where it has none that can be read."""
+        found = None
+        with contextlib.suppress(DamagedObjectError):
+            found = self.trying("settings", lambda: MergeSettings.of(self.folder), None)
+        return found or MergeSettings()
+
+    # What the island gives.
+
+    def offer(self, facts: Facts, tensors: Mapping[str, np.ndarray]) -> None:
+        """Offers values for version 0, and again where the offer is gone or damaged."""
+        name = offer_object(self._island)
+        _, data = tensor_object(facts, tensors)
+
+        def work() -> None:
+            if not self.folder.create(name, data):
+                self.folder.set_aside(name)
+                self.folder.remove(name.removesuffix(SUFFIX) + REFUSED)
+                self.folder.create(name, data)
+
+        if time.monotonic() > self._looked_for_sent + _LOOK_SECONDS:
+            self._looked_for_sent = time.monotonic()
+            self.trying("offer", work, None)
+
+    def contribute(
+        self, facts: Facts, tensors: Mapping[str, np.ndarray], event: Mapping[str, Any]
+    ) -> tuple[str, bool]:
+        """Contributes a change; returns the object's name, and whether it is known to be there.
+
+        The journal knows of it before: what is merged is in the journal.
+        """
+        assert facts.version is not None
+        self._number += 1
+        name = contribution_object(facts.version, self._island, self.life, self._number)
+        _, data = tensor_object(facts, tensors)
+
+        def work() -> bool:
+            self.journal.write("contributed", must=True, object=name, **event)
+            return self.folder.create(name, data)
+
+        began = self._looked_for_sent = time.monotonic()
+        is_there = self.trying("contribution", work, False)
+        if not is_there:  # steps wait for a folder that fails: it is not asked all the time
+            self._next_try = began + max(self._poll, 20.0 * (time.monotonic() - began))
+        return name, is_there
+
+    def may_try(self) -> bool:
+        """Whether it is time to contribute, again where that failed."""
+        return time.monotonic() >= self._next_try
+
+    def fate(self, names: list[str], version: int, decision: Decision) -> str | None:
+        """Returns which of some contributions to a version a later decision says is merged.
+
+        Returns "" if none of them will ever be, and None if that is open.
+        """
+        last = decision.totals.get(self._island, Total()).last
+        if last in names:
+            return last
+        return "" if decision.oldest > version else None
+
+    def is_lost(self, name: str, version: int, at_once: bool = False) -> str:
+        """Returns why a contribution that waits to be merged cannot be; "" while it can."""
+        now = time.monotonic()
+        if now < self._looked_for_sent + max(self._poll, 0.0) and not at_once:
+            return ""
+        self._looked_for_sent = now
+        place, last = name.rsplit("/", 1)
+        names = self.trying("contribution", lambda: self.folder.names(place), None)
+        if names is None or self.trying("versions", lambda: self.newest(version), None) != version:
+            return ""  # what the newer version says counts
+        if last.removesuffix(SUFFIX) + REFUSED in names:
+            why = self.trying("refused", lambda: self._reason(name), "")
+            return f"the merger refuses it: {why}"
+        return "" if last in names else "it is gone"
+
+    def _reason(self, name: str) -> str:
+        with contextlib.suppress(DamagedObjectError):
+            return self.folder.read_json(name.removesuffix(SUFFIX) + REFUSED, str) or ""
+        return ""
+
+    def outstanding(
+        self, version: int, specs: Mapping[str, Spec]
+    ) -> tuple[str, Facts, dict[str, np.ndarray]] | None:
+        """Returns what an earlier life contributed to what follows a version, if it can be merged.
+
+        That is its name, its facts, and the change.
+        """
+
+        def work() -> tuple[str, Facts, dict[str, np.ndarray]] | None:
+            name = contribution_names(self.folder, version).get((self._island, version))
+            return self.contribution(name, specs) if name else None
+
+        with contextlib.suppress(DamagedObjectError):
+            return self.trying("contribution", work, None)
+        return None
+
+    def contribution(
+        self, name: str, specs: Mapping[str, Spec]
+    ) -> tuple[str, Facts, dict[str, np.ndarray]] | None:
+        """Returns name, facts and change of a contribution; None where there is none."""
+        stored = self.folder.load(name, kind=Facts, most=most_bytes(specs))
+        return stored and (name, stored.facts, decoded(stored, specs))
+
+    def waits(self, key: str, what: str, after: float) -> None:
+        """Says what the island waits for, once it has waited so long."""
+        self._reminders.lasts(key, f"island {self._island}: {what}", after)
+
+    def over(self, key: str) -> None:
+        """Says that the island does not wait any more."""
+        self._reminders.over(key)
+
+
+def _numbers(marks: Mapping[str, str]) -> list[int]:
+    return [
+        int(name[: -len(SUFFIX)])
+        for name, mark in marks.items()
+        if mark and name.endswith(SUFFIX) and name[: -len(SUFFIX)].isdigit() and len(name) == 20
+    ]
+
+
+def _mark(marks: Mapping[str, str], number: int) -> str:
+    return marks.get(f"{number:08d}{SUFFIX}", "")

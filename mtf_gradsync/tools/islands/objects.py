@@ -1,0 +1,245 @@
+"""What the objects of a folder of islands are called, and the schema of what each says.
+
+settings.json                           how versions are made
+versions/00000007.safetensors           values of version 7, and the decision that made it
+versions/00000008.soon                  version 8 is about to be decided
+momenta/00000007.safetensors            the outer momentum after version 7
+decisions/00000007.json                 what version 7 is made of
+contributions/00000007/NAME@3-1.safetensors   the first change of NAME's third life to version 7
+contributions/00000007/NAME@3-1.refused why that is not merged
+offers/NAME.safetensors                 values for version 0
+merger/00000002.json, .beat, .left      who merges; its signs of life; that it has left
+members/NAME@00000003.json, ...         the same of an island
+journal/NAME/00000003-000000.jsonl      what happened to an island in its third life
+damaged/                                what was in the way of an object that was made again
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mtf_gradsync.extension import install_extra
+from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder
+
+try:
+    import msgspec
+except ImportError as error:
+    raise ImportError(
+        f"Islands need msgspec: {install_extra('islands')}", name="msgspec"
+    ) from error
+
+SETTINGS = "settings.json"
+REFUSED = ".refused"
+ISLAND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NUMBERED = re.compile(r"(\d{8})(\..*)?")
+_CONTRIBUTION = re.compile(
+    rf"contributions/(\d{{8}})/({ISLAND_NAME.pattern})@(\d+)-(\d+){re.escape(SUFFIX)}"
+)
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an island says of a contribution, or of the values that it offers.
+
+    Attributes:
+      island: its name.
+      version: from which the change goes on; None for an offer.
+      tokens: what the change stands for.
+      steps: how many updates are in it.
+      form: how it is written down.
+      counts: those that schedules go by.
+    """
+
+    island: str
+    version: int | None = None
+    tokens: float = 1.0
+    steps: int = 0
+    form: str = "float32"
+    counts: dict[str, int] = {}
+
+
+class Contribution(Facts, frozen=True, kw_only=True):
+    """What a decision says of a contribution.
+
+    Attributes:
+      object: its name.
+      checksum: of the object.
+      weight: in the mean.
+      norm: the length of the change.
+      scale: what the change is multiplied by, 1 unless it is too long.
+    """
+
+    object: str
+    checksum: str
+    weight: float
+    norm: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def pair(self) -> tuple[str, int]:
+        """Whose it is, and to which version; -1 for an offer."""
+        return self.island, -1 if self.version is None else self.version
+
+    @classmethod
+    def of(cls, facts: Facts, **more: Any) -> Contribution:
+        """Returns what is said of a contribution with these facts."""
+        return cls(**msgspec.structs.asdict(facts), **more)
+
+    def scaled(self, scale: float) -> Contribution:
+        """Returns it with another scale."""
+        return msgspec.structs.replace(self, scale=scale)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an object that is none of an island's."""
+        if parsed_contribution(self.object) is None and self.object != offer_object(self.island):
+            raise ValueError(f"{self.object!r} is no contribution")
+
+
+class Total(msgspec.Struct, frozen=True):
+    """What has become of an island's contributions until a version.
+
+    Attributes:
+      merged: how many were merged.
+      tokens: of these.
+      late: how many came too late.
+      refused: how many were refused.
+      last: the object that was merged last.
+    """
+
+    merged: int = 0
+    tokens: float = 0.0
+    late: int = 0
+    refused: int = 0
+    last: str = ""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What a version is made of. It is written once, before the version.
+
+    Attributes:
+      version: that it makes.
+      contributions: that are merged, in this order.
+      dropped: that came too late.
+      refused: object -> why.
+      counts: those that schedules go by, as of the version.
+      settings: how the version is made; see `MergeSettings`.
+      oldest: contributions for older versions than this one are never merged from here on.
+      keeps_all: whether nothing is removed, so that all can be replayed.
+      totals: of each island, until this version.
+      time: when it was decided, by the merger's clock: for people.
+      waited: seconds since the first contribution.
+      arrivals: island -> seconds between the first contribution and its own.
+    """
+
+    version: int
+    contributions: list[Contribution]
+    dropped: list[Contribution] = []
+    refused: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    settings: dict[str, Any] = {}
+    oldest: int = 0
+    keeps_all: bool = False
+    totals: dict[str, Total] = {}
+    time: float = 0.0
+    waited: float = 0.0
+    arrivals: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a decision that merges nothing."""
+        if self.version < 0 or not sum(one.weight for one in self.contributions) > 0.0:
+            raise ValueError("it merges nothing")
+
+    def with_totals_after(self, before: Decision | None) -> Decision:
+        """Returns it with the totals of islands, from those of the decision before."""
+        found = dict(before.totals) if before else {}
+
+        def add(island: str, last: str = "", **more: Any) -> None:
+            old = found.get(island, Total())
+            new = {key: getattr(old, key) + value for key, value in more.items()}
+            found[island] = msgspec.structs.replace(old, **new, last=last or old.last)
+
+        for one in self.contributions if self.version else ():
+            add(one.island, one.object, merged=1, tokens=one.tokens)
+        for one in self.dropped:
+            add(one.island, late=1)
+        for name in self.refused:
+            add(island_of(name), refused=1)
+        return msgspec.structs.replace(self, totals=found)
+
+
+class Made(msgspec.Struct, frozen=True):
+    """What a version, or the momentum after it, says of itself: the decision that made it."""
+
+    decision: Decision
+
+
+def version_object(version: int) -> str:
+    """The name of the object with the values of a version."""
+    return f"versions/{version:08d}{SUFFIX}"
+
+
+def soon_object(version: int) -> str:
+    """The name of the object that says that a version is about to be decided."""
+    return f"versions/{version:08d}.soon"
+
+
+def momentum_object(version: int) -> str:
+    """The name of the object with the momentum after a version."""
+    return f"momenta/{version:08d}{SUFFIX}"
+
+
+def decision_object(version: int) -> str:
+    """The name of the object that says what a version is made of."""
+    return f"decisions/{version:08d}.json"
+
+
+def contribution_object(version: int, island: str, life: int, number: int) -> str:
+    """The name of a contribution of one life of an island to what follows a version."""
+    return f"contributions/{version:08d}/{island}@{life}-{number}{SUFFIX}"
+
+
+def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
+    """Returns version, island, life and number of a contribution's name; None of another one."""
+    found = _CONTRIBUTION.fullmatch(name)
+    return found and (int(found[1]), found[2], int(found[3]), int(found[4]))
+
+
+def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], str]:
+    """Returns the last contribution of each island to a version, if it is not refused."""
+    place = f"contributions/{version:08d}"
+    names, found = set(folder.names(place)), dict[tuple[str, int], tuple[int, int, str]]()
+    for name in names:
+        parsed = parsed_contribution(f"{place}/{name}")
+        if parsed and name.removesuffix(SUFFIX) + REFUSED not in names:
+            _, island, life, number = parsed
+            one = (life, number, f"{place}/{name}")
+            found[island, version] = max(found.get((island, version), one), one)
+    return {pair: one[2] for pair, one in sorted(found.items())}
+
+
+def island_of(name: str) -> str:
+    """Returns whose an object is, of a contribution's or offer's name."""
+    return name.rsplit("/", 1)[-1].removesuffix(SUFFIX).rsplit("@", 1)[0]
+
+
+def offer_object(island: str) -> str:
+    """The name of the initial values that an island offers."""
+    return f"offers/{island}{SUFFIX}"
+
+
+def numbers_in(folder: Folder, place: str, ending: str) -> list[int]:
+    """Returns the numbers of the objects in a place that have an ending, in ascending order."""
+    found = (_NUMBERED.fullmatch(name) for name in folder.names(place))
+    return [int(one[1]) for one in found if one and (one[2] or "") == ending]
+
+
+def read_decision(folder: Folder, version: int) -> Decision | None:
+    """Returns the decision on a version; None where there is none.
+
+    Raises DamagedObjectError if it is damaged, or that on another version.
+    """
+    name = decision_object(version)
+    found = folder.read_json(name, Decision)
+    if found is not None and found.version != version:
+        raise DamagedObjectError(f"{name} in {folder.url} is that on version {found.version}.")
+    return found

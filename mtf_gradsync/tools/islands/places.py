@@ -1,0 +1,279 @@
+"""Places in a folder that one process holds at a time: that of the merger, an island's name.
+
+Who takes a place creates an object with the next number: of two processes, one does. It then writes
+signs of life, which others watch by clocks of their own: no clock of another machine is compared,
+and there are no locks. A process that was stopped and wakes up finds a newer number, and knows that
+it has lost its place; what it writes before it looks is created once, and cannot replace anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+import weakref
+from typing import Any, Callable, Mapping, NamedTuple
+
+import msgspec
+
+from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 5.0
+LIFE_SECONDS = 20.0  # without a sign of life a process is taken for dead
+_TERM = re.compile(r"(.*?)(\d{8})\.(json|beat|left)")
+# Ids of places that this process holds.
+_HELD: set[str] = set()
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who has taken a place; the id tells it from all others."""
+
+    id: str
+    host: str
+    pid: int
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """A sign of life.
+
+    Attributes:
+      count: how many came before.
+      time: by the clock of who gives it: for people.
+      says: what the process waits for, or cannot do.
+      version: that it is at.
+      step: that it is at.
+      living: of a merger: islands that live.
+    """
+
+    count: int = 0
+    time: float = 0.0
+    says: list[str] = []
+    version: int | None = None
+    step: int | None = None
+    living: list[str] = []
+
+
+class Term(NamedTuple):
+    """One time that a place is taken: its number, the mark of its last sign of life, its end."""
+
+    number: int
+    mark: str
+    has_left: bool
+
+
+def terms_of(marks: Mapping[str, str]) -> dict[str, Term]:
+    """Returns the newest term of each place, from what is listed where places are."""
+    found: dict[str, dict[int, dict[str, str]]] = {}
+    for name, mark in marks.items():
+        match = _TERM.fullmatch(name)
+        if match and mark:
+            found.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = mark
+    newest = {
+        place: max((n for n, kinds in terms.items() if "json" in kinds), default=0)
+        for place, terms in found.items()
+    }
+    return {
+        place: Term(n, found[place][n].get("beat", ""), "left" in found[place][n])
+        for place, n in newest.items()
+        if n
+    }
+
+
+class Signs:
+    """Which places show signs of life, by this process's clock."""
+
+    def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
+        self._seconds, self._clock = seconds, clock
+        self._seen: dict[str, tuple[Term, float]] = {}
+        self.changed: set[str] = set()  # places that gave a sign since they were first looked at
+
+    def living(self, terms: Mapping[str, Term]) -> set[str]:
+        """Returns the places whose holder may live: a sign is new, and it has not left."""
+        now = self._clock()
+        for place, term in terms.items():
+            seen = self._seen.get(place)
+            if seen is None or seen[0] != term:
+                if seen is not None:
+                    self.changed.add(place)
+                self._seen[place] = (term, now)
+        return {
+            place
+            for place, term in terms.items()
+            if not term.has_left and now - self._seen[place][1] < self._seconds
+        }
+
+
+class Place:
+    """A place, from the time that it is taken to that when it is left.
+
+    Args:
+      folder: of the islands.
+      where: the part of the folder.
+      name: of the place in it, "" for the only one.
+      report: returns what a sign of life says, but for its count.
+      replaces_own: whether it may be taken from another holder in this process.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        where: str,
+        name: str = "",
+        report: Callable[[], dict[str, Any]] = dict,
+        replaces_own: bool = False,
+    ):
+        self._folder, self._where, self._name = folder, where, name
+        self._report, self._replaces_own = report, replaces_own
+        self._own = Holder(uuid.uuid4().hex, _host(), os.getpid())
+        self._signs = Signs(LIFE_SECONDS)
+        self._stopped = threading.Event()
+        self._beats = 0
+        self.term: int | None = None
+
+    def _object(self, term: int, ending: str) -> str:
+        return f"{self._where}/{self._name}{term:08d}.{ending}"
+
+    def _newest(self) -> tuple[Term | None, Holder | None]:
+        """Returns the newest term that is none of strangers, and its holder."""
+        while True:
+            term = terms_of(self._folder.marks(self._where)).get(self._name)
+            if term is None:
+                return None, None
+            name = self._object(term.number, "json")
+            try:
+                return term, self._folder.read_json(name, Holder)
+            except DamagedObjectError as error:
+                logger.warning("%s; it goes to %s", error, self._folder.set_aside(name))
+
+    def take(self) -> str:
+        """Takes the place unless somebody who lives has it; returns who has, or "".
+
+        Ask again: who gives no sign of life for `LIFE_SECONDS` has it no longer.
+        """
+        term, holder = self._newest()
+        if term and holder and self._lives(term, holder):
+            return f"process {holder.pid} on {holder.host.split(' ')[0]}"
+        number = term.number + 1 if term else 1
+        if not self._folder.create_json(self._object(number, "json"), self._own):
+            return "another process"
+        self.term = number
+        _HELD.add(self._own.id)
+        self.beat()
+        # The thread ends with the place: it holds no reference to it.
+        threading.Thread(
+            target=_go_on, args=(weakref.ref(self), self._stopped), name=f"signs of {self._where}",
+            daemon=True,
+        ).start()  # fmt: skip
+        with contextlib.suppress(FolderError):
+            for ending in ("json", "beat", "left"):
+                self._folder.remove(self._object(number - 2, ending))
+        return ""
+
+    def has_changed(self) -> bool:
+        """Whether who has the place has given a sign of life since it was first asked for."""
+        return self._name in self._signs.changed
+
+    def _lives(self, term: Term, holder: Holder) -> bool:
+        if holder.host == self._own.host:
+            if holder.pid == self._own.pid:
+                # Here it is known at once.
+                self._signs.changed.add(self._name)
+                return holder.id in _HELD and not self._replaces_own and not term.has_left
+            if not _is_process(holder.pid):
+                return False
+        return self._name in self._signs.living({self._name: term})
+
+    def is_held(self) -> bool:
+        """Whether nobody else has taken the place; makes its object again if that is gone."""
+        if self.term is None:
+            return False
+        term, holder = self._newest()
+        if term is None or term.number < self.term:
+            self._folder.create_json(self._object(self.term, "json"), self._own)
+            term, holder = self._newest()
+        return term is not None and term.number == self.term and holder == self._own
+
+    def beat(self) -> None:
+        """Writes a sign of life; one that cannot be written is left out."""
+        assert self.term is not None
+        self._beats += 1
+        with contextlib.suppress(FolderError):
+            sign = Beat(count=self._beats, time=time.time(), **self._report())
+            self._folder.write_json(self._object(self.term, "beat"), sign)
+
+    def leave(self) -> None:
+        """Gives the place up, and says so."""
+        self._stopped.set()
+        _HELD.discard(self._own.id)
+        if self.term is not None:
+            with contextlib.suppress(FolderError):
+                self._folder.write_json(self._object(self.term, "left"), True)
+            self.term = None
+
+    def abandon(self) -> None:
+        """Gives no more signs of life, as if the process were killed."""
+        self._stopped.set()
+        _HELD.discard(self._own.id)
+        self.term = None
+
+
+class Reminders:
+    """Says what lasts: at once or later, again at growing intervals, and when it is over."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic):
+        self._log, self._clock = log, clock
+        self._lasting: dict[str, tuple[str, float, float, bool]] = {}  # since, due, was it said
+
+    def lasts(self, key: str, what: str, after: float = 0.0) -> None:
+        """Notes that something lasts, and says so when it is time to."""
+        now = self._clock()
+        _, since, due, is_said = self._lasting.get(key, (what, now, now + after, False))
+        if now >= due:
+            for_so_long = f" (for {now - since:.0f} s now)" if is_said or after else ""
+            self._log.warning("%s%s", what, for_so_long)
+            due, is_said = now + max(60.0, 2.0 * (now - since)), True
+        self._lasting[key] = (what, since, due, is_said)
+
+    def over(self, key: str) -> None:
+        """Notes that it is over, and says so if it was said before."""
+        if key in self._lasting:
+            what, since, _, is_said = self._lasting.pop(key)
+            if is_said:
+                self._log.warning("over after %.0f s: %s", self._clock() - since, what)
+
+    def said(self) -> list[str]:
+        """Returns what lasts and was said."""
+        return [what for what, _, _, is_said in list(self._lasting.values()) if is_said]
+
+
+def _go_on(place: weakref.ref[Place], stopped: threading.Event) -> None:
+    while not stopped.wait(BEAT_SECONDS):
+        giving = place()
+        if giving is None:
+            return
+        giving.beat()
+        del giving
+
+
+def _host() -> str:
+    """Returns what has process ids of its own: a machine, or a container on it."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _is_process(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
