@@ -483,7 +483,8 @@ class Island:
 
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
         """Takes merged values if they come within some seconds; returns whether it did."""
-        assert self._exchange is not None and self.version is not None
+        assert self._exchange is not None
+        assert self.version is not None
         before, until = self.version, time.monotonic() + seconds
         while self._sent is not None:
             newest, _ = self._exchange.look(before, at_once=True)

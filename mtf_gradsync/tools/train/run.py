@@ -482,7 +482,7 @@ def _of_islands(make: Callable[[], Any]) -> Any:
     """Returns what gin's settings for islands make of a run."""
     try:
         return make()
-    except (ImportError, ValueError, IslandError) as error:
+    except (ImportError, OSError, ValueError, IslandError) as error:
         raise ConfigError(f"ElasticIslands: {error}") from error
 
 
