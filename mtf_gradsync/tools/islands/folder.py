@@ -152,9 +152,11 @@ class Folder:
         elif scheme == "memory":
             self._store = _MEMORY.setdefault(rest, obstore.store.MemoryStore())
         else:
+            # The library's own variable for it does not reach a client with options.
+            http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
             try:
                 self._store = obstore.store.from_url(
-                    self.url, retry_config=_RETRIES, client_options=_CLIENT
+                    self.url, retry_config=_RETRIES, client_options={**_CLIENT, "allow_http": http}
                 )
             except Exception as error:
                 raise ValueError(

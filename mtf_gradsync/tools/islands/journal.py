@@ -62,6 +62,11 @@ class Journal:
             self._folder.write(self._name(), b"".join(map(_line, self._lines)))
         except FolderError as error:
             logger.warning("%s; the next line is written with it", error)
+            with contextlib.suppress(FolderError):
+                try:
+                    self._folder.read(self._name())
+                except DamagedObjectError:  # a directory, or the like
+                    self._folder.set_aside(self._name())
             return True
         return False
 

@@ -256,11 +256,12 @@ class Merger:
         if self._folder.create_json(SETTINGS, self.settings._asdict()):
             return
         try:
-            there = MergeSettings.of(self._folder)
+            MergeSettings.of_text(self._folder.read_json(SETTINGS, dict[str, Any]) or {}, SETTINGS)
         except DamagedObjectError as error:
             logger.warning("%s; it is made again", error)
             self._folder.set_aside(SETTINGS)
             return self._keep_settings()
+        there = MergeSettings.of(self._folder)
         if there is not None and there != self.settings:
             logger.warning(
                 "%s was begun with %s meanwhile: this merger goes on with these, in place of %s",

@@ -195,8 +195,11 @@ class Place:
         if self.term is None:
             return False
         term, holder = self._newest()
+        name = self._object(self.term, "json")
         if term is None or term.number < self.term:
-            self._folder.create_json(self._object(self.term, "json"), self._own)
+            if not self._folder.create_json(name, self._own):  # a directory, or the like
+                self._folder.set_aside(name)
+                self._folder.create_json(name, self._own)
             term, holder = self._newest()
         return term is not None and term.number == self.term and holder == self._own
 

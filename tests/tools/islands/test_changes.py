@@ -18,6 +18,7 @@ from mtf_gradsync.tools.islands.changes import (
     weight_of,
 )
 from mtf_gradsync.tools.islands.folder import Spec, Stored
+from mtf_gradsync.tools.islands.objects import Facts
 from tests.tools.islands.toy import PLAIN, begun, merge
 
 
@@ -135,7 +136,7 @@ def test_forms(form, size):
     value = np.random.RandomState(size).randn(size).astype("f")
     value[:1] = -30.0  # the longest of its block
     sent, errors = encoded({"w": value}, form)
-    stored = Stored({"form": form, "island": "a"}, sent, "")
+    stored = Stored(Facts(form=form, island="a"), sent, "")
     back = decoded(stored, {"w": Spec.of(value)})["w"]
     if form == "float32":
         np.testing.assert_array_equal(back, value)
@@ -156,7 +157,7 @@ def test_blocks_of_another_shape_are_refused(form):
     for name, cut in itertools.product(sent, (lambda x: x[:-1], lambda x: np.stack([x, x]))):
         damaged = {**sent, name: cut(sent[name])}
         with pytest.raises(DamagedObjectError, match="The change of 'w' has the shape"):
-            decoded(Stored({"form": form, "island": "a"}, damaged, ""), spec)
+            decoded(Stored(Facts(form=form, island="a"), damaged, ""), spec)
 
 
 @pytest.mark.parametrize(

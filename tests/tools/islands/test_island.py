@@ -81,12 +81,12 @@ def test_what_an_island_contributed_before_it_was_killed_stays(folder):
     assert path.read_bytes() == before
     for _ in range(2):
         two.step(3.0)
-    (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
+    (decision,) = merge(folder, 1, waiting=Waiting(quorum=2), keep_all=True)
     assert [c.weight for c in decision.contributions] == [2.0, 2.0]
     # What it has learned since it came back is kept, and is in its next contribution.
     again.step(0.0)
     assert (again.b, again.island.version) == (2.0 - 4.0 - 0.75, 1)
-    (decision,) = merge(folder, 1)
+    (decision,) = merge(folder, 1, keep_all=True)
     assert [(c.island, c.weight) for c in decision.contributions] == [("one", 4.0)]
     # The journal knows: a replay of its second life keeps it in the same way.
     replayed = Toy(folder, "one", 2, replay=True).begin(2)

@@ -43,7 +43,7 @@ def contributions(folder):
     found = {}
     for decision in read_status(Folder(str(folder))).decisions[1:]:
         for one in decision.contributions:
-            found.setdefault(one["island"], []).append((one["steps"], one["tokens"]))
+            found.setdefault(one.island, []).append((one.steps, one.tokens))
     return found
 
 
@@ -456,11 +456,11 @@ def test_what_stays_without_a_merger_is_said(folder, caplog):
     for _ in range(5):
         toy.step(1.0)
     toy.island.finish(toy.session)
-    assert "learned from 3 tokens since version 0 is in no contribution" in caplog.text
+    assert "learned from 5 tokens since version 0 waits to be merged" in caplog.text
     (row,) = read_status(Folder(str(folder))).rows
     assert row.state == "left"
     (last,) = [e for e in read_status(Folder(str(folder))).events if e["event"] == "left"]
-    assert last["tokens_left"] == 3.0
+    assert last["tokens_left"] == 0.0
 
 
 def test_an_island_begins_again_after_its_end(folder):

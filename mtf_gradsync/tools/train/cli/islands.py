@@ -6,11 +6,12 @@ import argparse
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 
 from mtf_gradsync.extension import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import StopSignal
-from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
 from mtf_gradsync.tools.islands.journal import plot_status, read_status
 from mtf_gradsync.tools.islands.merger import Merger, MergerError, Waiting
 from mtf_gradsync.tools.islands.objects import Decision
@@ -26,6 +27,8 @@ examples:
   mtf-gradsync islands runs/folder --quorum=2
   mtf-gradsync islands gs://bucket/folder --keep_all
   mtf-gradsync islands runs/folder --status --plot=islands.png
+  mtf-gradsync islands runs/folder --status --watch=10
+  mtf-gradsync islands runs/folder --export=runs/exported --version=40
   mtf-gradsync islands runs/folder --replay"""
 
 
@@ -36,6 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--status", action="store_true", help="print what has become of each island")
     what.add_argument(
         "--replay", action="store_true", help="make every version again and compare the bits"
+    )
+    what.add_argument(
+        "--export",
+        metavar="DIR",
+        help="write a version as a checkpoint that train and Saver restore",
+    )
+    parser.add_argument("--version", type=int, help="with --export: which one (the newest)")
+    parser.add_argument(
+        "--watch", type=float, metavar="SECONDS", help="with --status: again and again, so often"
     )
     parser.add_argument("--plot", metavar="FILE", help="with --status: a row for each island")
     add_json_argument(parser, "with --status: write it as JSON, too")
@@ -70,16 +82,25 @@ def main(args: argparse.Namespace) -> int:
             name = getattr(args, flag)
             if name and not args.status:
                 raise ConfigError(f"--{flag}={name} {does} the status; add --status")
+        for flag, needed in (("watch", "status"), ("version", "export")):
+            if getattr(args, flag) is not None and not getattr(args, needed):
+                raise ConfigError(f"--{flag} goes with --{needed}")
+        if args.export:
+            return _export(folder, Path(args.export), args.version)
+        while args.watch:
+            _watch(folder, args.watch)
         if args.status:
             outputs = {"--json": args.json, "--plot": args.plot}
             return _status(folder, *output_paths(outputs))
         if args.replay:
             return _replay(folder)
         return _merge(folder, args)
+    except KeyboardInterrupt:
+        return 130
+    except (DamagedObjectError, FolderError, MergerError) as error:
+        raise TrainingError(str(error)) from error
     except (ImportError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    except MergerError as error:
-        raise TrainingError(str(error)) from error
 
 
 def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
@@ -96,6 +117,25 @@ def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
         plot_status(status, figure.add_subplot())
         write_figure(plot, figure)
         print(f"plot: {plot}")
+    return 0
+
+
+def _watch(folder: Folder, seconds: float) -> None:
+    """Prints the status in place of what is on the screen, and waits."""
+    clear = "\033[2J\033[H" if sys.stdout.isatty() else ""
+    try:
+        print(f"{clear}{read_status(folder).table()}", flush=True)
+    except FolderError as error:
+        print(f"{clear}{error}", flush=True)
+    time.sleep(seconds)
+
+
+def _export(folder: Folder, directory: Path, version: int | None) -> int:
+    """Writes the values of a version as a checkpoint of TensorFlow."""
+    from mtf_gradsync.tools.islands.export import export_version
+
+    path = export_version(folder, directory, version)
+    print(f"checkpoint: {path}")
     return 0
 
 
@@ -130,7 +170,7 @@ def _merge(folder: Folder, args: argparse.Namespace) -> int:
 
 
 def _say(decision: Decision) -> None:
-    whose = ", ".join(f"{c['island']} ({c['weight']:g})" for c in decision.contributions)
+    whose = ", ".join(f"{c.island} ({c.weight:g})" for c in decision.contributions)
     late = [c.island for c in decision.dropped]
     after = f"; too late: {', '.join(late)}" if late else ""
     print(f"version {decision['version']}: {whose}{after}", flush=True)
