@@ -162,7 +162,7 @@ def _islands_trained(series: Series, scale: Scale, place: Path) -> Trained:
     for decision in status.decisions[1:]:
         if tokens < scale.tokens:
             tokens += sum(c.weight for c in decision.contributions)
-            name = f"versions/{decision['version']:08d}.safetensors"
+            name = f"versions/{decision.version:08d}.safetensors"
             points.append((tokens, decision.time - record["began"], (folder, name)))
     return _trained(
         series, scale, record, points, tokens,

@@ -173,4 +173,4 @@ def _say(decision: Decision) -> None:
     whose = ", ".join(f"{c.island} ({c.weight:g})" for c in decision.contributions)
     late = [c.island for c in decision.dropped]
     after = f"; too late: {', '.join(late)}" if late else ""
-    print(f"version {decision['version']}: {whose}{after}", flush=True)
+    print(f"version {decision.version}: {whose}{after}", flush=True)
