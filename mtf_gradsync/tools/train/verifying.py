@@ -16,8 +16,9 @@ from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, resolve_job
 from mtf_gradsync.tools.train.train_graph import model_and_optimizer
 from mtf_gradsync.tools.verification import Verification, verify
 
-# The step whose learning rate an update has: past the first ones of a schedule that warms up.
-_STEP = 1000
+# The first step, past those of a schedule that warms up. Most numbers of microbatch steps divide
+# it, so that an update begins there.
+_STEP = 960
 
 
 class _StepSpec(NamedTuple):
@@ -33,6 +34,7 @@ def verify_config(
     divisions: Sequence[str] | None = None,
     without: Sequence[str] = (),
     runtime: RuntimeName = "cpu_replicas",
+    own_values: bool = False,
 ) -> Verification:
     """Verifies the training step that gin's configuration describes, on its training data.
 
@@ -42,17 +44,21 @@ def verify_config(
     config = gin_files.bound_run_config()
     job = resolve_job(config)
 
-    def model_fn(features: dict[str, tf.Tensor], mode: str, params: dict[str, Any]) -> _StepSpec:
+    def model_fn(
+        features: dict[str, tf.Tensor], mode: str, params: dict[str, Any], mesh_impl: Any
+    ) -> _StepSpec:
+        counter = tf.train.get_or_create_global_step()
         (size, *_) = {int(x.shape[0]) for x in features.values()}
         shape, layout = params["mesh_shape"], params["layout"]
         with gin_files.bound_to_mesh(shape, layout):
-            divided = job_on(config, shape, layout, size)._replace(schedule_step=None)
-            model = MeshModel(divided.model, params.get("mesh_impl"))
-            step = tf.constant(_STEP, tf.int64)
+            divided = job_on(config, shape, layout, size)
+            model = MeshModel(divided.model, mesh_impl)
+            step = tf.identity(counter.read_value()) + _STEP
             loss, pairs, opt, _ = model_and_optimizer(divided, model, features, step)
             updates = opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs])
             lowering = model.lower()
-        done = tf.group(*(lowering.lowered_operation(op) for op in updates))
+        with tf.control_dependencies([*map(lowering.lowered_operation, updates), step]):
+            done = counter.assign_add(1, read_value=False)
         return _StepSpec(tf.cast(lowering.export_to_tf_tensor(loss), tf.float32), done)
 
     mesh = job.model.mesh
@@ -71,6 +77,7 @@ def verify_config(
                 divisions=divisions,
                 without=without,
                 runtime=runtime,
+                own_values=own_values,
                 progress=True,
             )
         except ValueError as error:

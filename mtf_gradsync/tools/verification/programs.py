@@ -10,6 +10,7 @@ import numpy as np
 
 from mtf_gradsync.extension import (
     Beginnings,
+    HeldSlices,
     is_simd,
     mean_loss,
     mtf,
@@ -94,7 +95,8 @@ class UserProgram:
     def _build_model_fn(
         self, division: Division, inputs: Any, params: dict[str, Any], program: Any
     ) -> tuple[tf.Tensor, list[Any]]:
-        if program is not None:
+        # Where the program lowers on the mesh that it is given, wrappers find that mesh.
+        if program is not None and "mesh_impl" not in self._names:
             params = {**params, "context": program.tpu_context, "use_tpu": True}
         features, labels = inputs if isinstance(inputs, tuple) else (inputs, None)
         given = {
@@ -103,6 +105,7 @@ class UserProgram:
             "mode": "train",
             "params": params,
             "config": None,
+            "mesh_impl": params.get("mesh_impl"),
         }
         spec = self.function(**{k: v for k, v in given.items() if k in self._names})
         return spec.loss, [spec.train_op]
@@ -229,6 +232,7 @@ class Running:
             variable: (lowering.mesh_impl(variable), laid_out.laid_out_tensor)
             for lowering in self.built.recorded.lowerings
             for variable, laid_out in lowering.variables.items()
+            if not isinstance(laid_out, HeldSlices)  # they are the holder's slices
         }
         reads = {}
         for variable, (mesh_impl, laid_out) in lowered.items():

@@ -9,6 +9,8 @@ import math
 import sys
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
+import gin
+
 from mtf_gradsync.extension import (
     AVERAGE,
     NOT_GIVEN,
@@ -527,7 +529,8 @@ def _made_anyhow(init: Any) -> Any:
         try:
             init(self, *args, **kwargs)
         except ValueError:
-            if not args and "opt" not in kwargs:  # gin gives it inside
+            kwargs = {**gin.get_bindings(type(self)), **kwargs} if _is_bound(self) else kwargs
+            if not args and "opt" not in kwargs:
                 raise
             opt = args[0] if args else kwargs["opt"]
             names = kwargs.get("batch_dims", "batch")
@@ -536,6 +539,13 @@ def _made_anyhow(init: Any) -> Any:
             self._wrap(opt, CommonArguments(name, batch_dims=names, learning_rate=rate))
 
     return made
+
+
+def _is_bound(wrapper: Wrapper) -> bool:
+    """Whether gin gives a wrapper arguments of its own."""
+    with contextlib.suppress(ValueError):
+        return bool(gin.get_bindings(type(wrapper)))
+    return False
 
 
 def _kinds(kind: type) -> list[type]:

@@ -381,12 +381,12 @@ def _as_text(layout: Any) -> str:
 
 
 _VERIFY_DESCRIPTION = """\
-Proves that an update of the training that gin files describe is the same however it is divided.
+Shows whether an update of the training that gin files describe is the same however it is divided.
 From the same values and batches it makes one update on one core without wrappers, and one in each
 division: the config's mesh, its cores along one axis, another order of axes, microbatch steps, each
 wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the innermost
-optimizer, the new values and the losses: equal to rounding, or the first variable that differs, by
-what factor, and what brings it in."""
+optimizer, new values and slots on all cores, and the losses: equal to rounding, NOT EQUAL (the
+first variable that differs, by what factor, and what brings it in), or not shown, and why."""
 
 _VERIFY_EPILOG = """\
 examples:
@@ -426,6 +426,11 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="where divisions run: placement_mesh, cpu_replicas or xla (default: cpu_replicas)",
     )
+    parser.add_argument(
+        "--own_values",
+        action="store_true",
+        help="begin with the config's own first values, and not with values moved a little",
+    )
     add_json_argument(parser, "write all errors as JSON, too")
     parser.add_argument("--png", metavar="FILE", help="draw the error of each variable")
 
@@ -446,6 +451,7 @@ def _verify(args: argparse.Namespace) -> int:
             None if args.divisions is None else args.divisions.split(","),
             (args.without or "").split(",") if args.without else (),
             args.runtime,
+            args.own_values,
         )
     print(found)
     write_output("--json", json_file, found.to_json() + "\n")
