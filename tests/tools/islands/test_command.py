@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.train.cli import main as cli
@@ -61,6 +62,15 @@ def test_status_plot_and_replay(folder, tmp_path, capsys):
     place.store("versions/00000001.safetensors", {"version": 1}, values)
     assert cli.main(["islands", str(folder), "--replay"]) == cli.EXIT_FAILED
     assert "other bits in 1 of 2 versions: [1]" in capsys.readouterr().out
+
+
+def test_a_version_is_exported_as_a_checkpoint(folder, tmp_path, capsys):
+    begun(folder, ["one"])
+    out = tmp_path / "out"
+    assert cli.main(["islands", str(folder), f"--export={out}"]) == 0
+    assert tf.train.load_checkpoint(str(out)).get_tensor("b") == 2.0
+    assert cli.main(["islands", str(folder), f"--export={out}", "--version=7"]) == cli.EXIT_FAILED
+    assert "versions/00000007.safetensors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
