@@ -29,7 +29,6 @@ from mtf_gradsync.gradients import (
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers import (
-    AdamWOptimizer,
     AverageOptimizer,
     ClipByGlobalNormOptimizer,
     CrossShardOptimizer,
@@ -39,7 +38,6 @@ from mtf_gradsync.optimizers import (
     OuterOptimizer,
     ShardedUpdateOptimizer,
     SyncReplicasOptimizer,
-    describe,
     get_update_step,
     gradient_noise_scale,
     moving_average,
@@ -79,6 +77,7 @@ _ROOMS = {
 }
 
 if TYPE_CHECKING:
+    from mtf_gradsync.optimizers import AdamWOptimizer, describe
     from mtf_gradsync.reduce import LowRankAllReduce, QuantizedAllReduce
     from mtf_gradsync.runtimes import simd as simd
     from mtf_gradsync.runtimes import xla as xla
@@ -95,6 +94,8 @@ else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
+            "describe": "mtf_gradsync.optimizers.description",
             "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
             "Cluster": "mtf_gradsync.runtimes.cluster",
@@ -130,6 +131,7 @@ keep_state_where_values_come_from_checkpoints()
 
 configurable_when_named(
     {
+        "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
         "BestAllReduce": "mtf_gradsync.reduce.choice",
         "HierarchicalAllReduce": "mtf_gradsync.reduce.hierarchical",
         "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",

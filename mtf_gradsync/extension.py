@@ -164,13 +164,11 @@ if TYPE_CHECKING:
     from mtf_gradsync.optimizers import (
         ClipByGlobalNormOptimizer,
         CommonArguments,
-        Description,
         GradientAccumulationOptimizer,
         NoUpdateError,
         OuterOptimizer,
         SyncReplicasOptimizer,
         Wrapper,
-        describe,
         gradient_noise_scale,
         reported,
         split_by_shard,
@@ -182,6 +180,7 @@ if TYPE_CHECKING:
         averaged_checkpoint,
         check_averages_kept,
     )
+    from mtf_gradsync.optimizers.description import Description, describe
     from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
     from mtf_gradsync.optimizers.passes import updates_before
     from mtf_gradsync.optimizers.pipeline import why_not
@@ -224,6 +223,7 @@ else:
         "mtf_gradsync.mesh.devices",
         "mtf_gradsync.optimizers",
         "mtf_gradsync.optimizers.average",
+        "mtf_gradsync.optimizers.description",
         "mtf_gradsync.optimizers.interface",
         "mtf_gradsync.optimizers.passes",
         "mtf_gradsync.optimizers.pipeline",

@@ -1,11 +1,12 @@
 """Optimizers that wrap Mesh-TF optimizers."""
 
+from typing import TYPE_CHECKING
+
+from mtf_gradsync._private.lazy import lazy_names
 from mtf_gradsync.optimizers.accumulation import GradientAccumulationOptimizer
-from mtf_gradsync.optimizers.adamw import AdamWOptimizer
 from mtf_gradsync.optimizers.average import AverageOptimizer, moving_average
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
-from mtf_gradsync.optimizers.describe import DescribedLine, Description, describe
 from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
 from mtf_gradsync.optimizers.outer import OuterOptimizer
 from mtf_gradsync.optimizers.pipeline import Form, Line, PerShard, Stage, traits_of
@@ -21,6 +22,20 @@ from mtf_gradsync.optimizers.skips import NoUpdateError, skip_large_updates, ski
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
+
+if TYPE_CHECKING:
+    from mtf_gradsync.optimizers.adamw import AdamWOptimizer
+    from mtf_gradsync.optimizers.description import DescribedLine, Description, describe
+else:  # a type checker that saw `__getattr__` would take any name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
+            "DescribedLine": "mtf_gradsync.optimizers.description",
+            "Description": "mtf_gradsync.optimizers.description",
+            "describe": "mtf_gradsync.optimizers.description",
+        },
+    )
 
 __all__ = [
     "AdamWOptimizer",

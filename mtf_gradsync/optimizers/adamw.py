@@ -7,10 +7,9 @@ import math
 import re
 from typing import Any, Sequence
 
-import gin
-
 from mtf_gradsync._common import check_number, elements, is_number
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
 from mtf_gradsync.gradients.stage import check_grads_and_variables
 from mtf_gradsync.optimizers.state.slots import check_bare_update
@@ -20,7 +19,7 @@ from mtf_gradsync.step import gated_update
 _RATES = Bounds(0.0, math.inf)
 
 
-@gin.configurable(module="mtf_gradsync")
+@late_configurable(module="mtf_gradsync")
 class AdamWOptimizer(mtf.optimize.Optimizer):
     """Adam with bias correction and decoupled weight decay, on mesh variables.
 
