@@ -29,6 +29,7 @@ _NOTHING_TO_SHOW = (
     "This Python has no pydoc_data",
     "jax finds no cluster",
     "join_cluster got no cluster",
+    "watch_copies finds no mtf.Lowering",
     "SyncReplicasOptimizer updates on the parameter server",
 )
 _LOGGED = {"debug", "info", "warning", "error", "exception", "warn"}

@@ -221,10 +221,12 @@ def _checksum_program(devices: tuple[Any, ...]) -> tuple[Any, Callable[[Any], An
     import jax
     import jax.numpy as jnp
 
-    try:
+    if hasattr(jax, "shard_map"):
         shard_map: Any = jax.shard_map
-    except AttributeError:  # before jax 0.6
-        from jax.experimental.shard_map import shard_map
+    else:  # before jax 0.6
+        from jax.experimental import shard_map as earlier
+
+        shard_map = earlier.shard_map
 
     def checksum(value: Any) -> Any:
         if value.dtype == jnp.bool_:

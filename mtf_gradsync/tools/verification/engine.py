@@ -224,8 +224,8 @@ class Engine:
         while True:
             if len(group) == (_MOST_ZEROS if _updates(before) > _updates(first) else _MOST_STEPS):
                 raise ValueError(
-                    f"it made no update in {len(group)} steps: it skips every step, needs more "
-                    "batches for one, or all of its gradients are zero"
+                    f"The program made no update in {len(group)} steps: it skips every step, "
+                    "needs more batches for one, or all of its gradients are zero."
                 )
             group.append(self._next())
             yield group[-1]
@@ -252,7 +252,8 @@ class Engine:
             if counted is not None:
                 running.write(counted[number])
                 after = running.values()
-            first, of_group = after, []
+            first = after
+            of_group: list[tuple[float, float]] = []
             for batch in group:
                 before = after
                 if of_group and division.changes.micro_steps > 1 and self.counted:

@@ -147,8 +147,8 @@ class BuiltDivision(NamedTuple):
             raise ValueError(f"The program ({name}) has lowered nothing: it makes no mtf.Lowering.")
         if self.program is not None and not self.recorded.is_simd:
             raise NotOnCoresError(
-                f"the program makes a placement mesh of its own: on {self.division.runtime} it has "
-                "to lower on params['mesh_impl'], or by params['context'] as under TPUEstimator"
+                f"The program makes a placement mesh of its own: on {self.division.runtime} it has "
+                "to lower on params['mesh_impl'], or by params['context'] as under TPUEstimator."
             )
         with self.graph.as_default():
             if self.program is not None:

@@ -133,7 +133,7 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     )
 
 
-def _with(series: Series, counted: Sequence[Values]) -> Series:
+def _with(series: Series, counted: Sequence[Values] | None) -> Series:
     return series._replace(counted=counted)
 
 

@@ -119,8 +119,8 @@ def verify(
         line = Line(
             base.name, base.mesh_shape, base.layout, base.runtime, CANNOT_BE, cause=str(error)
         )
-        lines = (dataclasses.replace(line, is_asked=True),)
-        return Verification(lines, _REFERENCE, "nothing", steps, 1, 0)
+        only = dataclasses.replace(line, is_asked=True)
+        return Verification((only,), _REFERENCE, "nothing", steps, 1, 0)
     base, out = _comparable(base, outcome)
     chosen = kinds.KINDS if divisions is None and meshes is None else tuple(divisions or ())
     every = [base]
@@ -133,7 +133,7 @@ def verify(
     every += kinds.default_divisions(base, outcome.recorded, chosen, of_stack)
     every = list({division.key: division for division in reversed(every)}.values())[::-1]
     verifier = _Verifier(engine, base, outcome, out)
-    lines = []
+    lines: list[Line] = []
     hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
     with tqdm(every, desc="verifying", unit="division", leave=False, disable=hidden) as bar:
         for division in bar:
@@ -248,7 +248,7 @@ class _Verifier:
         try:
             reference = self.reference(division)
         except CannotBeDivided as error:
-            why = f"there is nothing to compare with: on {_REFERENCE}, {error}"
+            why = f"There is nothing to compare with. On {_REFERENCE}: {error}"
             return dataclasses.replace(found, verdict=NOT_SHOWN, cause=why)
         compared = self._compare(division, reference, outcome)
         worst = compared.worst
