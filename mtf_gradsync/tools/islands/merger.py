@@ -8,6 +8,7 @@ another has decided, and `replay` makes every version again at any time.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import threading
@@ -26,6 +27,7 @@ from mtf_gradsync.tools.islands.folder import (
     FolderError,
     Spec,
     Stored,
+    checksum,
     tensor_object,
 )
 from mtf_gradsync.tools.islands.objects import (
@@ -161,6 +163,7 @@ class Merger:
         self._looked: dict[
             tuple[str, str], Contribution | None
         ] = {}  # object, its mark; None: refused
+        self._named_equal: set[tuple[str, ...]] = set()  # islands with equal changes
         self._arrived: dict[tuple[str, int], float] = {}  # island, version -> by this one's clock
         self._refused: dict[str, str] = {}  # object -> why, since the last decision
 
@@ -379,6 +382,7 @@ class Merger:
         # Names decide the order, and not arrival.
         there.sort(key=lambda one: (one.island, one.version))
         contributions = [self._bounded(one, there) for one in there]
+        self._name_equal(contributions)
         before = self._decision(newest)
         decision = Decision(
             version=newest + 1,
@@ -503,7 +507,7 @@ class Merger:
         """Returns what a decision says of a contribution, whose change may be too long."""
         before = range(max(self._next - _VERSIONS_OF_LENGTHS, 1), self._next)
         own = [
-            Length(past.norm, past.steps)
+            Length(past.norm * past.scale, past.steps)
             for decision in map(self._decision, before)
             if decision
             for past in decision.contributions
@@ -518,6 +522,28 @@ class Merger:
                 "length (max_norm)", one.object, length.norm, self.settings.max_norm, scale,
             )  # fmt: skip
         return one.scaled(scale)
+
+    def _name_equal(self, contributions: Sequence[Contribution]) -> None:
+        """Says whose changes have equal bits: those islands have learned from the same data."""
+        lengths = collections.defaultdict(list)
+        for one in contributions:
+            lengths[one.norm].append(one)
+        for norm, some in lengths.items():
+            islands = tuple(one.island for one in some)
+            if not norm or len(some) < 2 or islands in self._named_equal:
+                continue
+            try:
+                found = [self._folder.load(one.object, kind=Facts) for one in some]
+            except (DamagedObjectError, FolderError):
+                continue  # it is said where it is merged
+            digests = [checksum({}, stored.tensors) if stored else None for stored in found]
+            if len(set(digests)) == 1 and digests[0]:
+                self._named_equal.add(islands)
+                logger.warning(
+                    "The changes of %s have equal bits: do these islands learn from the same data? "
+                    "Give each a part of its own (claim_part, ElasticIslands.parts)",
+                    _some(sorted(islands)),
+                )
 
     def _grace(self) -> float:
         """Seconds to wait: half as long again as contributions have usually come apart."""

@@ -315,3 +315,26 @@ def test_a_folder_in_an_object_store(tmp_path):
     with pytest.raises(DamagedObjectError, match=r"two\.safetensors in memory://.* is refused"):
         Folder(place).load("contributions/00000002/two.safetensors")
     assert {row.island: row.merged for row in read_status(Folder(place)).rows} == {"one": 2}
+
+
+def test_changes_of_equal_bits_are_named(folder, caplog):
+    toys = begun(folder, ["one", "two", "three"])
+    for toy, move in zip(toys, (0.5, 0.5, 0.75)):
+        toy.step(move)
+        toy.step(move)
+    merge(folder, 1, waiting=Waiting(quorum=3))
+    assert caplog.text.count("The changes of one, two have equal bits") == 1
+
+
+def test_an_island_whose_changes_stay_absurd_does_not_become_usual(folder):
+    one, two = begun(folder, ["one", "two"])
+    for number in range(4):
+        for toy, move in ((one, 1.0), (two, 1e6)):
+            toy.step(move)
+            toy.step(move)
+        (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
+        scales = [one.scale for one in decision.contributions]
+        assert scales[0] == 1.0
+        assert scales[1] < 1e-3, number
+        for toy in (one, two):
+            toy.island._wait_and_take(toy.session, 0.0)
