@@ -85,7 +85,7 @@ class Exchange:
         try:
             found = work()
         except FolderError as error:
-            self._reminders.lasts(key, f"island {self._island}: {error}; it is tried again")
+            self._reminders.lasts(key, f"Island {self._island}: {error}; it is tried again")
             return otherwise
         self._reminders.over(key)
         return found
@@ -287,7 +287,7 @@ class Exchange:
 
     def waits(self, key: str, what: str, after: float) -> None:
         """Says what the island waits for, once it has waited so long."""
-        self._reminders.lasts(key, f"island {self._island}: {what}", after)
+        self._reminders.lasts(key, f"Island {self._island}: {what}", after)
 
     def over(self, key: str) -> None:
         """Says that the island does not wait any more."""

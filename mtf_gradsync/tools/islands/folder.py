@@ -414,7 +414,7 @@ class Folder:
         try:
             found = _loaded(memoryview(data), specs, kind)
             if expected is not None and found.checksum != expected:
-                raise ValueError(
+                raise _Wrong(
                     f"its checksum is {found.checksum[:12]}..., and {expected[:12]}... was expected"
                 )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -454,11 +454,11 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
 
     begin = 8 + int.from_bytes(data[:8], "little")
     if not 8 < begin <= len(data):
-        raise ValueError("it is no file of tensors")
+        raise _Wrong("it is no file of tensors")
     header = msgspec.json.decode(data[8:begin], type=dict[str, Any])
     metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
     if _TEXT not in metadata:
-        raise ValueError("it was not written by an island or a merger")
+        raise _Wrong("it was not written by an island or a merger")
     narrow = msgspec.json.decode(metadata.get(_BFLOAT16, "[]"), type=list[str])
     there, ends = {}, collections.Counter[str]()
     for key, one in msgspec.convert(header, dict[str, Tensor]).items():
@@ -466,7 +466,7 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
         spec = there[key] = Spec(one.shape, dtype)
         begin_at, ends[key] = one.data_offsets
         if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
-            raise ValueError(f"{key!r} is not where its header says")
+            raise _Wrong(f"{key!r} is not where its header says")
     if specs is not None:
         _check_specs(there, specs)
     tensors = {}
@@ -475,11 +475,15 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
         tensors[key] = np.frombuffer(part, dtype_of(spec.dtype)).reshape(spec.shape)
     text = metadata[_TEXT].encode()
     if _checksum(text, tensors) != metadata.get("sha256"):
-        raise ValueError("its checksum is not that of its content")
+        raise _Wrong("its checksum is not that of its content")
     return Stored(msgspec.json.decode(text, type=kind), tensors, metadata["sha256"])
 
 
-class _OtherTensors(ValueError):
+class _Wrong(ValueError):
+    """Why an object is refused, as the end of a sentence."""
+
+
+class _OtherTensors(_Wrong):
     """See `OtherTensorsError`."""
 
 

@@ -224,7 +224,7 @@ class Island:
         # A run that begins takes values as it should; what is overwritten or jumps is said.
         level = logging.WARNING if self.step != step or step else logging.INFO
         logger.log(
-            level, "the island %s goes on from version %d, whose values take the place of its own "
+            level, "The island %s goes on from version %d, whose values take the place of its own "
             "of step %d, as step %d", self.name, version, step, self.step,
         )  # fmt: skip
 
@@ -411,7 +411,7 @@ class Island:
             self._residual.pop(name, None)
         self._residual.update(sent.residual)
         if why:
-            logger.warning("island %s: %s", self.name, why)
+            logger.warning("Island %s: %s", self.name, why)
         if self._exchange:
             self._exchange.journal.write("took_back", step=self._at, version=self.version, why=why)
 
@@ -463,7 +463,7 @@ class Island:
         if left or (self._sent and waits):
             what = "is in no contribution" if left else "waits to be merged"
             logger.warning(
-                "the island %s ends, and what it has learned from %g tokens since version %d %s",
+                "The island %s ends, and what it has learned from %g tokens since version %d %s",
                 self.name, left or (self._sent.tokens if self._sent else 0.0), self.version, what,
             )  # fmt: skip
         self.close()

@@ -106,7 +106,7 @@ def read_journal(folder: Folder, island: str) -> list[list[dict[str, Any]]]:
             lives[name.split("-")[0]] += lines
         except ValueError as error:
             logger.warning(
-                "journal/%s/%s in %s is passed over: %s", island, name, folder.url, error
+                "%s is passed over: %s", f"journal/{island}/{name} in {folder.url}", error
             )
     return [lives[life] for life in sorted(lives)]
 

@@ -188,7 +188,7 @@ class Merger:
                         has_worked = self._go_on(place, on_version)
                     self._reminders.over("folder")
                 except FolderError as error:
-                    self._reminders.lasts("folder", f"merger: {error}; it is tried again")
+                    self._reminders.lasts("folder", f"Merger: {error}; it is tried again")
                     has_worked = False
                 if should_stop():
                     return
@@ -284,7 +284,7 @@ class Merger:
                 self._keep_decision(version)
                 return state
             aside = self._folder.set_aside(version_object(version))
-            logger.warning("nobody has decided on version %d: it goes to %s", version, aside)
+            logger.warning("Nobody has decided on version %d: it goes to %s", version, aside)
         return None
 
     def _made_again(self, version: int, reason: DamagedObjectError) -> State | None:
@@ -475,7 +475,7 @@ class Merger:
                 self._refuse(name, str(error))
                 found = None
             except FolderError as error:
-                self._reminders.lasts(name, f"merger: {error}; it is tried again")
+                self._reminders.lasts(name, f"Merger: {error}; it is tried again")
                 return None
             self._reminders.over(name)
             self._looked[key] = found
@@ -631,7 +631,7 @@ class MergerThread:
             except FolderTakenError:
                 pass
             except Exception:
-                logger.warning("the merger of this process begins again after", exc_info=True)
+                logger.warning("The merger of this process begins again after", exc_info=True)
             self._stop.wait(places.BEAT_SECONDS)
             self._merger.begin_anew()
 

@@ -147,7 +147,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raises ValueError for a decision that merges nothing."""
         if self.version < 0 or not sum(one.weight for one in self.contributions) > 0.0:
-            raise ValueError("it merges nothing")
+            raise ValueError(
+                f"Version {self.version} of {len(self.contributions)} contributions merges nothing."
+            )
 
     def with_totals_after(self, before: Decision | None) -> Decision:
         """Returns it with the totals of islands, from those of the decision before."""

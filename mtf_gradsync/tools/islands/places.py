@@ -249,7 +249,7 @@ class Reminders:
         if key in self._lasting:
             what, since, _, is_said = self._lasting.pop(key)
             if is_said:
-                self._log.warning("over after %.0f s: %s", self._clock() - since, what)
+                self._log.warning("Over after %.0f s: %s", self._clock() - since, what)
 
     def said(self) -> list[str]:
         """Returns what lasts and was said."""

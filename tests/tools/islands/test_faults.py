@@ -99,7 +99,7 @@ def test_a_folder_that_fails_for_a_while_is_said_once_and_when_it_works_again(fo
         toy.island.finish(toy.session)
     said = [r.getMessage() for r in caplog.records if "503" in r.getMessage()]
     assert sum("contribution" in x or "journal" in x for x in said) <= 6
-    assert any(x.startswith("over after") for x in said)
+    assert any(x.startswith("Over after") for x in said)
     assert read_values(Folder(str(folder)), newest_version(Folder(str(folder))), 1)["b"] == -6.0
 
 
@@ -346,5 +346,5 @@ def test_what_lasts_is_said_at_growing_intervals(caplog):
     reminders.over("key")
     said = [r.getMessage() for r in caplog.records]
     assert said == [
-        *(f"it waits (for {n} s now)" for n in (10, 70, 210, 630)), "over after 999 s: it waits",
+        *(f"it waits (for {n} s now)" for n in (10, 70, 210, 630)), "Over after 999 s: it waits",
     ]  # fmt: skip
