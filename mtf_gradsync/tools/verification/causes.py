@@ -180,6 +180,12 @@ class Facts(NamedTuple):
     counts: str = ""
 
 
+_OF_FORWARD = (
+    "The loss differs, too, so that the forward pass does: examples or tokens are dropped or "
+    "counted by shard, or a dimension is called like the batch's."
+)
+
+
 def cause_of(facts: Facts) -> str:
     """Returns what usually is the cause of a difference: of the causes that fit, the first."""
     return next(_causes(facts))
@@ -246,13 +252,15 @@ def _causes(facts: Facts) -> Iterator[str]:
             "clipping or a norm that counts copies, leaves out parts that are split, or is taken "
             "over shards; or a scale that is not taken out."
         )
-    if factor is not None and factor > 1:
+    # A variable of one number always has a factor.
+    named = factor if facts.of_factor or facts.factors_are_one else None
+    if named is not None and named > 1:
         yield (
             "Gradients of shards or copies are added where the mean is meant, or are summed twice: "
             "reduction=SUM, a sum of the program's own before or after that of the wrapper, or a "
             "loss for each shard that is not divided by their number."
         )
-    if factor is not None:
+    if named is not None:
         yield (
             "Something divides by it that was divided already: a mean over shards of gradients "
             "that shards have parts of, as of experts, or a learning rate or loss scaled for the "
@@ -275,13 +283,11 @@ def _causes(facts: Facts) -> Iterator[str]:
             "weights=), or a variable with a dimension that is called like the batch's."
         )
     if facts.forward:
-        yield (
-            "The loss differs, too, so that the forward pass does: examples or tokens are dropped "
-            "or counted by shard, or a dimension is called like the batch's."
-        )
+        yield _OF_FORWARD
     yield (
-        "The loss is equal and the gradient is not, by no one factor: some shards' parts are "
-        "missing or count otherwise, or a dimension is called like the batch's."
+        "The loss is equal and the gradient is not, by no number of cores or steps: some shards' "
+        "parts are missing, count otherwise or are of another step, or a dimension is called like "
+        "the batch's."
     )
 
 

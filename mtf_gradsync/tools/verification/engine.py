@@ -8,7 +8,7 @@ from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import STATE_COLLECTION, tf
+from mtf_gradsync.extension import STATE_COLLECTION, GradientStrategy, tf
 from mtf_gradsync.tools.verification.causes import narrow_dtypes, rounds_to_bfloat16
 from mtf_gradsync.tools.verification.comparing import Values
 from mtf_gradsync.tools.verification.divisions import Division
@@ -282,7 +282,7 @@ class Engine:
             running.copies_apart(),
             len(of_group),
             built.weight is not None,
-            built.program is not None and _exchanges_in_bfloat16(built.graph),
+            built.program is not None and _exchanges_in_bfloat16(built),
             rounds_to_bfloat16(built.graph, narrow),
         )
 
@@ -377,10 +377,16 @@ def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
     return rows_of(batch, np.repeat(np.asarray(mask), size // len(mask)))
 
 
-def _exchanges_in_bfloat16(graph: tf.Graph) -> bool:
-    """Whether a SIMD program sends float32 as bfloat16: Mesh-TF's all-to-all does."""
-    return any(
-        op.type == "AllToAll" and op.inputs[0].dtype == tf.bfloat16 for op in graph.get_operations()
+def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:
+    """Whether the model of a SIMD program sends float32 as bfloat16: Mesh-TF's all-to-all does.
+
+    A strategy's own does, too, and is no excuse: then none is accepted.
+    """
+    wrappers, out = built.recorded.wrappers, built.division.changes.without
+    strategies = [getattr(one, "reducer", None) for k, one in wrappers.items() if k not in out]
+    return not any(isinstance(one, GradientStrategy) for one in strategies) and any(
+        op.type == "AllToAll" and op.inputs[0].dtype == tf.bfloat16
+        for op in built.graph.get_operations()
     )
 
 

@@ -349,7 +349,11 @@ class _Verifier:
             )
             return dataclasses.replace(line, verdict=NOT_SHOWN, cause=why)
         culprit, factor = self._culprit(division, first), first.factor
-        named = "" if factor is None else name_of_factor(factor, self._numbers(division, outcome))
+        named = (
+            ""
+            if factor is None
+            else name_of_factor(factor, self._numbers(division, outcome, culprit))
+        )
         factors = [x.factor for x in compared.gradients if not x.is_equal]
         is_one = len(factors) > 1 and all(
             x is not None and factor is not None and abs(x - factor) < 1e-3 * abs(factor)
@@ -464,18 +468,23 @@ class _Verifier:
             if runtime != division.runtime:
                 yield f"runtime {division.runtime}", dataclasses.replace(division, runtime=runtime)
 
-    def _numbers(self, division: Division, outcome: Outcome) -> dict[str, float]:
-        """Returns the numbers that a factor may be, by what they are."""
+    def _numbers(self, division: Division, outcome: Outcome, culprit: str) -> dict[str, float]:
+        """Returns the numbers that a factor may be, by what they are.
+
+        Where a mesh axis brings the difference in, those of other axes are a coincidence.
+        """
         shape = mtf.convert_to_shape(division.mesh_shape)
         batch_axes = kinds.axes_of_batch(division.layout, outcome.recorded)
         shards = int(np.prod([d.size for d in shape.dims if d.name in batch_axes] or [1]))
         steps = max(self._engine.steps_per_update, division.changes.micro_steps)
-        numbers: dict[str, float] = {
-            "the number of shards": shards,
-            "K, the microbatch steps": steps,
-        }
+        axes = [d.name for d in shape.dims if culprit == f"mesh axis {d.name}"]
+        axes = axes or [d.name for d in shape.dims]
+        numbers: dict[str, float] = {"K, the microbatch steps": steps}
+        if not batch_axes or not set(axes).isdisjoint(batch_axes):
+            numbers = {"the number of shards": shards, **numbers}
         for dim in shape.dims:
-            numbers[f"the number of cores along {dim.name}"] = dim.size
+            if dim.name in axes:
+                numbers[f"the number of cores along {dim.name}"] = dim.size
         numbers["the number of cores"] = shape.size
         for name, value in division.params:
             if isinstance(value, (int, float)) and not isinstance(value, bool):

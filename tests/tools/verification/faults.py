@@ -239,6 +239,8 @@ class Fault(NamedTuple):
       what: what differs of the variable.
       params: settings of more divisions.
       runtime: of all divisions.
+      any_factor: whether it may be some number.
+      error: the error, where it is no number.
     """
 
     program: Callable[..., Any]
@@ -250,9 +252,11 @@ class Fault(NamedTuple):
     what: str = "gradient"
     params: tuple[dict[str, Any], ...] = ()
     runtime: str = "cpu_replicas"
+    any_factor: bool = False
+    error: float | None = None
 
 
-_ACCUMULATION = "GradientAccumulationOptimizer"
+ACCUMULATION = "GradientAccumulationOptimizer"
 FAULTS = {
     "a loss per shard that is summed": Fault(
         loss_per_shard, "v", 4.0, "number of shards", "mesh axis batch", "mean is meant"
@@ -260,7 +264,7 @@ FAULTS = {
     "the sum of losses of shards": Fault(
         sum_of_shards, "v", 4.0, "number of shards", "CrossShardOptimizer", "reduction=SUM"
     ),
-    "a mean of means": Fault(mean_of_means, "v", None, "", _ACCUMULATION, "give weights="),
+    "a mean of means": Fault(mean_of_means, "v", None, "", ACCUMULATION, "give weights="),
     "experts divided by the shards": Fault(
         experts, "experts", 0.25, "1 over the number of shards", "mesh axis batch", "as of experts"
     ),
@@ -271,10 +275,10 @@ FAULTS = {
         double_all_reduce, "v", 4.0, "cores along batch", "mesh axis batch", "summed twice"
     ),
     "clipped by the norm of each microbatch": Fault(
-        clipped_each_step, "v", None, "", _ACCUMULATION, "each microbatch's own norm"
+        clipped_each_step, "v", None, "", ACCUMULATION, "each microbatch's own norm"
     ),
     "K without division": Fault(
-        not_divided_by_k, "v", 2.0, "K, the microbatch steps", _ACCUMULATION,
+        not_divided_by_k, "v", 2.0, "K, the microbatch steps", ACCUMULATION,
         "average_aggregated_gradients=True",
     ),
     "a dimension called like the batch": Fault(

@@ -1,45 +1,38 @@
-"""Faults that public reports describe are found: the variable, the factor, what brings it in."""
-
-import functools
+"""Planted faults are found: the variable, the factor, what brings it in; right programs pass."""
 
 import pytest
 
-import mtf_gradsync.tools.verification as verification
-from tests.tools.verification.faults import FAULTS, MESH, batches
+from tests.tools.verification.right_programs import RIGHT
+from tests.tools.verification.table import ALL, judged, verified
 
-# The others take seconds.
-QUICK = ("a loss per shard that is summed", "K without division")
-
-
-def verified(name, wrong):
-    fault = FAULTS[name]
-    return verification.verify(
-        functools.partial(fault.program, wrong=wrong),
-        batches,
-        [{**MESH, **more} for more in fault.params or ({},)],
-        divisions=(),
-        runtime=fault.runtime,
-    )
+# The others take seconds each.
+QUICK = ("a loss per shard that is summed", "a replicated weight's partial sum that nobody adds")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAULTS]
-)
-@pytest.mark.mostly_slow
+def slow(names, quick=()):
+    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", slow(ALL, QUICK))
 def test_it_is_found(name):
-    fault, found = FAULTS[name], verified(name, True)
-    line = next(line for line in found.lines if line.verdict == "NOT EQUAL")
-    assert (line.variable, line.what) == (fault.variable, fault.what), str(found)
-    assert line.factor == (fault.factor and pytest.approx(fault.factor, rel=1e-4)), str(found)
-    assert fault.of_factor in line.of_factor, str(found)
-    assert line.brought_in_by == fault.brought_in_by, str(found)
-    assert fault.cause in line.cause, str(found)
-    assert not found.is_equal
+    answer = verified(ALL[name], True)
+    found = judged(ALL[name], answer)
+    assert found.is_found, str(answer)
+    assert not found.wrong, str(answer)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", slow(ALL))
 def test_it_is_not_found_where_it_is_not(name):
-    found = verified(name, False)
-    assert found.is_equal, str(found)
-    assert {line.verdict for line in found.lines} == {"equal"}, str(found)
+    answer = verified(ALL[name], False)
+    assert answer.is_equal, str(answer)
+    assert {line.verdict for line in answer.lines} == {"equal"}, str(answer)
+
+
+@pytest.mark.parametrize("name", slow(RIGHT))
+def test_right_programs_of_other_styles_are_equal(name):
+    answer = RIGHT[name]()
+    assert answer.is_equal, str(answer)
+
+
+def test_there_are_as_many_as_the_docs_say():
+    assert (len(ALL), len(RIGHT)) == (60, 30)
