@@ -535,10 +535,15 @@ def _made_anyhow(init: Any) -> Any:
             if not args and "opt" not in kwargs:
                 raise
             opt = args[0] if args else kwargs["opt"]
+            given = {k: kwargs[k] for k in ("axes", "mesh_shape", "layout") if k in kwargs}
             names = kwargs.get("batch_dims", "batch")
             name = kwargs.get("name", type(self).__name__)
             rate = kwargs.get("learning_rate", NOT_GIVEN)
-            self._wrap(opt, CommonArguments(name, batch_dims=names, learning_rate=rate))
+            common = CommonArguments(name, batch_dims=names, learning_rate=rate)
+            try:
+                self._wrap(opt, common._replace(**given))
+            except ValueError:  # these are what it refuses
+                self._wrap(opt, common)
 
     return made
 
