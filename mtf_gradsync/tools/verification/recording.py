@@ -531,6 +531,8 @@ def _made_anyhow(init: Any) -> Any:
         try:
             init(self, *args, **kwargs)
         except ValueError:
+            if "_slots" in vars(self) and self._given_axes is not None:
+                return  # made, and then refused for a single replica
             kwargs = {**gin.get_bindings(type(self)), **kwargs} if _is_bound(self) else kwargs
             if not args and "opt" not in kwargs:
                 raise
