@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
+import msgspec
 import numpy as np
 
 import mtf_gradsync as gs
@@ -26,6 +27,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import Folder, Island, Merger, MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Spec
+from mtf_gradsync.tools.islands.objects import Decision
 
 ISLANDS, BATCH, LENGTH = 4, 8, 32
 TOKENS = BATCH * LENGTH  # of a step of one island
@@ -183,15 +185,22 @@ def _watch(
 
 
 class _MergedTokens:
-    """Adds up the tokens of what decisions have merged, each read once."""
+    """Adds up the tokens of what decisions have merged, each read once.
+
+    It opens files itself: processes that are forked later cannot use an object store in which this
+    one has read.
+    """
 
     def __init__(self, place: Path):
-        self._folder, self._next, self._tokens = Folder(place / "folder"), 1, 0.0
+        self._decisions, self._next, self._tokens = place / "folder" / "decisions", 1, 0.0
 
     def read(self, _: Path) -> float:
-        while decision := self._folder.read_json(f"decisions/{self._next:08d}.json"):
-            self._tokens += sum(c.weight for c in decision.contributions)
-            self._next += 1
+        with contextlib.suppress(FileNotFoundError):
+            while True:
+                data = (self._decisions / f"{self._next:08d}.json").read_bytes()
+                decision = msgspec.json.decode(data, type=Decision)
+                self._tokens += sum(c.weight for c in decision.contributions)
+                self._next += 1
         return self._tokens
 
 

@@ -139,7 +139,7 @@ def test_a_run_that_joins_has_its_own_data_and_goes_on_where_others_are(
         after_step(8, lambda: signal.raise_signal(signal.SIGTERM))
         first, _, said = watched("a")
         after_step(None)
-        while read_status(Folder(str(folder))).decisions[-1]["counts"]["step"] < 8:
+        while read_status(Folder(str(folder))).decisions[-1].counts["step"] < 8:
             pass
         gin.clear_config()
         second, _, said_by_second = watched("b")
