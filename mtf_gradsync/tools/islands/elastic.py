@@ -11,7 +11,7 @@ from mtf_gradsync.tools.islands.changes import Form, Merge, Weight
 from mtf_gradsync.tools.islands.exchange import IslandError
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.island import Follow, Island, Wait, check_island_name
-from mtf_gradsync.tools.islands.merger import Waiting
+from mtf_gradsync.tools.islands.merger import Quorum, Waiting
 from mtf_gradsync.tools.islands.versions import MergeSettings
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class ElasticIslands:
     replay: bool = False
     merge: bool = False
     keep_all: bool = False
-    quorum: int = 1
+    quorum: Quorum = 1
     min_grace: float = 1.0
     max_grace: float = 60.0
     max_staleness: int = 0

@@ -76,6 +76,9 @@ class FolderTakenError(MergerError):
     """Another merger has the folder."""
 
 
+Quorum = int | Literal["living"]
+
+
 class Waiting(NamedTuple):
     """How long a merger waits for contributions.
 
@@ -87,7 +90,7 @@ class Waiting(NamedTuple):
       max_staleness: how many versions old a contribution may be that is still merged.
     """
 
-    quorum: int | Literal["living"] = 1
+    quorum: Quorum = 1
     min_grace: float = 1.0
     max_grace: float = 60.0
     max_staleness: int = 0
@@ -98,9 +101,10 @@ class Waiting(NamedTuple):
             value = getattr(self, name)
             if name == "quorum" and value == "living":
                 continue
-            if not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                other = ", or 'living'" if name == "quorum" else ""
                 raise ValueError(
-                    f"{name} must be a whole number of at least {least}, got {value!r}."
+                    f"{name} must be a whole number of at least {least}{other}, got {value!r}."
                 )
         if not 0.0 <= self.min_grace <= self.max_grace:
             raise ValueError(

@@ -264,12 +264,13 @@ def make_version(folder: Folder, decision: Decision, before: State | None) -> St
         for one in decision.contributions:
             yield Change(one.weight, one.scale, decoded(load(one, specs), specs))
 
-    values, momenta = merged(
-        {name: before.values[name] for name in names},
-        {name: before.momenta[name] for name in names if name in before.momenta},
-        changes(),
-        settings.outer_step,
-    )
+    with np.errstate(over="ignore", invalid="ignore"):  # it is said below
+        values, momenta = merged(
+            {name: before.values[name] for name in names},
+            {name: before.momenta[name] for name in names if name in before.momenta},
+            changes(),
+            settings.outer_step,
+        )
     for key in names:
         if not (np.isfinite(values[key]).all() and np.isfinite(momenta.get(key, 0.0)).all()):
             logger.warning(

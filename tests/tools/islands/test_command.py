@@ -80,7 +80,7 @@ def test_a_version_is_exported_as_a_checkpoint(folder, tmp_path, capsys):
         (["--status"], cli.EXIT_FAILED, "is no folder of islands: nobody has joined there yet"),
         (["--json=x"], cli.EXIT_BAD_CONFIG, "--json=x writes the status; add --status"),
         (["--plot=x.png"], cli.EXIT_BAD_CONFIG, "draws the status; add --status"),
-        (["--quorum=0"], cli.EXIT_BAD_CONFIG, "quorum must be a whole number of at least 1, got 0"),
+        (["--quorum=0"], cli.EXIT_BAD_CONFIG, "at least 1, or 'living', got 0"),
         (["--outer_momentum=2"], cli.EXIT_BAD_CONFIG, "outer_momentum must be in [0, 1), got 2.0"),
         (["--fragments=2", "--max_staleness=1"], cli.EXIT_BAD_CONFIG, "max_staleness=1 needs frag"),
     ],
@@ -98,3 +98,12 @@ def test_answers_without_tensorflow(folder):
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
     ).stdout
     assert out == "False\n"
+
+
+def test_quorum_of_the_living(folder, capsys):
+    parser = cli.build_parser()
+    assert parser.parse_args(["islands", str(folder), "--quorum=living"]).quorum == "living"
+    assert parser.parse_args(["islands", str(folder), "--quorum=3"]).quorum == 3
+    with pytest.raises(SystemExit):
+        parser.parse_args(["islands", str(folder), "--quorum=most"])
+    assert "quorum must be a whole number or 'living', got 'most'" in capsys.readouterr().err

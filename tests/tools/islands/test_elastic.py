@@ -1,8 +1,12 @@
 """Settings of a run that is an island, and the part of the data that it claims."""
 
+from unittest import mock
+
+import gin
 import pytest
 
 from mtf_gradsync.islands import DataPart, ElasticIslands, IslandError, claim_part
+from mtf_gradsync.tools.islands import elastic
 from mtf_gradsync.tools.islands.folder import Folder
 from tests.tools.islands.conftest import at_once
 
@@ -40,6 +44,18 @@ def test_parts_that_make_no_sense(folder):
         claim_part(Folder(str(folder)), "../a", 3)
     assert claim_part(Folder(str(folder)), "a", 1) == DataPart(0, 1)
     assert not folder.exists()
+
+
+def test_gin_binds_the_quorum_of_the_living(folder):
+    gin.parse_config(["ElasticIslands.quorum = 'living'", f"ElasticIslands.folder = '{folder}'"])
+    try:
+        with mock.patch.object(elastic, "Island") as island:
+            ElasticIslands().island(None, "run")
+    finally:
+        gin.clear_config()
+    waiting = island.call_args.kwargs["waiting"]
+    waiting.check()
+    assert waiting.quorum == "living"
 
 
 def test_a_run_by_itself_has_all_data():

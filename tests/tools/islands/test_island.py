@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 
 import numpy as np
 import pytest
@@ -182,7 +183,7 @@ def test_what_rounding_takes_away_is_in_the_next_contribution(folder, form, byte
     assert toy.island.traffic.written == 40 * bytes_sent
 
 
-def run_live(folder):
+def run_live(folder, at_restart):
     """An island that dies and comes back beside one that lags; the first, and its steps."""
     one, two = begun(folder, ["one", "two"], MergeSettings(0.7, 0.5))
     waiting, rng = Waiting(quorum=1), np.random.RandomState(3)
@@ -204,6 +205,7 @@ def run_live(folder):
     both(one, 3)  # and is killed
     step, values, state = saved
     rng.set_state(state)
+    at_restart()
     again = Toy(folder, "one", 2, wait="none")
     again.session.update(values)
     again.begin(step)
@@ -217,8 +219,13 @@ def pending(folder):
     return Folder(str(folder)).names(f"contributions/{newest}")
 
 
-def test_replayed_it_ends_in_the_same_bits(folder):
-    live, steps = run_live(folder)
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_replayed_it_ends_in_the_same_bits(folder, monkeypatch, is_behind):
+    def set_clock_back():
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() - 3600.0)
+
+    live, steps = run_live(folder, set_clock_back if is_behind else lambda: None)
     # Its steps after step 7 were in a version already, which it followed.
     assert live.island.step > steps
     replayed = Toy(folder, "one", 2, replay=True).begin()

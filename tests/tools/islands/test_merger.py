@@ -274,7 +274,10 @@ def test_settings_of_a_folder_do_not_change(folder):
         (lambda: MergeSettings(-1.0).check(), "outer_learning_rate must be positive, got -1.0"),
         (lambda: MergeSettings(outer_momentum=1.0).check(), r"outer_momentum must be in \[0, 1\)"),
         (lambda: MergeSettings(fragments=0).check(), "fragments must be a whole number"),
-        (lambda: Waiting(quorum=0).check(), "quorum must be a whole number of at least 1, got 0"),
+        (
+            lambda: Waiting(quorum=0).check(),
+            "quorum must be a whole number of at least 1, or 'living', got 0",
+        ),
         (lambda: Waiting(min_grace=5.0, max_grace=1.0).check(), "min_grace=5.0, max_grace=1.0"),
     ],
 )
@@ -338,3 +341,20 @@ def test_an_island_whose_changes_stay_absurd_does_not_become_usual(folder):
         assert scales[1] < 1e-3, number
         for toy in (one, two):
             toy.island._wait_and_take(toy.session, 0.0)
+
+
+def test_a_version_that_would_overflow_keeps_the_values_of_before(folder, caplog):
+    settings = MergeSettings(outer_learning_rate=0.7, outer_momentum=0.5)
+    toy = Toy(folder, "one", 1, wait="none")
+    with merging(folder, settings, keep_all=True):
+        toy.begin()
+    toy.step(3.3e38)  # finite; 0.7 * 1.5 times as much is not
+    merge(folder, 1, settings, keep_all=True)
+    assert "a of version 1 would not be finite: it keeps the values of before" in caplog.text
+    assert read_values(Folder(str(folder)), 1, 1)["b"] == 2.0
+    toy.step(0.0)
+    assert toy.b == 2.0
+    toy.step(1.0)
+    merge(folder, 1, settings, keep_all=True)
+    np.testing.assert_allclose(read_values(Folder(str(folder)), 2, 1)["b"], 2.0 - 0.7 * 1.5)
+    assert replay(Folder(str(folder))) == []

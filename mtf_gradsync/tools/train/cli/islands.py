@@ -13,7 +13,7 @@ from mtf_gradsync.extension import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
 from mtf_gradsync.tools.islands.journal import plot_status, read_status
-from mtf_gradsync.tools.islands.merger import Merger, MergerError, Waiting
+from mtf_gradsync.tools.islands.merger import Merger, MergerError, Quorum, Waiting
 from mtf_gradsync.tools.islands.objects import Decision
 from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version, replay
 from mtf_gradsync.tools.train.cli.arguments import add_json_argument, output_paths, write_output
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser, "with --status: write it as JSON, too")
     waiting = Waiting()
     for name, kind, text in (
-        ("quorum", int, "how many contributions a version needs"),
+        ("quorum", _quorum, "how many contributions a version needs, or 'living'"),
         ("min_grace", float, "seconds to wait for more, at least"),
         ("max_grace", float, "and at most; it adapts to how far apart they usually come"),
         ("max_staleness", int, "how many versions old a contribution may be that is merged"),
@@ -71,6 +71,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep_all", action="store_true", help="keep all versions and contributions, for --replay"
     )
+
+
+def _quorum(text: str) -> Quorum:
+    """Returns what --quorum says; raises ArgumentTypeError for what it cannot be."""
+    if text == "living":
+        return "living"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"quorum must be a whole number or 'living', got {text!r}"
+        ) from None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -163,7 +175,8 @@ def _merge(folder: Folder, args: argparse.Namespace) -> int:
     settings = before._replace(**{k: v for k, v in given.items() if v is not None})
     waiting = Waiting(args.quorum, args.min_grace, args.max_grace, args.max_staleness)
     merger = Merger(folder, settings, waiting, args.keep_all)
-    print(f"merging in {folder.url}, {waiting.quorum} contributions or more", flush=True)
+    needed = "those of all living islands" if args.quorum == "living" else args.quorum
+    print(f"merging in {folder.url}, {needed} contributions or more", flush=True)
     with StopSignal() as stop:
         merger.run(lambda: stop.received is not None, _say)
     return 128 + stop.received if stop.received else 0
