@@ -177,7 +177,8 @@ def _bad_versions(folder: islands.Folder, status: islands.Status) -> int:
     lost = sum(d.version != number for number, d in enumerate(status.decisions))
     used = [c.object for d in status.decisions for c in (*d.contributions, *d.dropped)]
     twice = len(used) - len(set(used))
-    newest = f"{status.version:08d}"
+    # What comes too late for the newest version is named with the next one.
+    newest = f"{max((status.version or 0) - 1, 0):08d}"
     there = {
         f"contributions/{version}/{name}"
         for version in folder.names("contributions")
