@@ -170,7 +170,9 @@ class CrossShardOptimizer(Wrapper):
                 )
             mine = self._sums_of_copies(variable, place)
             for other in others if mine else ():
-                its = other._sums_of_copies(variable, place)
+                its = other._sums_of_copies(
+                    variable, place and other._place(place.islands, (), place.program)
+                )
                 if its and (its != mine or other not in self._segment_wrappers()):
                     raise ValueError(
                         f"{self.name} and {other.name} inside it would both sum the gradients of "

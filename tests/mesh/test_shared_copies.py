@@ -170,6 +170,7 @@ NO_SLICES = {
     "compat_v1/accumulation.py",  # optimizers off the mesh
     # Step counters of TensorFlow.
     "tools/estimator/builder.py", "step/branch.py", "tools/train/train_graph.py",
+    "tools/train/verifying.py",
     "runtimes/saving.py",  # initial values of masters
     "step/randomness.py", "runtimes/xla/bridge.py",  # states of random numbers
     "tools/train/data/batches.py",  # how many examples a data set has drawn

@@ -28,10 +28,10 @@ def test_averages_inside_an_optimizer_of_another_library_are_refused():
         gs.OuterOptimizer(Other(), 4, **FOUR)
 
 
-def test_a_wrapper_has_the_axes_of_an_island_while_a_step_is_built_and_no_longer():
+def test_updates_are_split_over_an_island_and_a_wrapper_keeps_its_axes():
     class Fails(mtf.optimize.Optimizer):
         def apply_grads(self, grads, variables):
-            seen.append((inner.axes.num_shards, inner.axes.batch_dims))
+            seen.append(grads[0].shape.to_string)
             assert len(variables) > 1, "fails"
             return [mtf.assign_sub(v, g) for g, v in zip(grads, variables)]
 
@@ -53,7 +53,9 @@ def test_a_wrapper_has_the_axes_of_an_island_while_a_step_is_built_and_no_longer
                 with fails:
                     opt.minimize(loss, var_list=variables[:count])
             assert inner.axes is given
-        assert seen == [(2, ("batch",)), (2, ("batch",)), (4, ("outer", "batch"))]
+        # The dimensions that replicas split have the names of the axes.
+        island, alone = "Shape[batch=6, hidden=8]", "Shape[outer=6, batch=8]"
+        assert seen == [island, island, alone]
 
 
 def model():
