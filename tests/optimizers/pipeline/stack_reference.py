@@ -236,7 +236,7 @@ class SyncReplicasOptimizer:
         for number, part in enumerate(parts):
             if self.mask[number] and _is_finite([part]):
                 self.made[number] += 1
-                self.sums += [part] * (part[1] > 0)
+                self.sums += [part] if part[1] > 0 else []
             else:
                 self.dropped[number] += 1
         self.is_finite = sum(self.made) > before or not np.any(self.mask)
