@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import json
@@ -186,6 +187,8 @@ class Folder:
                 return False
             raise FolderError(f"{self.url} is gone; it was there before") from None
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise ValueError(f"{self.url} is no name for a folder: {error.strerror}") from None
             raise FolderError(f"{self.url} cannot be reached: {error}") from error
         if not stat.S_ISDIR(found.st_mode):
             raise FolderError(f"{self.url} is a file, and not a folder")

@@ -534,5 +534,5 @@ class RunConfig:
     hooks: Sequence[Any] = ()
     seed: int = 0
     runtime: RuntimeName = "fastest"
-    timeline_steps: int = 0
     watch_copies_steps: int | None = None
+    timeline_steps: int = 0

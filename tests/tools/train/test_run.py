@@ -147,7 +147,9 @@ def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
     assert re.match(r"checkpoints keep \d+ variables: .* in bfloat16, and steps have float32", line)
     with pytest.raises(ConfigError, match=r"mesh_devices is for placement meshes.*\"xla\""):
         train("train.run.runtime = 'xla'", devices)
-    with pytest.raises(ConfigError, match="must be one of fastest, placement_mesh, cpu_replicas, xla"):
+    with pytest.raises(
+        ConfigError, match="must be one of fastest, placement_mesh, cpu_replicas, xla"
+    ):
         train("train.run.runtime = 'gpu'")
 
 
