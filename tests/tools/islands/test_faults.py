@@ -1,12 +1,14 @@
 """What happens to the folder ends neither an island nor a merger, and loses nothing in silence."""
 
 import contextlib
+import errno
 import logging
 import os
 import threading
 import time
 
 import numpy as np
+import obstore
 import pytest
 
 from mtf_gradsync.islands import IslandError, Merger, Waiting, replay
@@ -101,6 +103,40 @@ def test_a_folder_that_fails_for_a_while_is_said_once_and_when_it_works_again(fo
     assert sum("contribution" in x or "journal" in x for x in said) <= 6
     assert any(x.startswith("Over after") for x in said)
     assert read_values(Folder(str(folder)), newest_version(Folder(str(folder))), 1)["b"] == -6.0
+
+
+@pytest.mark.parametrize("when", ["begin", "later"])
+def test_a_full_disk_of_the_folder_ends_no_training(folder, monkeypatch, caplog, when):
+    is_full = threading.Event()
+    put = obstore.put
+
+    def put_if_there_is_room(*args, **kwargs):
+        if is_full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return put(*args, **kwargs)
+
+    monkeypatch.setattr(obstore, "put", put_if_there_is_room)
+    toy = Toy(folder, "one", 2, wait="none", wait_seconds=5.0)
+    with merging(folder, PLAIN):
+        begins = threading.Thread(target=toy.begin)
+        if when == "begin":
+            is_full.set()
+        begins.start()
+        if when == "begin":
+            while "No space left on device" not in caplog.text:
+                time.sleep(0.01)
+            is_full.clear()
+        begins.join(60.0)
+        is_full.set()
+        for _ in range(7):
+            toy.step(1.0)  # the run goes on to its own checkpoint
+        assert "No space left on device" in caplog.text
+        is_full.clear()
+        toy.island._exchange._next_try = 0.0
+        toy.island.finish(toy.session)
+    place = Folder(str(folder))
+    assert read_values(place, newest_version(place), 1)["b"] == -5.0
+    assert toy.b == -5.0
 
 
 def test_a_refused_contribution_is_made_again(folder, caplog):
