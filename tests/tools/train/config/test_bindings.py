@@ -103,8 +103,8 @@ def test_nothing_is_left_to_register_once_a_config_is_read():
     named = [
         ".".join(path.relative_to(package.parent).with_suffix("").parts)
         for room in ("islands", "train")
-        for path in sorted((package / room).rglob("*.py"))
-        if "@gin.configurable" in path.read_text("utf-8")
+        for path in sorted((package / "tools" / room).rglob("*.py"))
+        if re.search(r"^@(gin\.|late_)configurable", path.read_text("utf-8"), re.MULTILINE)
     ]
     assert {"mtf_gradsync.tools.train.data.datasets", "mtf_gradsync.tools.islands.elastic"} < set(
         named
