@@ -94,6 +94,7 @@ class Recorded:
         self.has_experts = False
         self._positions: dict[str, int] = {}
         self._outermost: dict[int, Any] = {}
+        self._stacks: dict[int, list[Any]] = {}  # by id of the outermost, as the program made them
         self._busy: list[Any] = []
         self._held: list[Any] = []
         self._undo: list[Callable[[], None]] = []
@@ -180,7 +181,10 @@ class Recorded:
             self._note_weights(kwargs.get("weights"))
         is_changed = isinstance(opt, Wrapper) or self.changes.micro_steps > 1
         stack = self._changed(opt) if is_outermost and is_changed else opt
-        if stack is not opt and (self.changes.unwrapped or not isinstance(stack, Wrapper)):
+        is_bare = stack is not opt and not isinstance(stack, Wrapper)
+        # Where the outermost wrapper stays, those inside of it are gone.
+        is_unwrapped = is_outermost and self.changes.unwrapped and id(opt) in self._stacks
+        if is_bare or is_unwrapped:
             kwargs.pop("weights", None)
             grads = self._as_reference(opt, list(grads), list(variables))
         if stack is not opt:
@@ -234,6 +238,7 @@ class Recorded:
         if id(opt) in self._outermost:
             return self._outermost[id(opt)]
         stack = [opt, *(opt.inner_stack() if isinstance(opt, Wrapper) else ())]
+        self._stacks[id(opt)] = stack
         labels: dict[int, str] = {}
         for one in stack:
             if isinstance(one, Wrapper):
@@ -364,7 +369,7 @@ class Recorded:
                 grad = mtf.reduce_mean(grad, output_shape=variable.shape) if more else grad
             plain.append(grad)
         gone = [w for label, w in self.wrappers.items() if label in self.changes.without]
-        clips = [x for x in [opt, *opt.inner_stack()] if _clips(x) and x not in gone]
+        clips = [x for x in self._stacks[id(opt)] if _clips(x) and x not in gone]
         present = [g for g in plain if g is not None]
         for one in clips:
             norm = mtf.sqrt(mtf.add_n([mtf.reduce_sum(mtf.square(g)) for g in present]))

@@ -22,6 +22,14 @@ def clipped(mesh, inputs, params):
     return loss, opt.minimize(loss)
 
 
+def averaged(mesh, inputs, params, is_outermost):
+    loss = mtf.reduce_mean(model(mesh, inputs)[0])
+    clip = functools.partial(gs.ClipByGlobalNormOptimizer, clip_norm=0.05)
+    average = functools.partial(gs.AverageOptimizer, decay=0.9)
+    outer, inner = (average, clip) if is_outermost else (clip, average)
+    return loss, outer(inner(gs.CrossShardOptimizer(sgd()))).minimize(loss)
+
+
 def replicas(mesh, inputs, params):
     loss = mtf.reduce_mean(model(mesh, inputs)[0])
     mesh_of = {name: params[name] for name in ("mesh_shape", "layout")}
@@ -78,6 +86,15 @@ def test_every_division_of_a_right_program_is_equal(steps):
     assert found.source == "float64"
     # An error would be the number of shards, at least.
     assert all(line.error < 1e-5 for line in found.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_outermost", [True, False])
+def test_clipping_beside_averages_has_its_part_in_the_reference(is_outermost):
+    program = functools.partial(averaged, is_outermost=is_outermost)
+    found = gs.verify(program, batches, MESH, divisions=["wrappers"])
+    assert len(found.lines) == 4, str(found)
+    assert set(verdicts(found).values()) == {"equal"}, str(found)
 
 
 @pytest.mark.slow
