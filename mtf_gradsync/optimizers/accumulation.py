@@ -475,7 +475,8 @@ class _Accumulate(Stage):
     def describe(self, about: About) -> list[Line]:
         """See `Stage.describe`."""
         wrapper = self.wrapper
-        what = "add up gradients on each shard" if self.where == LOCAL else "add up the sums"
+        is_local = self.where == LOCAL
+        what = "add up gradients on each shard" if is_local else f"add up the sums{self.why}"
         if wrapper._dtype is not None:
             what += f", {wrapper._dtype.name}"
         elif about.variables:

@@ -169,3 +169,12 @@ def test_arguments_are_checked():
         gs.describe(opt, mesh_shape="all", layout="batch:all")
     with pytest.raises(TypeError, match=r"variables must hold mtf\.Variable"):
         gs.describe(opt, variables=[np.ones(3)])
+
+
+def test_where_gradients_accumulate_is_said_of_a_mesh_that_is_not_made_yet():
+    opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 4)
+    with tf.Graph().as_default():
+        unknown = str(gs.describe(opt))
+        assert "add up the sums, because the program has made no mesh yet: give mesh" in unknown
+        known = str(gs.describe(opt, "batch:8", "batch:batch"))
+        assert known.startswith("every step  add up gradients on each shard ")
