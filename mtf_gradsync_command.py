@@ -2,7 +2,7 @@
 
 ``import mtf_gradsync`` imports TensorFlow. Until a command begins its work, the package stands here
 with its folder alone, unexecuted, so that its modules that read arguments and gin files can be
-imported by themselves; `mtf_gradsync.tools.train.cli.arguments` imports it when the work begins.
+imported by themselves; `mtf_gradsync.tools.train.cli.loading` imports it when the work begins.
 """
 
 from __future__ import annotations

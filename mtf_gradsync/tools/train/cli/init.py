@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Collection, Sequence
 
 from mtf_gradsync.extension import ConfigError, configs_dir, did_you_mean
-from mtf_gradsync.tools.train.cli.arguments import Command, output_path
+from mtf_gradsync.tools.train.cli.arguments import output_path
 from mtf_gradsync.tools.train.data.texts import check_length, read_files
 
-_DESCRIPTION = """\
+HELP = "copy an example config to start from"
+DESCRIPTION = """\
 Copies a gin file that comes with the package, to be changed and trained. Without a name it lists
 what there is. A file that is there already stays as it is. With --text it trains on text files of
 yours, and has the name of the first; the last tenth is held out."""
 
 _USAGE = "mtf-gradsync init [CONFIG [FILE]] [--text TEXT [TEXT ...]]"
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync init
   mtf-gradsync init lm_cpu_mesh
@@ -32,7 +33,7 @@ _COMMAND = "mtf-gradsync train --gin_file="
 _OF_TEXT = "lm_cpu_mesh"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the subcommand."""
     parser.usage = _USAGE
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="which one; none lists them")
@@ -46,7 +47,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     configs = _examples()
     files, after = _texts_and_names(args.text, configs)
@@ -140,6 +141,3 @@ def _summary(text: str) -> str:
     lines = text.splitlines()[1:]
     comment = lines[: lines.index("#")] if "#" in lines else lines[:1]
     return "\n    ".join(line.lstrip("# ") for line in comment)
-
-
-INIT = Command("copy an example config to start from", _DESCRIPTION, _EPILOG, _arguments, _main)

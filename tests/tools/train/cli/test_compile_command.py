@@ -9,8 +9,8 @@ import pytest
 
 from mtf_gradsync import xla
 from mtf_gradsync._common import install_extra
+from mtf_gradsync.tools.train.cli import compile as command
 from mtf_gradsync.tools.train.cli import main as cli
-from mtf_gradsync.tools.train.cli import steps
 from tests.tools.train.conftest import NO_ATTENTION
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
@@ -30,7 +30,7 @@ def test_help_names_every_flag(capsys):
 
 def test_sigterm_stops_it_as_ctrl_c_does(capsys, monkeypatch):
     """An exception ends the compiler's process and removes its folder."""
-    monkeypatch.setattr(steps, "compile_config", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(command, "compile_config", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert cli.main(["compile", f"--gin_file={TINY}"]) == 128 + signal.SIGTERM
     assert "interrupted" in capsys.readouterr().err
 
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_made_is_reported_first(capsys, tmp_path):
 
 def test_a_full_disk_is_an_error_of_one_line_below_the_result(capsys, monkeypatch):
     answer = xla.CompiledProgram("v3:2x2", "TPU v3", 8, "no", (), (), (), None, 0.0)
-    monkeypatch.setattr(steps, "compile_config", lambda *unused: answer)
+    monkeypatch.setattr(command, "compile_config", lambda *unused: answer)
     status = cli.main(["compile", f"--gin_file={TINY}", "--json=/dev/full"])
     printed = capsys.readouterr()
     assert status == cli.EXIT_FAILED

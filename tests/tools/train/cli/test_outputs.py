@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import gin
 import pytest
@@ -71,7 +72,13 @@ def test_json_on_standard_output_is_alone_there(capsys, monkeypatch):
         write_output("--json", output_path("--json", args.json), '{"a": 1}\n')
         return 3
 
-    monkeypatch.setitem(cli._COMMANDS, "env", cli.Command("", "", None, arguments, run))
+    monkeypatch.setitem(
+        cli._COMMANDS,
+        "env",
+        types.SimpleNamespace(
+            HELP="", DESCRIPTION="", EPILOG=None, add_arguments=arguments, main=run
+        ),
+    )
     assert cli.main(["env", "--json=-"]) == 3
     said = capsys.readouterr()
     assert (said.out, said.err) == ('{"a": 1}\n', "a table\n")

@@ -16,7 +16,7 @@ from mtf_gradsync.tools import planning
 from mtf_gradsync.tools._private.gin import bindings
 from mtf_gradsync.tools.train import gin_files, model
 from mtf_gradsync.tools.train.cli import main as cli
-from mtf_gradsync.tools.train.cli import steps
+from mtf_gradsync.tools.train.cli import plan as command
 from mtf_gradsync.tools.train.train_graph import steps_per_update
 from tests.tools.planning.machines import interrupted_and_dropped
 
@@ -112,7 +112,7 @@ def test_steps_of_an_update_are_not_known_where_there_are_more_than_two_kinds():
 )
 def test_a_price_is_one_number_or_one_for_each_generation(monkeypatch, given, price):
     asked = []
-    monkeypatch.setattr(steps, "plan_config", lambda *_, **given: asked.append(given["price"]))
+    monkeypatch.setattr(command, "plan_config", lambda *_, **given: asked.append(given["price"]))
     flags = [] if given is None else [f"--price={given}"]
     with pytest.raises(AttributeError):  # as that is no plan
         cli.main(["plan", f"--gin_file={TINY}", *flags])
@@ -128,7 +128,7 @@ def test_what_is_no_price_is_an_error(capsys, given):
 
 @pytest.mark.parametrize("flag", ["--json", "--png"])
 def test_a_full_disk_is_an_error_of_one_line_below_the_plan(capsys, monkeypatch, flag):
-    monkeypatch.setattr(steps, "plan_config", lambda *unused, **unused_options: planning.Plan(()))
+    monkeypatch.setattr(command, "plan_config", lambda *unused, **unused_options: planning.Plan(()))
     status = cli.main(["plan", f"--gin_file={TINY}", f"{flag}=/dev/full"])
     printed = capsys.readouterr()
     assert status == cli.EXIT_FAILED
@@ -151,7 +151,7 @@ def test_a_signal_that_python_drops_before_the_plan_begins_stops_it(capsys, monk
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_exit_code_of_a_partial_plan_has_the_signal(capsys, monkeypatch, number):
     partial = planning.Plan((), (), True, 4, number)
-    monkeypatch.setattr(steps, "plan_config", lambda *unused, **unused_options: partial)
+    monkeypatch.setattr(command, "plan_config", lambda *unused, **unused_options: partial)
     assert cli.main(["plan", f"--gin_file={TINY}"]) == 128 + number
     assert "stopped: 4 not looked at" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ import pytest
 
 from mtf_gradsync._common import ConfigError
 from mtf_gradsync.tools.train import gin_files
-from mtf_gradsync.tools.train.cli import arguments as cli_arguments
+from mtf_gradsync.tools.train.cli import loading
 from tests.runtimes.cluster.processes import ROOT
 from tests.tools.train.conftest import FASTEST, NO_EVAL, QUICK, TINY
 
@@ -70,7 +70,7 @@ def test_a_terminal_is_told_what_takes_long(monkeypatch):
         (True, 0.0, "Loading TensorFlow and Mesh-TensorFlow ...\n"),
     ):
         monkeypatch.setattr(said, "isatty", lambda found=is_terminal: found)
-        with cli_arguments._saying_that_it_loads(seconds):
+        with loading._saying_that_it_loads(seconds):
             if line:
                 while not said.getvalue():
                     time.sleep(0.001)
@@ -135,7 +135,7 @@ def test_a_run_prints_its_own_lines_alone(tmp_path):
 def test_lines_of_c_are_dropped_unless_the_import_fails(fails):
     program = (
         "import os, sys\n"
-        "from mtf_gradsync.tools.train.cli.arguments import _without_lines_of_c as quiet\n"
+        "from mtf_gradsync.tools.train.cli.loading import _without_lines_of_c as quiet\n"
         "with quiet():\n"
         "    os.write(2, b'of C\\n'); print('of Python', file=sys.stderr)\n"
         f"    assert not {fails}\n"
@@ -159,7 +159,7 @@ def test_lines_before_a_log_level_is_read_are_for_those_who_ask(level, is_said):
     program = (
         "import importlib, os, sys, types\npackage = types.ModuleType('mtf_gradsync')\n"
         "package.__path__ = ['mtf_gradsync']\nsys.modules['mtf_gradsync'] = package\n"
-        "from mtf_gradsync.tools.train.cli.arguments import import_package\n"
+        "from mtf_gradsync.tools.train.cli.loading import import_package\n"
         "importlib.reload = lambda package: os.write(2, b'of C\\n')\n"
         "import_package(-1)\n"
     )

@@ -1,0 +1,162 @@
+"""The flags by which a command is one of several processes, and its work on all of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+
+from mtf_gradsync.extension import ConfigError
+from mtf_gradsync.tools.train.cli.arguments import number, whole_number
+
+if TYPE_CHECKING:
+    from mtf_gradsync.runtimes.cluster import Task
+    from mtf_gradsync.tools.train.config import RunConfig
+    from mtf_gradsync.tools.train.run import Accepted
+
+_TASK = ("cluster_spec", "job_name", "task_index")
+_PROCESS = ("coordinator", "num_processes", "process_id")
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say which processes there are, and which of them this one is."""
+    group = parser.add_argument_group(
+        "several processes",
+        "A placement mesh over tf.train.Servers: give --cluster_spec, --job_name and\n"
+        "--task_index to each, or TF_CONFIG in its environment. XLA devices of several\n"
+        "processes: give --coordinator, --num_processes and --process_id to each.",
+    )
+    group.add_argument(
+        "--cluster_spec",
+        metavar="SPEC",
+        help='all tasks, like worker=host1:2222,host2:2222 or {"worker": ["host1:2222", ...]}',
+    )
+    group.add_argument("--job_name", metavar="JOB", help="the job of this task: chief, worker, ps")
+    group.add_argument(
+        "--task_index", type=whole_number(0), metavar="N", help="its number in the job, from 0"
+    )
+    group.add_argument(
+        "--watch_port",
+        type=whole_number(1, 1 << 16),
+        metavar="PORT",
+        help="where the tasks meet on the chief's machine (default: the first port after the "
+        "chief's that no task has)",
+    )
+    group.add_argument(
+        "--open_to_network",
+        action="store_true",
+        help="let TensorFlow's server, which obeys anybody, be called by other machines although "
+        "the cluster's addresses are of this one",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of process 0; the port is any free one there",
+    )
+    group.add_argument(
+        "--num_processes", type=whole_number(1), metavar="N", help="how many there are"
+    )
+    group.add_argument(
+        "--process_id", type=whole_number(0), metavar="N", help="which one this is, from 0"
+    )
+    group.add_argument(
+        "--timeout",
+        type=number,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for the others at the start (default: 300)",
+    )
+    group.add_argument(
+        "--silence",
+        type=number,
+        default=20.0,
+        metavar="SECONDS",
+        help="without a sign of life for this long a process is lost (default: 20)",
+    )
+
+
+def is_alone(args: argparse.Namespace) -> bool:
+    """Returns whether neither a flag nor TF_CONFIG says that this is one of several processes."""
+    flags = any(getattr(args, name) is not None for name in (*_TASK, *_PROCESS))
+    return not flags and not os.environ.get("TF_CONFIG")
+
+
+def run_by_flags(
+    args: argparse.Namespace,
+    config: RunConfig,
+    model_dir: str | None,
+    accepted: Accepted,
+    work: Callable[..., Any],
+    settings: Mapping[str, int] | None = None,
+    first_does: str = "",
+) -> Any:
+    """Calls `work` like `run`: alone, or on all processes that the flags or TF_CONFIG name.
+
+    Only alone may model_dir be None; `settings` and `first_does` are those of `run_on_processes`.
+    """
+    # Imported here because it takes seconds, which `--help` need not wait for.
+    from mtf_gradsync.tools.train.processes import run_on_cluster, run_on_processes
+
+    process = _process_of_flags(args)
+    task = None if process else _task_of_flags(args)
+    if not (process or task):
+        return work(config, model_dir, accepted=accepted)
+    assert model_dir is not None
+    given: dict[str, Any] = {"accepted": accepted, "work": work}
+    given.update(timeout=args.timeout, silence=args.silence)
+    if process:
+        return run_on_processes(
+            config, model_dir, **process, **given, settings=settings, first_does=first_does
+        )
+    given.update(watch_port=args.watch_port, open_to_network=args.open_to_network)
+    return run_on_cluster(config, model_dir, task, **given)
+
+
+def _task_of_flags(args: argparse.Namespace) -> Task | None:
+    """Returns the task that this process is by the flags or, without them, by TF_CONFIG.
+
+    For a run in one process it returns None.
+    """
+    from mtf_gradsync.runtimes.cluster import task_of_environment, task_of_spec
+
+    values = _all_or_none(args, _TASK)
+    task: Task | None
+    try:
+        if values:
+            task, source = task_of_spec(**values), "--cluster_spec"
+        else:
+            task, source = task_of_environment(), "TF_CONFIG"
+            # So it is set for jobs of one process, too.
+            if task is None or len(task.names) == 1:
+                return None
+    except ValueError as error:
+        raise ConfigError(f"--cluster_spec: {error}" if values else str(error)) from error
+    print(f"{task.names[task.number]} of the {len(task.names)} tasks of a cluster ({source})")
+    return task
+
+
+def _process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Returns the flags of a process of XLA devices by name, or None if there are no such flags."""
+    values = _all_or_none(args, _PROCESS)
+    if values is None:
+        return None
+    if any(getattr(args, name) is not None for name in _TASK):
+        raise ConfigError(
+            f"--coordinator={args.coordinator} is for XLA devices, --cluster_spec for a placement "
+            "mesh: give one of them"
+        )
+    if not 0 <= values["process_id"] < values["num_processes"]:
+        raise ConfigError(
+            f"--process_id must be between 0 and {values['num_processes'] - 1}; got "
+            f"{values['process_id']}"
+        )
+    return values
+
+
+def _all_or_none(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any] | None:
+    values = {name: getattr(args, name) for name in names}
+    given = [f"--{name}" for name, value in values.items() if value is not None]
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if given and missing:
+        raise ConfigError(f"{', '.join(given)} without {' and '.join(missing)}: give all three")
+    return values if given else None

@@ -1,0 +1,110 @@
+"""The command ``mtf-gradsync sample``: the model of a run continues a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from mtf_gradsync.extension import ConfigError
+from mtf_gradsync.tools.train.cli.arguments import (
+    add_gin_arguments,
+    add_json_argument,
+    config_of_run,
+    number,
+    output_path,
+    whole_number,
+    write_output,
+)
+from mtf_gradsync.tools.train.cli.loading import loaded_config
+
+HELP = "let the model of a run write"
+DESCRIPTION = """\
+Prints what the language model of a run writes after a prompt: the run's own config and its newest
+checkpoint, whatever runtime has made it. The run may be finished, stopped, or still going on."""
+
+EPILOG = """\
+examples:
+  mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
+  mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt=import --temperature=0
+  mtf-gradsync sample --model_dir=runs/mine --prompt=a --gin_param="train.run.mesh_devices = None"
+  mtf-gradsync sample --model_dir=runs/mine --prompt=a \\
+      --gin_param="train.run.evaluate_with_averages = True"
+
+Every token takes a pass of the whole model: that is for a look at a model, not for serving one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    parser.add_argument("--model_dir", required=True, metavar="DIR", help="the run's directory")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument(
+        "--num_samples", type=whole_number(), default=1, metavar="N", help="default: 1"
+    )
+    parser.add_argument(
+        "--max_tokens",
+        type=whole_number(),
+        default=160,
+        metavar="N",
+        help="how long (default: 160)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=number,
+        default=0.5,
+        metavar="T",
+        help="0 takes the most likely token, 1 draws from the model's distribution (default: 0.5)",
+    )
+    parser.add_argument(
+        "--keep_top_k",
+        type=whole_number(0),
+        default=0,
+        metavar="K",
+        help="draw from this many most likely tokens (default: 0, from all)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, 1 << 32),
+        default=0,
+        metavar="N",
+        help="of the draws; default: 0",
+    )
+    add_json_argument(parser, "write the samples as JSON, too, with all characters")
+    add_gin_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    json_file = output_path("--json", args.json)
+    config_file = config_of_run(args.model_dir)
+    try:
+        args.prompt.encode("utf-8")
+    except UnicodeEncodeError as error:  # Python's arguments hold such bytes as surrogates
+        raise ConfigError(f"--prompt={os.fsencode(args.prompt)!r} is no UTF-8 text") from error
+    with loaded_config(args, [config_file]):
+        # Imported here because it takes seconds, which `--help` need not wait for.
+        from mtf_gradsync.runtimes.starting import latest_checkpoint
+        from mtf_gradsync.tools.train import gin_files
+        from mtf_gradsync.tools.train.evaluation import Sampling, sample_after, visible
+        from mtf_gradsync.tools.train.model import resolve_job
+
+        path = latest_checkpoint(args.model_dir)
+        if path is None:
+            raise ConfigError(f"--model_dir={args.model_dir} has no checkpoint yet")
+        config = gin_files.bound_run_config()
+        model = resolve_job(config).model
+        print(f"from {path}", file=sys.stderr)
+        settings = Sampling(
+            num_samples=args.num_samples,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            keep_top_k=args.keep_top_k,
+            seed=args.seed,
+        )
+        averages = config.evaluate_with_averages
+        samples = sample_after(model, path, args.prompt, settings, averages)
+    print("\n---\n".join(visible(one.prompt + one.continuation) for one in samples))
+    found = {"checkpoint": path, "samples": [one._asdict() for one in samples]}
+    write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
+    return 0

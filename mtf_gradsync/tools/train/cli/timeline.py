@@ -1,0 +1,159 @@
+"""The command ``mtf-gradsync timeline``: where the time of a run's steps goes."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtf_gradsync.extension import ACCEPT_FLAG, ConfigError, TrainingError
+from mtf_gradsync.runtimes.processes.members import MissingProcessesError
+from mtf_gradsync.tools.train.cli.arguments import (
+    add_gin_arguments,
+    add_json_argument,
+    config_of_run,
+    named_write_errors,
+    names_in,
+    output_paths,
+    whole_number,
+    write_output,
+)
+from mtf_gradsync.tools.train.cli.loading import import_package, loaded_config
+from mtf_gradsync.tools.train.cli.processes import add_cluster_arguments, is_alone, run_by_flags
+
+if TYPE_CHECKING:
+    from mtf_gradsync.tools.timelines import Timeline
+
+HELP = "record where the time of a training step goes"
+DESCRIPTION = """\
+Makes some training steps of a run and tells where their time goes: compute, collectives, the part
+of those that no compute hides, the host, and idle time, core by core, with the longest operations
+and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
+
+With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
+Gin files and bindings go over the config that it has, or are in its place where it has none.
+With --gin_file alone they begin with new values."""
+
+EPILOG = """\
+examples:
+  mtf-gradsync timeline --model_dir=runs/lm_cpu_mesh
+  mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --steps=20 --trace=lm.trace.json.gz
+  mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --gin_param="train.run.runtime = 'cpu_replicas'"
+  mtf-gradsync timeline --merge=a.part.json --merge=b.part.json --trace=both.trace.json.gz
+
+Processes on XLA devices all take the command; process 0 writes the result for all. --part writes
+what one process recorded, for --merge. docs/guides/timeline.md explains the numbers."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    add_gin_arguments(parser)
+    parser.add_argument("--model_dir", metavar="DIR", help="the directory of a run")
+    parser.add_argument(
+        ACCEPT_FLAG,
+        action="store_true",
+        help="take a checkpoint of another configuration: what only one of them has is dropped, or "
+        "begins as in a new run",
+    )
+    parser.add_argument(
+        "--steps",
+        type=whole_number(),
+        default=10,
+        metavar="N",
+        help="steps to record, tens rather than thousands: they are held in memory (default: 10)",
+    )
+    parser.add_argument(
+        "--warm_up",
+        type=whole_number(),
+        default=5,
+        metavar="N",
+        help="steps before those, which compile and fill caches (default: 5)",
+    )
+    parser.add_argument(
+        "--trace",
+        default="timeline.trace.json.gz",
+        metavar="FILE",
+        help="where the trace goes, at most 20 MB (default: timeline.trace.json.gz)",
+    )
+    add_json_argument(parser, "write the table as JSON, too")
+    parser.add_argument("--part", metavar="FILE", help="write what this process recorded, too")
+    parser.add_argument(
+        "--merge",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="make no steps, but put files of --part together; given once for each",
+    )
+    add_cluster_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
+    trace, json_file, part_file = output_paths(outputs)
+    timeline = _merged(args.merge) if args.merge else _recorded(args)
+    if timeline is None:
+        return 0
+    own = args.process_id or 0
+    if own == 0:  # the others have the same
+        table = timeline.table()
+        print(table)
+        if trace:
+            with named_write_errors("--trace", trace):
+                written = timeline.save(trace)
+            print(f"\n{written}")
+        write_output("--json", json_file, table.to_json() + "\n")
+    if part_file:
+        mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
+        write_output("--part", part_file, mine.to_json())
+    return 0
+
+
+def _merged(files: list[str]) -> Timeline:
+    import_package(verbosity=-1)
+    from mtf_gradsync.tools.timelines import Recording, Timeline, TimelineError
+
+    try:
+        parts = [Recording.from_json(Path(name).read_text(encoding="utf-8")) for name in files]
+        return Timeline.of(parts)
+    except (OSError, UnicodeDecodeError, TimelineError) as error:
+        raise ConfigError(f"--merge: {error}") from error
+
+
+def _left_config(args: argparse.Namespace) -> list[str]:
+    """Returns the config that an earlier run left in --model_dir; none without --model_dir."""
+    if not args.model_dir:
+        if not (args.gin_file or args.gin_param):
+            raise ConfigError(
+                "Give at least one --gin_file or --model_dir: there is nothing to record"
+            )
+        return []
+    try:
+        return [config_of_run(args.model_dir)]
+    except ConfigError as error:
+        is_run = any(Path(args.model_dir).glob("*.index"))
+        if is_run and names_in(args.gin_file):
+            return []
+        hint = "; give its config by --gin_file" if is_run else ", and no checkpoint"
+        raise ConfigError(f"{error}{hint}") from error
+
+
+def _recorded(args: argparse.Namespace) -> Timeline | None:
+    with loaded_config(args, _left_config(args)), tempfile.TemporaryDirectory() as empty:
+        # Not above: these take seconds, which `--help` need not.
+        from mtf_gradsync.tools.train import gin_files
+        from mtf_gradsync.tools.train.run import Accepted, TimedRun
+
+        try:
+            return run_by_flags(
+                args,
+                gin_files.bound_run_config(),
+                args.model_dir or (None if is_alone(args) else empty),
+                Accepted(differences=args.accept_checkpoint_differences),
+                TimedRun(args.steps, args.warm_up),
+                settings={"--steps": args.steps, "--warm_up": args.warm_up},
+                first_does="prints and writes the timeline",
+            )
+        except MissingProcessesError as error:
+            raise TrainingError(str(error)) from error

@@ -1,0 +1,83 @@
+"""The command ``mtf-gradsync train``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mtf_gradsync.extension import ACCEPT_FLAG, CONFIG_FILE, SKIP_FLAG, ConfigError
+from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, MissingProcessesError
+from mtf_gradsync.tools.train.cli.arguments import add_gin_arguments, check_model_dir, names_in
+from mtf_gradsync.tools.train.cli.loading import loaded_config
+from mtf_gradsync.tools.train.cli.processes import add_cluster_arguments, is_alone, run_by_flags
+
+HELP = "train a transformer that gin files describe"
+DESCRIPTION = """\
+Trains a mesh_tensorflow.transformer model that gin files describe, then prints held-out
+perplexity beside a unigram baseline, lets the model write, and leaves a page with plots
+(report.html) and TensorBoard event files.
+
+Ctrl-C stops after the current step and saves a checkpoint; the same command goes on from there."""
+
+EPILOG = """\
+examples:
+  mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin
+  mtf-gradsync train --gin_file=lm_cpu_mesh.gin --gin_param="train.run.train_steps = 50"
+  mtf-gradsync train --gin_file=my_model.gin --gin_file=my_data.gin --model_dir=runs/mine
+  mtf-gradsync train --gin_file=my_model.gin --cluster_spec=worker=a:2222,b:2222 \\
+      --job_name=worker --task_index=0      (on a; on b with --task_index=1)
+
+docs/training.md lists the bindings of train.run and the files that a run writes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--model_dir",
+        metavar="DIR",
+        help="where checkpoints and results go (default: runs/ and the name of the last gin file)",
+    )
+    parser.add_argument(
+        ACCEPT_FLAG,
+        action="store_true",
+        help="go on from a checkpoint of another configuration, or with other data: what only one "
+        "of them has is dropped, or begins as in a new run",
+    )
+    parser.add_argument(
+        SKIP_FLAG,
+        action="store_true",
+        help="where the newest checkpoint is damaged, put it aside and go on from an older one",
+    )
+    add_cluster_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    files = names_in(args.gin_file)
+    if args.model_dir and not (files or args.gin_param):
+        left = Path(args.model_dir) / CONFIG_FILE
+        if left.is_file():
+            raise ConfigError(
+                f"Give the config that made {args.model_dir}, or the one that this run has left: "
+                f"--gin_file={left}"
+            )
+    model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
+    # Of several processes only one writes there, and finds out after the meeting.
+    if is_alone(args):
+        check_model_dir(model_dir)
+    with loaded_config(args):
+        # Imported here because it takes seconds, which `--help` need not wait for.
+        from mtf_gradsync.tools.train import gin_files
+        from mtf_gradsync.tools.train.run import Accepted, run
+
+        accepted = Accepted(args.accept_checkpoint_differences, args.skip_damaged_checkpoint)
+        config = gin_files.bound_run_config()
+        try:
+            result = run_by_flags(args, config, model_dir, accepted, run)
+        except MissingProcessesError as error:
+            print(f"mtf-gradsync: error: {error}", file=sys.stderr)
+            return LOST_PROCESS_EXIT_CODE
+    return 0 if result is None or result.stopped_by is None else 128 + result.stopped_by

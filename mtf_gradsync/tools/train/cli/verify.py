@@ -1,0 +1,91 @@
+"""The command ``mtf-gradsync verify``: whether a config's update is the same, however divided."""
+
+from __future__ import annotations
+
+import argparse
+
+from mtf_gradsync.runtimes._signals import Interruption
+from mtf_gradsync.tools.train.cli.arguments import (
+    add_gin_arguments,
+    add_output_arguments,
+    output_paths,
+    whole_number,
+    write_found,
+)
+from mtf_gradsync.tools.train.cli.loading import loaded_config
+
+HELP = "prove that an update is the same however it is divided"
+DESCRIPTION = """\
+Shows whether an update of the training that gin files describe is the same however it is divided.
+From the same values and batches it makes one update on one core without wrappers, and one in each
+division: the config's mesh, its cores along one axis, another order of axes, microbatch steps, each
+wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the innermost
+optimizer, new values and slots on all cores, and the losses: equal to rounding, NOT EQUAL (the
+first variable that differs, by what factor, and what brings it in), or not shown, and why."""
+
+EPILOG = """\
+examples:
+  mtf-gradsync verify --gin_file=lm_cpu_mesh.gin
+  mtf-gradsync verify --gin_file=my.gin --mesh_shape="batch:2;model:4" --divisions=wrappers
+  mtf-gradsync verify --gin_file=my.gin --without=dropout --json=verified.json --png=verified.png
+
+Exit code 0: equal, 1: NOT EQUAL, 3: not shown. docs/guides/verify.md explains the table."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--mesh_shape",
+        action="append",
+        metavar="SHAPE",
+        help="mesh shape to try; may be given several times (default: those of --divisions)",
+    )
+    parser.add_argument(
+        "--divisions",
+        metavar="KIND[,KIND...]",
+        help="batch, model, order, microbatches, wrappers, masked, runtimes (default: all, or with "
+        "--mesh_shape none)",
+    )
+    parser.add_argument(
+        "--without",
+        metavar="WHAT[,WHAT...]",
+        help="what to take out of the model: dropout, random",
+    )
+    parser.add_argument(
+        "--steps", type=whole_number(1), default=1, metavar="N", help="updates (default: 1)"
+    )
+    parser.add_argument(
+        "--runtime",
+        default="cpu_replicas",
+        metavar="NAME",
+        help="where divisions run: placement_mesh, cpu_replicas or xla (default: cpu_replicas)",
+    )
+    parser.add_argument(
+        "--own_values",
+        action="store_true",
+        help="begin with the config's own first values, and not with values moved a little",
+    )
+    add_output_arguments(
+        parser, "write all errors as JSON, too", picture="draw the error of each variable"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    paths = output_paths({"--json": args.json, "--png": args.png})
+    with Interruption() as stop, loaded_config(args):
+        from mtf_gradsync.tools.train.verifying import verify_config
+
+        stop.check()
+        found = verify_config(
+            args.mesh_shape,
+            args.steps,
+            None if args.divisions is None else args.divisions.split(","),
+            args.without.split(",") if args.without else (),
+            args.runtime,
+            args.own_values,
+        )
+    print(found)
+    write_found(paths, found.to_json(), found.plot)
+    return found.exit_code
