@@ -15,13 +15,8 @@ from mtf_gradsync.runtimes.simd import CommunicationReport, CommunicationRow, To
 from mtf_gradsync.runtimes.simd.traffic import table_of
 from mtf_gradsync.tools.train.figures import new_figure, write_figure
 from mtf_gradsync.tools.train.model import TrainingJob, placeholders
-from mtf_gradsync.tools.train.train_graph import (
-    GRADIENTS,
-    PARTS,
-    build_simd,
-    build_train_graph,
-    part_of_each,
-)
+from mtf_gradsync.tools.train.traffic import GRADIENTS, PARTS, part_of_each
+from mtf_gradsync.tools.train.train_graph import build_simd, build_train_graph
 
 
 class ComparedStep(NamedTuple):

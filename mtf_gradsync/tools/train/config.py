@@ -536,3 +536,25 @@ class RunConfig:
     runtime: RuntimeName = "fastest"
     watch_copies_steps: int | None = None
     timeline_steps: int = 0
+
+
+def check_schedule(config: RunConfig) -> None:
+    """Raises a ConfigError if a setting that `resolve_job` does not check cannot work."""
+    check_positive("save_checkpoints_steps", config.save_checkpoints_steps)
+    check_positive("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
+    check_positive("perplexity_eval_steps", config.perplexity_eval_steps)
+    check_positive("log_steps", config.log_steps)
+    check_positive("max_steps_without_decrease", config.max_steps_without_decrease, optional=True)
+    check_positive("watch_copies_steps", config.watch_copies_steps, optional=True)
+    for name in ("keep_best", "max_steps_without_decrease"):
+        if getattr(config, name) and config.eval_dataset_fn is None:
+            raise ConfigError(
+                f"train.run.{name} = {getattr(config, name)!r} goes by the held-out loss: bind "
+                "train.run.eval_dataset_fn"
+            )
+    steps = config.timeline_steps
+    if not is_whole_number(steps, 0):
+        raise ConfigError(f"train.run.timeline_steps must be a whole number from 0; got {steps!r}")
+    check_callable("eval_dataset_fn", config.eval_dataset_fn, "@python_topics", optional=True)
+    for hook in config.hooks if isinstance(config.hooks, (list, tuple)) else [config.hooks]:
+        check_callable("hooks", hook, "[@MyHook]")

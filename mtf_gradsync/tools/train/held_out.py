@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
 from mtf_gradsync.extension import ConfigError, first_line, tf
 from mtf_gradsync.runtimes.starting import write_json, write_text
+from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data import datasets as data
 from mtf_gradsync.tools.train.data.batches import wrong_id
 from mtf_gradsync.tools.train.evaluation import (
@@ -24,18 +23,13 @@ from mtf_gradsync.tools.train.evaluation import (
 )
 from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress
 from mtf_gradsync.tools.train.model import ModelSettings
+from mtf_gradsync.tools.train.run_files import RESULT_FILE, SAMPLES_FILE
 
-METRICS_FILE = "metrics.jsonl"
-RESULT_FILE = "result.json"
-SAMPLES_FILE = "samples.txt"
 # Fields of the result file of a run that has made steps.
 SPEED = ("seconds", "tokens_per_second")
 
 # Batches that the unigram baseline counts in; enough to see every byte or common subword.
 _BASELINE_BATCHES = 100
-
-
-BEST_DIR = "best"
 
 
 class Improvement:
@@ -69,29 +63,6 @@ class Improvement:
         return f"the held-out loss has not fallen since step {self.best_step} ({self.best:.3f})"
 
 
-def keep_best(path: str, directory: Path) -> None:
-    """Keeps a checkpoint as the best one of a run, in `BEST_DIR` of its directory.
-
-    Files are links where the file system has them. The state file, written last, names the new
-    checkpoint before the one before is removed.
-    """
-    best = directory / BEST_DIR
-    best.mkdir(exist_ok=True)
-    source, before = Path(path), set(best.iterdir())
-    for file in source.parent.glob(f"{source.name}.*"):
-        kept = best / file.name
-        kept.unlink(missing_ok=True)
-        try:
-            os.link(file, kept)
-        except OSError:
-            shutil.copy2(file, kept)
-        before.discard(kept)
-    state = best / "checkpoint"
-    write_text(state, f'model_checkpoint_path: "{source.name}"\n')
-    for file in before - {state}:
-        file.unlink()
-
-
 class HeldOut:
     """Evaluates a run on held-out data.
 
@@ -102,22 +73,19 @@ class HeldOut:
     def __init__(
         self,
         model: ModelSettings,
+        config: RunConfig,
         directory: Path,
-        config: tf.ConfigProto,
+        session: tf.ConfigProto,
         say: Callable[[str], None],
-        with_averages: bool = False,
     ):
         """Begins without held-out data; see `prepare`.
 
-        Files are written to `directory`. `say` takes each line of the report. With with_averages,
-        checkpoints' moving averages are scored in place of the variables.
+        Files are written to `directory`. `session` has the settings of the evaluator's session;
+        `say` takes each line of the report.
         """
+        self._model, self._config, self._directory = model, config, directory
+        self._session, self._say = session, say
         self._sampling: Sampling | None = None
-        self._with_averages = with_averages
-        self._model = model
-        self._directory = directory
-        self._config = config
-        self._say = say
         self._held_out: Batches = []
         self._evaluator: Evaluator | None = None
         self._scored: tuple[str, Score] | None = None
@@ -125,14 +93,14 @@ class HeldOut:
         self.result: dict[str, Any] = {}
         self.samples = ""
 
-    def prepare(
-        self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
-    ) -> None:
-        """Reads at most `steps` held-out batches, and scores the unigram baseline on them.
+    def prepare(self) -> None:
+        """Reads the held-out batches, and scores the unigram baseline on them.
 
-        The functions are those of `RunConfig`. Data that is empty or cannot be read or scored, and
-        settings of gin by which no samples can be written, are a ConfigError.
+        Data that is empty or cannot be read or scored, and settings of gin by which no samples can
+        be written, are a ConfigError.
         """
+        eval_dataset_fn, steps = self._config.eval_dataset_fn, self._config.perplexity_eval_steps
+        assert eval_dataset_fn is not None  # the caller has asked
         if self._model.model_type == "lm":
             self._sampling = Sampling()
             self._sampling.check(self._model.sequence_length["targets"])
@@ -161,7 +129,7 @@ class HeldOut:
             )
         self._check(held_out)
         train = data.read_batches(
-            lambda: train_dataset_fn(dataset_split="train", **arguments),
+            lambda: self._config.train_dataset_fn(dataset_split="train", **arguments),
             self._model.batch_size,
             _BASELINE_BATCHES,
             "train.run.train_dataset_fn",
@@ -193,7 +161,7 @@ class HeldOut:
             return
         try:
             self._evaluator = Evaluator(
-                self._model, self._held_out, self._config, self._with_averages
+                self._model, self._held_out, self._session, self._config.evaluate_with_averages
             )
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(

@@ -13,9 +13,11 @@ from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.copies import CopiesError
 from mtf_gradsync.runtimes.means import Measured, StepMeans
 from mtf_gradsync.tools.timelines import Timeline, TimelineError
+from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data.batches import DataError
 from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress
-from mtf_gradsync.tools.train.runner import Runner, most_bad_losses
+from mtf_gradsync.tools.train.runner import Runner, skips_islands, stack_skips_not_finite
+from mtf_gradsync.tools.train.train_graph import TrainGraph
 
 # Errors that a step may raise: TensorFlow's, jax's, and a hook's.
 _OF_A_STEP = (
@@ -29,25 +31,6 @@ _OF_A_STEP = (
 )
 # The first steps fill caches.
 _STEPS_BEFORE_TIMELINE = 5
-
-
-class LoopSettings(NamedTuple):
-    """How long to train, and how often to save and log; see `RunConfig`.
-
-    With `saves_beside_steps` checkpoints are written beside the steps that follow, not before them.
-    `parameters` are those that are trained, by which the model FLOPs utilization (MFU) counts 6
-    operations for each token (Chowdhery et al. 2022, PaLM, appendix B, without attention).
-    """
-
-    train_steps: int
-    save_checkpoints_steps: int
-    log_steps: int
-    tokens_per_step: int
-    loss_denominator: float
-    parameters: int
-    saves_beside_steps: bool = True
-    timeline_steps: int = 0
-    watch_copies_steps: int | None = None
 
 
 class LoopResult(NamedTuple):
@@ -64,8 +47,9 @@ class LoopResult(NamedTuple):
 
 def train_loop(
     runner: Runner,
-    optimizers: Sequence[Any],
-    settings: LoopSettings,
+    graph: TrainGraph,
+    config: RunConfig,
+    tokens_per_step: int,
     recorder: MetricsRecorder,
     on_checkpoint: Callable[[str, int, Progress], bool],
     on_first_step: Callable[[], None] = lambda: None,
@@ -75,14 +59,16 @@ def train_loop(
 
     Args:
       runner: makes steps and checkpoints; it is entered here.
-      optimizers: the optimizer and those inside it.
-      settings: how long to train, and how often to save and log.
+      graph: what the runner makes steps of.
+      config: how long to train, and how often to save and log. Checkpoints are written beside the
+        steps that follow, unless they are evaluated: then before the next step.
+      tokens_per_step: targets in a global batch, padding included.
       recorder: takes measurements every log_steps.
       on_checkpoint: called with path, step and the progress after each save; returns whether the
         run ends there.
       on_first_step: called once the first step has been shown, for work that can wait until then.
       on_timeline: called once with the timeline and the numbers of the first and the last step in
-        it, if settings ask for some.
+        it, if the config asks for some.
 
     Raises:
       TrainingError: if updates or the loss or the learning rate show that training cannot go on
@@ -90,7 +76,7 @@ def train_loop(
       DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:
-        loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint, on_first_step)
+        loop = _Loop(runner, graph, config, tokens_per_step, recorder, on_checkpoint, on_first_step)
 
         def train_to(last: int) -> int | None:
             """Makes steps; returns the signal that stopped all processes, if there was one."""
@@ -103,19 +89,19 @@ def train_loop(
 
         try:
             begin = runner.first_step + _STEPS_BEFORE_TIMELINE
-            end = begin + settings.timeline_steps
+            end = begin + config.timeline_steps
             stopped_by = None
-            if begin < end and settings.train_steps < end:
+            if begin < end and config.train_steps < end:
                 loop.progress.message(
                     f"no timeline: it would be of steps {begin + 1} to {end}, and the run ends at "
-                    f"step {settings.train_steps}"
+                    f"step {config.train_steps}"
                 )
             elif begin < end:
                 stopped_by = train_to(begin)
                 if stopped_by is None:
                     stopped_by = loop.recorded(lambda: train_to(end), on_timeline)
             if stopped_by is None:
-                stopped_by = train_to(settings.train_steps)
+                stopped_by = train_to(config.train_steps)
             loop.save()
             loop.settle()
             loop.tell_left_steps()
@@ -139,16 +125,17 @@ class _Loop:
     def __init__(
         self,
         runner: Runner,
-        optimizers: Sequence[Any],
-        settings: LoopSettings,
+        graph: TrainGraph,
+        config: RunConfig,
+        tokens_per_step: int,
         recorder: MetricsRecorder,
         on_checkpoint: Callable[[str, int, Progress], bool],
         on_first_step: Callable[[], None],
     ):
-        self._runner, self._settings, self._recorder = runner, settings, recorder
+        self._runner, self._config, self._recorder = runner, config, recorder
         self._on_checkpoint = on_checkpoint
         self._on_first_step: Callable[[], None] | None = on_first_step
-        self._patience = Patience(optimizers)
+        self._patience = Patience(graph.optimizers)
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
         self.step = self._saved_at = self._begun_at = runner.first_step
         self._saving: Future[str] | None = None
@@ -156,10 +143,10 @@ class _Loop:
         self._updates: list[int] = []
         self.seconds = 0.0
         self.is_at_end = False
-        self._means = StepMeans(settings.loss_denominator)
+        self._means = StepMeans(graph.loss_denominator)
         if recorder.left_means is not None:
             self._means.restore(recorder.left_means)
-        self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
+        self.progress = Progress(self.step, config.train_steps, tokens_per_step)
 
     def one_step(self) -> None:
         """Dispatches a step, and reads the results of steps that were dispatched before."""
@@ -180,11 +167,11 @@ class _Loop:
         self.seconds += time.monotonic() - began
         if self._saving and self._saving.done():
             self.settle()
-        every = self._settings.watch_copies_steps
+        every = self._config.watch_copies_steps
         if every and self.step % every == 0:
             self._runner.check_copies()
-        self.step = self._runner.exchange(self.step, self._settings.train_steps)
-        every = self._settings.save_checkpoints_steps
+        self.step = self._runner.exchange(self.step, self._config.train_steps)
+        every = self._config.save_checkpoints_steps
         if self.step // every > before // every:
             self.save()
 
@@ -246,11 +233,11 @@ class _Loop:
             return
         self.settle()
         self._check_waits()
-        if self._settings.watch_copies_steps:
+        if self._config.watch_copies_steps:
             self._runner.check_copies()
         self._recorder.leave_means(self.step, self._means)
         self._saving, self._begun_at = self._runner.begin_save(self.step), self.step
-        if not self._settings.saves_beside_steps:
+        if self._config.eval_dataset_fn is not None:  # it is scored before the next step
             self.settle()
         self.progress.pause()
 
@@ -266,7 +253,7 @@ class _Loop:
     def tell_left_steps(self) -> None:
         """Says how many microbatch steps are in sums and in no update, where there are some."""
         left = self._means.steps_in_no_update
-        if left and self.step >= self._settings.train_steps:
+        if left and self.step >= self._config.train_steps:
             steps = "last step is" if left == 1 else f"last {left} steps are"
             self.progress.message(
                 f"the {steps} in the accumulated gradients and in no update: "
@@ -276,7 +263,6 @@ class _Loop:
 
     def _look_at_oldest(self) -> None:
         values = self._pending.popleft()()
-        settings = self._settings
         step, loss = int(values["step"]), float(values["loss"])
         rate = values["reported"].get("learning_rate")
         if rate is not None and not 0 <= rate < math.inf:
@@ -291,13 +277,13 @@ class _Loop:
                 f"The loss of step {step} is {loss}{self._patience.since()}. {self._newest()} "
                 "Lower train.run.learning_rate_schedule, or look at the data."
             )
-        if self._settings.timeline_steps and update_step is not None:
+        if self._config.timeline_steps and update_step is not None:
             self._updates.append(update_step)
         measured = Measured(loss, values["tokens"], None if rate is None else float(rate))
         self._means.add(measured, int(values["in_sums"]) if "in_sums" in values else None)
         means = self._means.values()
         self.progress.update(step, means.get("nats_per_token", loss), values["fields"])
-        if step % settings.log_steps == 0 or step == settings.train_steps:
+        if step % self._config.log_steps == 0 or step == self._config.train_steps:
             # XLA drops the assertion with which a step on a placement mesh ends.
             self._check_waits()
             tokens = round(self.progress.tokens_per_second(), 1)
@@ -321,6 +307,21 @@ class _Loop:
             f"{error} {self._newest()} Look at the data of these shards; SyncReplicasOptimizer "
             "makes updates with fewer by a lower replicas_to_aggregate."
         )
+
+
+_BAD_LOSSES = 100
+
+
+def most_bad_losses(optimizers: Sequence[Any]) -> int:
+    """Returns how many losses in a row, without an update between, may be not finite.
+
+    It is 0 if no optimizer of the stack skips gradients that are not finite.
+    """
+    if not stack_skips_not_finite(optimizers):
+        return 0
+    # An island's losses may be not finite until its outer step, which skips the island.
+    rounds = [opt.inner_steps for opt in optimizers if skips_islands(opt)]
+    return max([_BAD_LOSSES, *(2 * steps for steps in rounds)])
 
 
 class Patience:

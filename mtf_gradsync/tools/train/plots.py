@@ -8,7 +8,7 @@ import numpy as np
 
 from mtf_gradsync.tools.islands.journal import Status, plot_status
 from mtf_gradsync.tools.train import figures
-from mtf_gradsync.tools.train.train_graph import Traffic
+from mtf_gradsync.tools.train.traffic import Traffic
 
 # More points than these cannot be distinguished in a plot, and make a large page.
 _MOST_POINTS = 400

@@ -13,8 +13,13 @@ from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.cluster import Task, join_cluster
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.tools.train.config import RunConfig, check_positive, resolve_mesh
-from mtf_gradsync.tools.train.run import NOTHING, Accepted, RunPart, check_schedule, run
+from mtf_gradsync.tools.train.config import (
+    RunConfig,
+    check_positive,
+    check_schedule,
+    resolve_mesh,
+)
+from mtf_gradsync.tools.train.run import NOTHING, Accepted, RunPart, run
 from mtf_gradsync.tools.train.runner import choose_runtime
 
 # By these each process decides alone how many steps it makes, and when all exchange something.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import os
 from concurrent.futures import Future
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, ClassVar, NamedTuple, Sequence
 
 import numpy as np
 
@@ -15,11 +15,12 @@ from mtf_gradsync.extension import (
     ReportsSkips,
     TrainingError,
     mtf,
+    session_config,
     tf,
     traits_of,
 )
 from mtf_gradsync.runtimes import sessions, simd, xla
-from mtf_gradsync.runtimes.copies import CopiesHook
+from mtf_gradsync.runtimes.copies import watch_copies
 from mtf_gradsync.runtimes.saving import TrainingSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.runtimes.starting import Start
@@ -28,7 +29,8 @@ from mtf_gradsync.tools.islands import Island, IslandError
 from mtf_gradsync.tools.timelines import Timeline, timeline
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
-from mtf_gradsync.tools.train.train_graph import TrainGraph
+from mtf_gradsync.tools.train.model import TrainingJob, resolve_job
+from mtf_gradsync.tools.train.train_graph import TrainGraph, build_on
 
 _WORDS = {
     "xla": "XLA devices",
@@ -84,7 +86,55 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     return Runtime(asked, "train.run.runtime")
 
 
-_BAD_LOSSES = 100
+def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.ConfigProto]:
+    """Checks what steps are made of; returns their runtime, the job, and the settings of sessions.
+
+    `target` is that of `choose_runtime`.
+    """
+    runtime = choose_runtime(config, target)
+    job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
+    if not target:
+        job.model.mesh.check_devices()
+    return runtime, job, session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
+
+
+def training_graph(
+    job: TrainingJob, batches: TrainingBatches, runtime: Runtime
+) -> tuple[TrainGraph, simd.Program | None, Callable[..., Runner]]:
+    """Builds the training step for a runtime; returns it, its program and a runner factory."""
+    features = batches.placeholders()
+    cores = None
+    if runtime.name != "placement_mesh":
+        cores = OnCores(runtime.name, job.model.mesh.shape, job.model.mesh.layout)
+    graph = build_on(cores or OnDevices(), job, features)
+
+    def runner(
+        model_dir: str,
+        start: Start,
+        config: RunConfig,
+        session: tf.ConfigProto,
+        island: Island | None = None,
+    ) -> Runner:
+        given = graph, batches, model_dir, start, config, island
+        if cores is not None:
+            return SimdProgramRunner(*given, cores)
+        hooks = [hook() for hook in config.hooks]
+        return PlacementMeshRunner(*given, OnDevices(session, runtime.target), hooks)
+
+    return graph, None if cores is None else cores.program, runner
+
+
+def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
+    """Returns whether an optimizer of a stack skips or needs what is not finite."""
+    return any(
+        traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite or skips_islands(opt)
+        for opt in optimizers
+    )
+
+
+def skips_islands(opt: Any) -> bool:
+    """Returns whether an optimizer skips islands whose gradients were not finite."""
+    return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
 
 class Runner(abc.ABC):
@@ -94,13 +144,57 @@ class Runner(abc.ABC):
       first_step: steps made before, known once it is entered.
       is_alone: whether no other process has to take part in what this one does.
       steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
-      peak_flops: bfloat16 operations a second of all chips together; None where it is not known.
+      copies_slices: whether the saver has to copy slices to masters before it saves.
     """
 
     first_step: int = 0
     is_alone: bool = True
-    steps_ahead: int = 0
-    peak_flops: float | None = None
+    copies_slices: ClassVar[bool]
+
+    def __init__(
+        self,
+        graph: TrainGraph,
+        batches: TrainingBatches,
+        model_dir: str,
+        start: Start,
+        config: RunConfig,
+        island: Island | None,
+        place: OnDevices | OnCores,
+        hooks: Sequence[Any] = (),
+    ):
+        """Adds a saver and watches to the default graph, which has to be that of `graph`.
+
+        Checkpoints go to `model_dir`. `island` exchanges values after steps. `place` makes the
+        sessions, which begin with `start`; `hooks` are for sessions of a placement mesh.
+        """
+        self._prefix = os.path.join(model_dir, "model.ckpt")
+        self._saver = TrainingSaver(
+            stack_skips_not_finite(graph.optimizers),
+            graph.lowering if self.copies_slices else None,
+            # The Saver's own word for "all" is 0.
+            max_to_keep=config.keep_checkpoint_max or 0,
+        )
+        self._saver.recover_last_checkpoints(list(start.kept))
+        skips = [x.steps_without_update for x in graph.optimizers if isinstance(x, ReportsSkips)]
+        self._watches = [one.watch() for one in skips if one]
+        self._fetches: dict[str, Any] = {
+            "step": graph.step,
+            "loss": graph.loss,
+            "fields": graph.fields,
+            "reported": graph.reported,
+        }
+        counts = {"update_step": graph.update_step, "in_sums": graph.in_sums}
+        self._fetches.update((name, x) for name, x in counts.items() if x is not None)
+        self._batches = batches
+        self._made = [tf.train.get_global_step(), graph.examples]
+        self._session: Any = None
+        self._lowering = graph.lowering
+        self._place, self._hooks, self._island = place, hooks, island
+        self._copies = None if config.watch_copies_steps is None else watch_copies()
+        if self._copies:
+            self._copies.begin()
+        self.steps_ahead = place.steps_ahead
+        self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
 
     @abc.abstractmethod
     def __enter__(self) -> Runner: ...
@@ -109,11 +203,28 @@ class Runner(abc.ABC):
     def __exit__(self, *exception: Any) -> None: ...
 
     @abc.abstractmethod
+    def _scaffold(self) -> tf.train.Scaffold:
+        """Returns the scaffold of the sessions."""
+
+    @abc.abstractmethod
+    def _raw(self, use: Callable[[Any], Any]) -> Any:
+        """Returns what a function returns for the session, whose hooks do not run."""
+
+    @abc.abstractmethod
+    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+        """Begins a step; returns a function that waits for its values."""
+
     def dispatch(self) -> Callable[[], dict[str, Any]]:
         """Begins a step; returns a function that waits for its values by name.
 
-        They are those of `fetches_of`, and "tokens": how many targets of the batch are no padding.
+        They are "step", "loss", "fields" and "reported" of `TrainGraph`, "update_step" and
+        "in_sums" if the optimizers have them, and "tokens": how many targets of the batch are no
+        padding.
         """
+        batch = self._batches.next()
+        tokens = self._batches.targets
+        result = self._dispatched(batch)
+        return lambda: {**result(), "tokens": tokens}
 
     @abc.abstractmethod
     def begin_save(self, step: int) -> Future[str]:
@@ -123,13 +234,14 @@ class Runner(abc.ABC):
         before must have been written.
         """
 
-    @abc.abstractmethod
     def timeline(self) -> Timeline:
         """Returns a context manager that records the steps that begin and end inside it."""
+        return timeline(self._session, lowering=self._lowering)
 
-    @abc.abstractmethod
     def waits_too_long(self) -> Exception | None:
         """Returns an error if there were too many steps without an update, or None."""
+        found = self._raw(lambda session: [watch.ask(session) for watch in self._watches])
+        return next((one for one in found if isinstance(one, Exception)), None)
 
     def agreed_stop(self, received: int | None) -> int | None:
         """Returns the signal for which all processes stop before the next step, or None to go on.
@@ -143,132 +255,33 @@ class Runner(abc.ABC):
         """Returns whether something besides the loop, such as a hook, wants to stop."""
         return False
 
-    def check_copies(self) -> None:  # noqa: B027
+    def check_copies(self) -> None:
         """Raises CopiesError unless all cores' copies of each variable are equal.
 
         It waits for the steps that were dispatched.
         """
+        if self._copies:
+            self._raw(self._copies.check)
 
     def exchange(self, step: int, last: int) -> int:
         """Lets an island exchange values with others after a step; `last` is that of the run.
 
         Returns the step that the run is at: an island's may be a later one, of values that it took.
         """
-        del last
-        return step
+        if self._island is None:
+            return step
+        island, tokens = self._island, float(self._batches.targets)
 
+        def after_step(session: Any) -> None:
+            island.after_step(session, tokens)
+            if island.step >= last:
+                island.finish(session)
 
-def fetches_of(graph: TrainGraph) -> dict[str, Any]:
-    """Returns what to fetch with a step: "step", "loss", "fields" and "reported" of `TrainGraph`.
-
-    "update_step" and "in_sums" are there only if the optimizers have them.
-    """
-    fetches = {
-        "step": graph.step,
-        "loss": graph.loss,
-        "fields": graph.fields,
-        "reported": graph.reported,
-    }
-    counts = {"update_step": graph.update_step, "in_sums": graph.in_sums}
-    return {**fetches, **{name: x for name, x in counts.items() if x is not None}}
-
-
-def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
-    """Returns whether an optimizer of a stack skips or needs what is not finite."""
-    return any(
-        traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite or _skips_islands(opt)
-        for opt in optimizers
-    )
-
-
-def most_bad_losses(optimizers: Sequence[Any]) -> int:
-    """Returns how many losses in a row, without an update between, may be not finite.
-
-    It is 0 if no optimizer of the stack skips gradients that are not finite.
-    """
-    if not stack_skips_not_finite(optimizers):
-        return 0
-    # An island's losses may be not finite until its outer step, which skips the island.
-    rounds = [opt.inner_steps for opt in optimizers if _skips_islands(opt)]
-    return max([_BAD_LOSSES, *(2 * steps for steps in rounds)])
-
-
-def _skips_islands(opt: Any) -> bool:
-    return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
-
-
-class Waits:
-    """Asks optimizers whether there were too many steps without an update."""
-
-    def __init__(self, optimizers: Sequence[Any]):
-        """Adds what it reads to the default graph."""
-        watched = [x.steps_without_update for x in optimizers if isinstance(x, ReportsSkips)]
-        self._watches = [one.watch() for one in watched if one]
-
-    def ask(self, session: Any) -> Exception | None:
-        """Returns the first error that a watch has (`Watch.ask`), or None."""
-        found = [watch.ask(session) for watch in self._watches]
-        return next((one for one in found if isinstance(one, Exception)), None)
-
-
-class GraphRunner(Runner):
-    """A `Runner` of a training graph: the base of the runners of all runtimes.
-
-    Attributes:
-      copies_slices: whether the saver has to copy slices to masters before it saves.
-    """
-
-    copies_slices: bool
-
-    def __init__(
-        self,
-        graph: TrainGraph,
-        batches: TrainingBatches,
-        model_dir: str,
-        start: Start,
-        keep_checkpoint_max: int | None,
-        place: OnDevices | OnCores,
-        hooks: Sequence[Any] = (),
-        island: Island | None = None,
-        copies: CopiesHook | None = None,
-    ):
-        """Adds a saver and watches to the default graph, which has to be that of `graph`.
-
-        Checkpoints go to `model_dir`; None for `keep_checkpoint_max` keeps all. `place` makes the
-        sessions, which begin with `start`; `hooks` are for sessions of a placement mesh. `island`
-        exchanges values after steps, and `copies` compares those of the cores.
-        """
-        self._prefix = os.path.join(model_dir, "model.ckpt")
-        self._saver = TrainingSaver(
-            stack_skips_not_finite(graph.optimizers),
-            graph.lowering if self.copies_slices else None,
-            # The Saver's own word for "all" is 0.
-            max_to_keep=keep_checkpoint_max or 0,
-        )
-        self._saver.recover_last_checkpoints(list(start.kept))
-        self._waits = Waits(graph.optimizers)
-        self._fetches, self._batches = fetches_of(graph), batches
-        self._made = [tf.train.get_global_step(), graph.examples]
-        self._session: Any = None
-        self._lowering = graph.lowering
-        self._place, self._hooks = place, hooks
-        self._island, self._copies = island, copies
-        if copies:
-            copies.begin()
-        self.steps_ahead = place.steps_ahead
-        self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
-
-    @abc.abstractmethod
-    def _scaffold(self) -> tf.train.Scaffold:
-        """Returns the scaffold of the sessions."""
-
-    def timeline(self) -> Timeline:
-        """See `Runner`."""
-        return timeline(self._session, lowering=self._lowering)
-
-    @abc.abstractmethod
-    def _raw(self, use: Callable[[Any], Any]) -> Any:
-        """Returns what a function returns for the session, whose hooks do not run."""
+        try:
+            self._raw(after_step)
+        except IslandError as error:
+            raise TrainingError(str(error)) from error
+        return island.step
 
     def _begin(self) -> None:
         """Sets `first_step` to the session's step, and makes the batches begin there."""
@@ -286,23 +299,6 @@ class GraphRunner(Runner):
                 raise TrainingError(str(error)) from error
             self.first_step = island.step
 
-    def exchange(self, step: int, last: int) -> int:
-        """See `Runner`."""
-        if self._island is None:
-            return step
-        island, tokens = self._island, float(self._batches.targets)
-
-        def after_step(session: Any) -> None:
-            island.after_step(session, tokens)
-            if island.step >= last:
-                island.finish(session)
-
-        try:
-            self._raw(after_step)
-        except IslandError as error:
-            raise TrainingError(str(error)) from error
-        return island.step
-
     def _leave(self, error: Any) -> None:
         """Contributes what an island has learned that was told to stop; after an error nothing."""
         island = self._island
@@ -313,28 +309,8 @@ class GraphRunner(Runner):
         else:
             island.close()
 
-    def check_copies(self) -> None:
-        """See `Runner`."""
-        if self._copies:
-            self._raw(self._copies.check)
 
-    def waits_too_long(self) -> Exception | None:
-        """See `Runner`."""
-        return self._raw(self._waits.ask)
-
-    def dispatch(self) -> Callable[[], dict[str, Any]]:
-        """See `Runner`."""
-        batch = self._batches.next()
-        tokens = self._batches.targets
-        result = self._dispatched(batch)
-        return lambda: {**result(), "tokens": tokens}
-
-    @abc.abstractmethod
-    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
-        """Begins a step; returns a function that waits for the values of `fetches_of` by name."""
-
-
-class PlacementMeshRunner(GraphRunner):
+class PlacementMeshRunner(Runner):
     """Runs the default graph in a monitored session; finalizes the graph."""
 
     copies_slices = True
@@ -375,7 +351,7 @@ class PlacementMeshRunner(GraphRunner):
 _AGREE_STEPS = 10
 
 
-class SimdProgramRunner(GraphRunner):
+class SimdProgramRunner(Runner):
     """Runs a SIMD program of the default graph."""
 
     copies_slices = False
@@ -388,7 +364,6 @@ class SimdProgramRunner(GraphRunner):
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
             raise self._other_runtime(error) from error
         cores = getattr(self._session, "cores", None)
-        self.peak_flops = getattr(self._session, "peak_flops", None)
         self.is_alone = cores is None or cores.is_alone
         self._begin()
         if not self.is_alone:

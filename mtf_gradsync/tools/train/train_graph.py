@@ -1,11 +1,11 @@
-"""Builds the graph of a training step, and lists its mesh traffic by part of the step."""
+"""Builds the graph of a training step."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import re
-from typing import Any, Callable, ContextManager, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
 import gin
 
@@ -24,13 +24,10 @@ from mtf_gradsync.extension import (
     rate_at,
     reported,
     tf,
-    traits_of,
     updates_before,
 )
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
-from mtf_gradsync.runtimes.simd import CommunicationReport
-from mtf_gradsync.runtimes.simd.traffic import has_calls
 from mtf_gradsync.tools.train.config import VariableFilter, rate_of_step, transformer_utils
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, placeholders
 
@@ -394,159 +391,4 @@ def _variable_chooser(variable_filter: VariableFilter) -> Callable[[Any], Any | 
     raise ConfigError(
         "train.run.variable_filter must be None, a regular expression or a function of a "
         f"variable; got {variable_filter!r}"
-    )
-
-
-# The forward and backward pass, the sums that reduce gradients, and everything else.
-MODEL, GRADIENTS, OPTIMIZER = "model", "gradients", "optimizer"
-PARTS = (MODEL, GRADIENTS, OPTIMIZER)
-
-# Operations that move a tensor, or a part of it, and keep its values.
-_MOVES = frozenset({
-    "Add", "AddN", "AddV2", "Cast", "ConcatV2", "Enter", "Exit", "ExpandDims", "Identity", "Merge",
-    "NextIteration", "Pack", "Pad", "PadV2", "Reshape", "Slice", "Split", "SplitV", "Squeeze",
-    "StridedSlice", "Switch", "Transpose", "Unpack",
-})  # fmt: skip
-_PASSES_HANDLES = frozenset({"Enter", "Identity", "Switch"})
-# Operations that scale, clip or skip gradients before they are summed. No reduction is here, so
-# that a norm or a mean of a gradient counts as the optimizer's.
-_CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
-
-
-def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
-    """Returns one of `PARTS` for each row of the list of a training step's collectives, by name."""
-    partial, reduced = [], []
-    for grad in graph.gradients:
-        lowered = graph.lowering.tensors[grad]
-        if isinstance(lowered, mtf.LazyAllreduceSum):
-            partial += lowered.laid_out_input.to_laid_out_tensor().tensor_list
-        else:
-            # Summed in the backward pass already, because something else was done to it there.
-            reduced += lowered.to_laid_out_tensor().tensor_list
-    names = {row.name for row in report.rows}
-    # A sum may take what another sum gives, in stages.
-    sums = _after(partial, names) | _before(reduced, lambda op: op.type in _MOVES)
-    # What is summed together with gradients belongs to them.
-    with_gradients = {row.together for row in report.rows if row.name in sums} - {""}
-    sums |= {row.name for row in report.rows if row.together in with_gradients}
-    model = _before([*partial, *reduced, graph.loss], lambda op: True)
-    return {
-        name: GRADIENTS if name in sums else MODEL if name in model else OPTIMIZER for name in names
-    }
-
-
-def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
-    """Returns the collectives that partial sums reach, and the operations on the way."""
-    seen: set[str] = set()
-    pending = list(tensors)
-    while pending:
-        for op in pending.pop().consumers():
-            if op.name not in seen and (op.type in _CHANGES or op.name in names):
-                seen.add(op.name)
-                pending += op.outputs
-            elif op.name not in seen and op.type == "AssignAddVariableOp":
-                # An accumulator, which is read where the sum is made.
-                seen.add(op.name)
-                pending += _reads(op.inputs[0])
-    return seen
-
-
-def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
-    """Returns what is read from a variable, in branches too."""
-    while handle.op.type in _PASSES_HANDLES:
-        handle = handle.op.inputs[0]
-    handles, values = [handle], []
-    while handles:
-        for op in handles.pop().consumers():
-            if op.type == "ReadVariableOp":
-                values += op.outputs
-            elif op.type in _PASSES_HANDLES:
-                handles += op.outputs
-    return values
-
-
-def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
-    """Returns the operations behind tensors, back to the first for which `passes` is false."""
-    seen: set[str] = set()
-    pending = [tensor.op for tensor in tensors]
-    while pending:
-        op = pending.pop()
-        if op.name not in seen:
-            seen.add(op.name)
-            if passes(op):
-                pending += [tensor.op for tensor in op.inputs]
-    return seen
-
-
-_PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer")))
-
-
-class TrafficRow(NamedTuple):
-    """Collectives or copies ("transfer") of one kind along a group of mesh axes, taken together.
-
-    They belong to a `part` of the step, "" where it is not known; if `on_updates`, only update
-    steps have them. `groups` counts those that are made together once, and `bytes_per_core` is what
-    a core sends, or a device receives, in one update step.
-    """
-
-    operation: str
-    group: str
-    part: str
-    on_updates: bool
-    operations: int
-    groups: int
-    bytes_per_core: int
-
-
-class Traffic(NamedTuple):
-    """The bytes per core of a training step without and with an update, and what they consist of.
-
-    `scalars` are the totals by the names that summaries have, empty where `is_complete` is false:
-    functions, such as an update that is one call, are not looked into.
-    """
-
-    every_step: int
-    update_step: int
-    rows: list[TrafficRow]
-    scalars: dict[str, float]
-    is_complete: bool = True
-
-
-def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
-    """Lists the mesh traffic of a training step in the default graph, without running it.
-
-    `program` is None on a placement mesh. Returns None where totals cannot be known, as on a mesh
-    whose processors share a device.
-    """
-    try:
-        if program is not None:
-            report = simd.list_collectives(program, lowering=graph.lowering)
-            parts = part_of_each(graph, report)
-            return _totals(report, {row: _PART_LABELS[part] for row, part in parts.items()})
-        (mesh_impl,) = graph.lowering.mesh_to_impl.values()
-        report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
-    except (simd.UnsupportedProgramError, ValueError):
-        return None
-    skips = any(traits_of(opt).schedules_updates for opt in graph.optimizers)
-    return _totals(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
-
-
-def _totals(
-    report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
-) -> Traffic:
-    """Returns the totals of a report, the largest first."""
-    kinds: dict[tuple[str, str, str, bool], list[simd.CommunicationRow]] = {}
-    for row in report.rows:
-        key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)
-        kinds.setdefault(key, []).append(row)
-    rows = []
-    for key, found in kinds.items():
-        total = CommunicationReport(tuple(found)).update_step
-        rows.append(TrafficRow(*key, total.operations, total.groups, total.bytes_per_core))
-    return Traffic(
-        report.every_step.bytes_per_core,
-        report.update_step.bytes_per_core,
-        sorted(rows, key=lambda row: -row.bytes_per_core),
-        report.scalars() if is_complete else {},
-        is_complete,
     )

@@ -8,7 +8,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.tools.train.runner import most_bad_losses
+from mtf_gradsync.tools.train.loop import most_bad_losses
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import assert_as_reference, batches

@@ -14,8 +14,8 @@ from benchmarks.cluster import free_ports, reserved_ports
 from mtf_gradsync import LOST_PROCESS_EXIT_CODE
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.train.cli import main as cli
-from mtf_gradsync.tools.train.held_out import METRICS_FILE
 from mtf_gradsync.tools.train.metrics import read_metrics
+from mtf_gradsync.tools.train.run_files import METRICS_FILE
 from tests.forked import TIME_LIMIT
 from tests.tools.train.conftest import NO_ATTENTION, NO_EVAL, TINY, train_tiny
 

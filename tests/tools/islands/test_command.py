@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.train.cli import main as cli
-from mtf_gradsync.tools.train.report import Ended, write_page
+from mtf_gradsync.tools.train.page import Ended, write_page
 from tests.tools.islands.toy import Toy, begun, merge
 
 

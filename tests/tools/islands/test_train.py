@@ -15,8 +15,8 @@ from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.versions import replay
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
-from mtf_gradsync.tools.train.held_out import METRICS_FILE
 from mtf_gradsync.tools.train.metrics import read_metrics
+from mtf_gradsync.tools.train.run_files import METRICS_FILE
 from tests.tools.islands.conftest import merging
 from tests.tools.train.conftest import NO_EVAL, train_tiny
 

@@ -10,13 +10,12 @@ import pytest
 from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes import saving
-from mtf_gradsync.tools.train import held_out
-from mtf_gradsync.tools.train import run as run_module
+from mtf_gradsync.tools.train import held_out, run_files
 from mtf_gradsync.tools.train.evaluation import Score
 from mtf_gradsync.tools.train.held_out import Improvement
 from mtf_gradsync.tools.train.metrics import read_metrics
-from mtf_gradsync.tools.train.report import REPORT_FILE
-from mtf_gradsync.tools.train.runner import GraphRunner
+from mtf_gradsync.tools.train.run_files import REPORT_FILE
+from mtf_gradsync.tools.train.runner import Runner, SimdProgramRunner
 from tests.tools.train.conftest import NO_EVAL
 
 OFTEN = "train.run.save_checkpoints_steps = 2"
@@ -30,7 +29,7 @@ ACCUMULATION = (
 
 
 def rows_of(directory, name):
-    rows = read_metrics(directory / held_out.METRICS_FILE)
+    rows = read_metrics(directory / run_files.METRICS_FILE)
     return {row["step"]: row[name] for row in rows if name in row}
 
 
@@ -155,7 +154,7 @@ def test_where_each_step_is_an_update_lines_are_of_single_steps(train, capfd):
 @pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh", "xla"])
 def test_a_checkpoint_is_of_its_step_though_steps_go_on(train, monkeypatch, runtime):
     """Files are put on the disk long after the values were taken, beside the steps that follow."""
-    on_disk, dispatch = saving._put_on_disk, GraphRunner.dispatch
+    on_disk, dispatch = saving._put_on_disk, Runner.dispatch
     made, all_made = [], threading.Event()
 
     def once_all_steps_are_made(path):
@@ -169,7 +168,7 @@ def test_a_checkpoint_is_of_its_step_though_steps_go_on(train, monkeypatch, runt
         return made[-1]
 
     monkeypatch.setattr(saving, "_put_on_disk", once_all_steps_are_made)
-    monkeypatch.setattr(GraphRunner, "dispatch", counted)
+    monkeypatch.setattr(Runner, "dispatch", counted)
     given = NO_EVAL, f"train.run.runtime = '{runtime}'", "train.run.train_steps = 6"
     _, beside, _ = train(*given, "train.run.save_checkpoints_steps = 3", model_dir="beside")
     _, alone, _ = train(*given, "train.run.train_steps = 3", model_dir="alone")
@@ -211,13 +210,13 @@ def test_training_and_held_out_losses_are_in_one_unit(train):
 
 def test_a_run_that_is_stopped_before_its_first_step_has_no_checkpoint(train, monkeypatch):
     # As a user who presses Ctrl-C while the first step compiles.
-    begin = run_module.SimdProgramRunner._begin
+    begin = SimdProgramRunner._begin
 
     def interrupted(self):
         begin(self)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(run_module.SimdProgramRunner, "_begin", interrupted)
+    monkeypatch.setattr(SimdProgramRunner, "_begin", interrupted)
     result, directory, said = train(NO_EVAL)
     assert (result.step, result.stopped_by) == (0, signal.SIGINT)
     assert said[-1].startswith("stopped before the first step, without a checkpoint")

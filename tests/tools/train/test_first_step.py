@@ -1,6 +1,7 @@
 """What waits for the first step, and what it does not wait for."""
 
 import json
+import types
 from concurrent.futures import Future
 
 import gin
@@ -8,19 +9,18 @@ import pytest
 
 from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.tools.train import held_out, loop
+from mtf_gradsync.tools.train import held_out, loop, run_files
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.tools.train.figures import check_library
 from mtf_gradsync.tools.train.metrics import MetricsRecorder
-from mtf_gradsync.tools.train.report import REPORT_FILE
-from mtf_gradsync.tools.train.runner import Runner
+from mtf_gradsync.tools.train.run_files import REPORT_FILE
 
 
-class Ahead(Runner):
-    """Notes what is asked of it; two steps may be ahead."""
+class Ahead:
+    """A runner that notes what is asked of it; two steps may be ahead."""
 
-    steps_ahead = 2
+    first_step, steps_ahead = 0, 2
 
     def __init__(self, notes):
         self.notes, self.made = notes, 0
@@ -47,8 +47,14 @@ class Ahead(Runner):
         saved.set_result(f"checkpoint-{step}")
         return saved
 
-    def timeline(self):
-        raise NotImplementedError
+    def agreed_stop(self, received):
+        return received
+
+    def should_stop(self):
+        return False
+
+    def exchange(self, step, last):
+        return step
 
     def waits_too_long(self):
         return None
@@ -58,8 +64,16 @@ def test_the_first_step_is_shown_before_another_begins(tmp_path):
     notes = []
     result = loop.train_loop(
         Ahead(notes),
-        [],
-        loop.LoopSettings(4, 100, 100, 1, 1.0, 1),
+        types.SimpleNamespace(optimizers=(), loss_denominator=1.0),
+        types.SimpleNamespace(
+            train_steps=4,
+            save_checkpoints_steps=100,
+            log_steps=100,
+            timeline_steps=0,
+            watch_copies_steps=None,
+            eval_dataset_fn=None,
+        ),
+        1,
         MetricsRecorder(tmp_path, "metrics.jsonl", 0),
         lambda *args: bool(notes.append("checkpoint")),
         lambda: notes.append("first step"),
@@ -147,14 +161,14 @@ def test_what_fails_after_the_last_step_loses_nothing(train, tmp_path):
     message = r"All 2 steps were made and saved; .* KeyError: .*no such word.*evaluates again"
     with pytest.raises(TrainingError, match=message):
         train(*bindings)
-    result = json.loads((tmp_path / "run" / held_out.RESULT_FILE).read_text())
+    result = json.loads((tmp_path / "run" / run_files.RESULT_FILE).read_text())
     assert result["step"] == 2
     assert result["held_out"]["tokens"] == 3 * 8 * 16
     page = (tmp_path / "run" / REPORT_FILE).read_text()
     assert "2 of 2 steps: finished, but not evaluated to the end: KeyError" in page
     # Evaluated again, it keeps the speed that it had.
     again, directory, _ = train("train.run.train_steps = 2")
-    whole = json.loads((directory / held_out.RESULT_FILE).read_text())
+    whole = json.loads((directory / run_files.RESULT_FILE).read_text())
     assert whole == result
     assert again.held_out.tokens == 3 * 8 * 16
 
@@ -168,5 +182,5 @@ def test_what_fails_before_it_scores_leaves_the_speed(train, tmp_path, monkeypat
     monkeypatch.setattr(held_out.Evaluator, "score", fail)
     with pytest.raises(TrainingError, match=r"All 2 steps were made .* failed: MemoryError"):
         train("train.run.train_steps = 2")
-    result = json.loads((tmp_path / "run" / held_out.RESULT_FILE).read_text())
+    result = json.loads((tmp_path / "run" / run_files.RESULT_FILE).read_text())
     assert sorted(result) == ["seconds", "step", "tokens_per_second"]

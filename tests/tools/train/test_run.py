@@ -15,12 +15,12 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.sessions import OnDevices
 from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.tools.train import gin_files, held_out, train_graph
+from mtf_gradsync.tools.train import gin_files, run_files, train_graph
 from mtf_gradsync.tools.train import run as run_module
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.metrics import read_metrics
 from mtf_gradsync.tools.train.model import resolve_job
-from mtf_gradsync.tools.train.report import REPORT_FILE
+from mtf_gradsync.tools.train.run_files import REPORT_FILE
 from tests import grappler, ordering
 from tests.tools.train.conftest import (
     ATTENTION,
@@ -40,12 +40,12 @@ in_main_thread = pytest.mark.skipif(
 
 
 def losses(directory):
-    rows = read_metrics(directory / held_out.METRICS_FILE)
+    rows = read_metrics(directory / run_files.METRICS_FILE)
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def applied_norms(directory):
-    rows = read_metrics(directory / held_out.METRICS_FILE)
+    rows = read_metrics(directory / run_files.METRICS_FILE)
     return {row["step"]: row["gradient_norm/applied"] for row in rows}
 
 
@@ -92,16 +92,16 @@ def test_whole_run_learns_and_leaves_its_files(train):
     curve = losses(directory)
     assert sorted(curve) == list(range(5, 41, 5))
     assert curve[40] < 0.85 * curve[5]
-    summary = json.loads((directory / held_out.RESULT_FILE).read_text())
+    summary = json.loads((directory / run_files.RESULT_FILE).read_text())
     assert summary["held_out"]["perplexity"] == pytest.approx(result.held_out.perplexity)
     assert result.unigram.tokens == result.held_out.tokens == 3 * 8 * 16
-    assert "continuation" in (directory / held_out.SAMPLES_FILE).read_text()
+    assert "continuation" in (directory / run_files.SAMPLES_FILE).read_text()
     config = (directory / run_module.CONFIG_FILE).read_text()
     assert "CrossShardOptimizer.opt = @AdafactorOptimizer" in config
     text = "\n".join(said)
     assert f"held-out loss     {summary['held_out']['nats_per_token']:.3f} nats per token" in text
     assert "unigram baseline" in text
-    points = [r for r in read_metrics(directory / held_out.METRICS_FILE) if "held_out_nats" in r]
+    points = [r for r in read_metrics(directory / run_files.METRICS_FILE) if "held_out_nats" in r]
     assert [row["step"] for row in points] == [6, 12, 18, 24, 30, 36, 40]
     page = (directory / REPORT_FILE).read_text()
     assert "40 of 40 steps: finished." in page
@@ -573,7 +573,7 @@ def test_schedules_follow_updates_by_one_binding(train, optimizer, repeats, runt
         "linear_decay.steps_or_fraction = 1.0",
         "train.run.schedule_step = @get_update_step",
     )
-    rates = [row["learning_rate"] for row in read_metrics(directory / held_out.METRICS_FILE)]
+    rates = [row["learning_rate"] for row in read_metrics(directory / run_files.METRICS_FILE)]
     updates = 6 // repeats
     expected = [0.5 * (updates - step // repeats) / updates for step in range(6)]
     np.testing.assert_allclose(rates, expected, rtol=1e-5)  # the file has six digits

@@ -143,7 +143,8 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
     with loaded_config(args, _left_config(args)), tempfile.TemporaryDirectory() as empty:
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.tools.train import gin_files
-        from mtf_gradsync.tools.train.run import Accepted, TimedRun
+        from mtf_gradsync.tools.train.run import Accepted
+        from mtf_gradsync.tools.train.timed_run import TimedRun
 
         try:
             return run_by_flags(

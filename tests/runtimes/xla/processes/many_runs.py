@@ -27,8 +27,7 @@ from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.model import resolve_job
-from mtf_gradsync.tools.train.run import training_graph
-from mtf_gradsync.tools.train.runner import choose_runtime
+from mtf_gradsync.tools.train.runner import choose_runtime, training_graph
 
 CORES = 8
 BINDINGS = (

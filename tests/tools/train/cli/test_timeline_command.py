@@ -12,7 +12,7 @@ from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.timelines import Table, Timeline
 from mtf_gradsync.tools.train import run
 from mtf_gradsync.tools.train.cli.main import main
-from mtf_gradsync.tools.train.run import TimedRun
+from mtf_gradsync.tools.train.timed_run import TimedRun
 from tests.tools.planning.machines import interrupted_and_dropped
 from tests.tools.timelines.recordings import two_cores
 from tests.tools.train.conftest import NO_EVAL, QUICK, TINY

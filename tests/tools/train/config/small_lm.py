@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.tools.train import gin_files, held_out
+from mtf_gradsync.tools.train import gin_files, run_files
 from mtf_gradsync.tools.train.metrics import read_metrics
 from tests.tools.train.conftest import NO_ATTENTION, NO_EVAL, run_quietly
 
@@ -46,7 +46,7 @@ def train(config, directory, mesh_shape, steps, *bindings):
 
 def losses(directory):
     """The loss of each step."""
-    rows = read_metrics(directory / held_out.METRICS_FILE)
+    rows = read_metrics(directory / run_files.METRICS_FILE)
     return [row["loss"] for row in rows if "loss" in row]
 
 

@@ -6,7 +6,7 @@ import gin
 import numpy as np
 import pytest
 
-from mtf_gradsync.tools.train import held_out
+from mtf_gradsync.tools.train import run_files
 from mtf_gradsync.tools.train.metrics import read_metrics
 from tests.tools.train.config import small_lm
 from tests.tools.train.conftest import ATTENTION
@@ -56,7 +56,7 @@ def test_float16_trains_with_a_scale_and_not_without(tmp_path):
 def test_noise_scale_is_shown_and_written(runtime, model, tmp_path, capsys):
     runtime = f"train.run.runtime = {runtime!r}"
     small_lm.train("lm_noise_scale.gin", tmp_path, f"batch:2;model:{model}", 4, runtime)
-    rows = [row for row in read_metrics(tmp_path / held_out.METRICS_FILE) if "loss" in row]
+    rows = [row for row in read_metrics(tmp_path / run_files.METRICS_FILE) if "loss" in row]
     assert len(rows) == 4
     assert all(np.isfinite(row["gradient_noise_scale"]) for row in rows)
     error = capsys.readouterr().err

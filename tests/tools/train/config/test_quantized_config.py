@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.tools.train import held_out
+from mtf_gradsync.tools.train import run_files
 from mtf_gradsync.tools.train.metrics import read_metrics
 from tests.tools.train.config import small_lm
 from tests.tools.train.conftest import REPORTS
@@ -15,7 +15,7 @@ LOW_RANK = ["CrossShardOptimizer.reducer = @LowRankAllReduce()", "LowRankAllRedu
 @pytest.mark.mostly_slow
 def test_trains_with_less_and_shows_the_rate(bindings, most, tmp_path):
     small_lm.train("lm_quantized.gin", tmp_path, "batch:2;model:1", 4, REPORTS, *bindings)
-    rows = [row for row in read_metrics(tmp_path / held_out.METRICS_FILE) if "loss" in row]
+    rows = [row for row in read_metrics(tmp_path / run_files.METRICS_FILE) if "loss" in row]
     assert len(rows) == 4
     assert np.isfinite([row["loss"] for row in rows]).all()
     assert all(2 < row["compression/rate"] < most for row in rows)

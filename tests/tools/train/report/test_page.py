@@ -8,21 +8,20 @@ import pytest
 
 from mtf_gradsync.tools.timelines import Table
 from mtf_gradsync.tools.timelines.table import tabulate_times
+from mtf_gradsync.tools.train.page import Ended, write_page
 from mtf_gradsync.tools.train.plots import Series, draw_traffic, series_of, thinned
-from mtf_gradsync.tools.train.report import (
+from mtf_gradsync.tools.train.run_files import (
     REPORT_FILE,
     TIMELINE_FILE,
-    Ended,
     Facts,
     RecordedSteps,
     forget_recorded,
     read_facts,
     read_recorded,
     write_facts,
-    write_page,
     write_recorded,
 )
-from mtf_gradsync.tools.train.train_graph import Traffic, TrafficRow
+from mtf_gradsync.tools.train.traffic import Traffic, TrafficRow
 from tests.tools.timelines.recordings import two_cores
 
 pytest.importorskip("jinja2")

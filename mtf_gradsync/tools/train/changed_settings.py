@@ -1,4 +1,4 @@
-"""What the directory of a run says that the run was made with, and what is different now."""
+"""What is different now from the settings and data that a run was made with."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from typing import Callable, Mapping, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync.extension import ACCEPT_FLAG, CONFIG_FILE, ConfigError, some_lines
-from mtf_gradsync.runtimes.starting import write_text
 from mtf_gradsync.tools._private.gin import bindings_in
 
 # More differences than these are counted, not listed.
 _MOST = 12
-
-
-def write_config(directory: Path) -> None:
-    """Writes the values of all parameters that were read up to now to a run's directory."""
-    write_text(directory / CONFIG_FILE, gin.operative_config_str())
 
 
 class Changed(NamedTuple):

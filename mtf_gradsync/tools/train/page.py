@@ -2,119 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import importlib.metadata
-import json
-import platform
 import re
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync.runtimes.starting import write_json, write_text
+from mtf_gradsync.runtimes.starting import write_text
 from mtf_gradsync.tools.islands.journal import Status
-from mtf_gradsync.tools.timelines import Table, TimelineError
 from mtf_gradsync.tools.train import plots
 from mtf_gradsync.tools.train.figures import check_library
 from mtf_gradsync.tools.train.plots import series_of, training_losses
-from mtf_gradsync.tools.train.train_graph import Traffic, TrafficRow
-
-FACTS_FILE = "facts.json"
-
-_LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
-
-
-class Facts(NamedTuple):
-    """What a run trained, and on what: the runtime of its newest steps, the versions of libraries.
-
-    `optimizers` are class names, outermost first; `parameters` is the number of trainable ones;
-    `traffic` is None where it could not be listed; `first_examples` are hashes of the first
-    examples of its data set, none where they are not known.
-    """
-
-    mesh: str
-    layout: str
-    runtime: str
-    optimizers: list[str]
-    parameters: int
-    tokens_per_step: int
-    versions: dict[str, str]
-    traffic: Traffic | None
-    first_examples: Sequence[str] = ()
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of those libraries underneath that are installed."""
-    found = {"Python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def write_facts(directory: Path, facts: Facts) -> None:
-    """Writes facts to a run's directory."""
-    content = facts._asdict()
-    if facts.traffic is not None:
-        rows = [row._asdict() for row in facts.traffic.rows]
-        content["traffic"] = {**facts.traffic._asdict(), "rows": rows}
-    write_json(directory / FACTS_FILE, content)
-
-
-def read_facts(directory: Path) -> Facts | None:
-    """Returns the facts that `write_facts` wrote; None if they are missing or of another form."""
-    try:
-        content = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
-        traffic = content["traffic"]
-        if traffic is not None:
-            rows = [TrafficRow(**row) for row in traffic["rows"]]
-            content["traffic"] = Traffic(**{**traffic, "rows": rows})
-        content["first_examples"] = tuple(content.get("first_examples", ()))
-        return Facts(**content)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-TIMELINE_FILE = "timeline.json"
-
-
-class RecordedSteps(NamedTuple):
-    """Which steps were recorded, on which mesh, and where their time went."""
-
-    first: int
-    last: int
-    mesh: str
-    table: Table
-
-
-def write_recorded(directory: Path, recorded: RecordedSteps) -> None:
-    """Writes them to a run's directory. `Table.from_json` reads the file, too."""
-    which = {"first": recorded.first, "last": recorded.last, "mesh": recorded.mesh}
-    write_json(directory / TIMELINE_FILE, {**dataclasses.asdict(recorded.table), "recorded": which})
-
-
-def read_recorded(directory: Path) -> RecordedSteps | None:
-    """Returns what `write_recorded` wrote; None where nothing says which steps were recorded."""
-    try:
-        text = (directory / TIMELINE_FILE).read_text(encoding="utf-8")
-        table, which = Table.from_json(text), json.loads(text)["recorded"]
-        return RecordedSteps(
-            int(which["first"]), int(which["last"]), str(which["mesh"]), table=table
-        )
-    except (OSError, TimelineError, ValueError, KeyError, TypeError):
-        return None
-
-
-def forget_recorded(directory: Path, step: int) -> None:
-    """Removes the file where it is of steps after `step`, which the run makes once more."""
-    recorded = read_recorded(directory)
-    if recorded and recorded.last > step:
-        (directory / TIMELINE_FILE).unlink()
-
-
-REPORT_FILE = "report.html"
+from mtf_gradsync.tools.train.run_files import REPORT_FILE, Facts, RecordedSteps
 
 # Characters that HTML does not allow in text, or that would reverse the text after them.
 _UNPRINTABLE = re.compile(

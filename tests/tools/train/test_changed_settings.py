@@ -7,10 +7,10 @@ import pytest
 
 from mtf_gradsync._common import CONFIG_FILE, ConfigError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
-from mtf_gradsync.tools.train import gin_files, held_out
-from mtf_gradsync.tools.train.made_with import changed_settings, check_data
+from mtf_gradsync.tools.train import gin_files, run_files
+from mtf_gradsync.tools.train.changed_settings import changed_settings, check_data
 from mtf_gradsync.tools.train.model import resolve_job
-from mtf_gradsync.tools.train.report import REPORT_FILE, read_facts
+from mtf_gradsync.tools.train.run_files import REPORT_FILE, read_facts
 from tests.tools.train.conftest import NO_EVAL, QUICK, TINY
 
 OF_TEXT = """
@@ -108,8 +108,8 @@ def test_a_run_goes_on_with_its_own_data_and_keeps_its_results(train, tmp_path):
 
     def contents():
         names = (
-            held_out.RESULT_FILE,
-            held_out.SAMPLES_FILE,
+            run_files.RESULT_FILE,
+            run_files.SAMPLES_FILE,
             REPORT_FILE,
             CONFIG_FILE,
             "facts.json",
@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_its_own_data_and_keeps_its_results(train, tmp_path):
         assert contents() == before
         assert choose_checkpoint(str(directory), False, print).step == 2
     # What is missing is made.
-    (directory / held_out.RESULT_FILE).unlink()
+    (directory / run_files.RESULT_FILE).unlink()
     train(*short, files(text), steps(2))
     assert contents().keys() == before.keys()
     # The same text elsewhere is no other text.

@@ -1,0 +1,146 @@
+"""The files in the directory of a run: their names, and what they say about the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync.extension import CONFIG_FILE
+from mtf_gradsync.runtimes.starting import write_json, write_text
+from mtf_gradsync.tools.timelines import Table, TimelineError
+from mtf_gradsync.tools.train.traffic import Traffic, TrafficRow
+
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+SAMPLES_FILE = "samples.txt"
+FACTS_FILE = "facts.json"
+REPORT_FILE = "report.html"
+TIMELINE_FILE = "timeline.json"
+TRACE_FILE = "timeline.trace.json.gz"
+BEST_DIR = "best"
+
+
+def write_config(directory: Path) -> None:
+    """Writes the values of all parameters that were read up to now to a run's directory."""
+    write_text(directory / CONFIG_FILE, gin.operative_config_str())
+
+
+_LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
+
+
+class Facts(NamedTuple):
+    """What a run trained, and on what: the runtime of its newest steps, the versions of libraries.
+
+    `optimizers` are class names, outermost first; `parameters` is the number of trainable ones;
+    `traffic` is None where it could not be listed; `first_examples` are hashes of the first
+    examples of its data set, none where they are not known.
+    """
+
+    mesh: str
+    layout: str
+    runtime: str
+    optimizers: list[str]
+    parameters: int
+    tokens_per_step: int
+    versions: dict[str, str]
+    traffic: Traffic | None
+    first_examples: Sequence[str] = ()
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of those libraries underneath that are installed."""
+    found = {"Python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_facts(directory: Path, facts: Facts) -> None:
+    """Writes facts to a run's directory."""
+    content = facts._asdict()
+    if facts.traffic is not None:
+        rows = [row._asdict() for row in facts.traffic.rows]
+        content["traffic"] = {**facts.traffic._asdict(), "rows": rows}
+    write_json(directory / FACTS_FILE, content)
+
+
+def read_facts(directory: Path) -> Facts | None:
+    """Returns the facts that `write_facts` wrote; None if they are missing or of another form."""
+    try:
+        content = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
+        traffic = content["traffic"]
+        if traffic is not None:
+            rows = [TrafficRow(**row) for row in traffic["rows"]]
+            content["traffic"] = Traffic(**{**traffic, "rows": rows})
+        content["first_examples"] = tuple(content.get("first_examples", ()))
+        return Facts(**content)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class RecordedSteps(NamedTuple):
+    """Which steps were recorded, on which mesh, and where their time went."""
+
+    first: int
+    last: int
+    mesh: str
+    table: Table
+
+
+def write_recorded(directory: Path, recorded: RecordedSteps) -> None:
+    """Writes them to a run's directory. `Table.from_json` reads the file, too."""
+    which = {"first": recorded.first, "last": recorded.last, "mesh": recorded.mesh}
+    write_json(directory / TIMELINE_FILE, {**dataclasses.asdict(recorded.table), "recorded": which})
+
+
+def read_recorded(directory: Path) -> RecordedSteps | None:
+    """Returns what `write_recorded` wrote; None where nothing says which steps were recorded."""
+    try:
+        text = (directory / TIMELINE_FILE).read_text(encoding="utf-8")
+        table, which = Table.from_json(text), json.loads(text)["recorded"]
+        return RecordedSteps(
+            int(which["first"]), int(which["last"]), str(which["mesh"]), table=table
+        )
+    except (OSError, TimelineError, ValueError, KeyError, TypeError):
+        return None
+
+
+def forget_recorded(directory: Path, step: int) -> None:
+    """Removes the file where it is of steps after `step`, which the run makes once more."""
+    recorded = read_recorded(directory)
+    if recorded and recorded.last > step:
+        (directory / TIMELINE_FILE).unlink()
+
+
+def keep_best(path: str, directory: Path) -> None:
+    """Keeps a checkpoint as the best one of a run, in `BEST_DIR` of its directory.
+
+    Files are links where the file system has them. The state file, written last, names the new
+    checkpoint before the one before is removed.
+    """
+    best = directory / BEST_DIR
+    best.mkdir(exist_ok=True)
+    source, before = Path(path), set(best.iterdir())
+    for file in source.parent.glob(f"{source.name}.*"):
+        kept = best / file.name
+        kept.unlink(missing_ok=True)
+        try:
+            os.link(file, kept)
+        except OSError:
+            shutil.copy2(file, kept)
+        before.discard(kept)
+    state = best / "checkpoint"
+    write_text(state, f'model_checkpoint_path: "{source.name}"\n')
+    for file in before - {state}:
+        file.unlink()

@@ -1,0 +1,79 @@
+"""Records where the time of a run's steps goes, for ``mtf-gradsync timeline``."""
+
+from __future__ import annotations
+
+import collections
+import tempfile
+from typing import Any, Callable
+
+from mtf_gradsync.extension import SKIP_FLAG, TrainingError, tf
+from mtf_gradsync.runtimes._signals import Interruption
+from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
+from mtf_gradsync.tools.timelines import Timeline, TimelineError
+from mtf_gradsync.tools.train.config import RunConfig
+from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunPart, adapted
+from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
+
+# It moves files of the run, which a timeline may not.
+_SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
+
+
+class TimedRun:
+    """Records some steps of a run, called as `run` is.
+
+    It makes `warm_up` steps before, at least one: the first step compiles.
+    """
+
+    def __init__(self, steps: int, warm_up: int):
+        self._steps, self._warm_up = steps, warm_up
+
+    def __call__(
+        self,
+        config: RunConfig,
+        model_dir: str | None = None,
+        say: Callable[[str], None] = print,
+        accepted: Accepted = NOTHING,
+        part: RunPart = ALONE,
+    ) -> Timeline:
+        """Records steps after the newest checkpoint of model_dir; None begins with new values.
+
+        Raises:
+          ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
+          TrainingError: if a step fails, or nothing can be recorded.
+        """
+        runtime, job, session = prepare(config, part.target)
+        checkpoints = part.checkpoint_dir or model_dir
+        start = Start()
+        if checkpoints is not None:
+            start = part.chosen(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
+        say(f"steps run on {runtime}")
+        job = job._replace(examples_before=start.step * job.model.batch_size)
+        with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:
+            _, _, make_runner = training_graph(job, batches, runtime)
+            if start.path:
+                say(f"from {start.path}")
+                start = adapted(start, accepted.differences, say, "which is")
+            with tempfile.TemporaryDirectory() as own:
+                with make_runner(own, start, config, session) as runner:
+                    try:
+                        before = _make(runner, self._warm_up, stop)
+                        timeline = runner.timeline()
+                        with timeline:
+                            made = _make(runner, self._steps, stop)
+                        timeline.mark_updates([*before[-1:], *made])
+                    except (TimelineError, tf.errors.OpError) as error:
+                        raise TrainingError(str(error)) from error
+                    return timeline
+
+
+def _make(runner: Runner, count: int, stop: Interruption) -> list[int]:
+    """Makes steps as training does; returns the updates made by each, where they are counted."""
+    pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
+    made = []
+    for _ in range(count):
+        stop.check()
+        pending.append(runner.dispatch())
+        if len(pending) > runner.steps_ahead:
+            made.append(pending.popleft()())
+    made += [result() for result in pending]
+    return [int(values["update_step"]) for values in made if "update_step" in values]
