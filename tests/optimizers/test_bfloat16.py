@@ -159,7 +159,7 @@ def test_updates_are_rounded_as_the_optimizer_rounds(mesh_kind, name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_wrappers_round_no_more_than_the_optimizer_inside(name):
     opt, _ = OPTIMIZERS[name]
     bare = run("simd", DTYPES, opt)

@@ -76,7 +76,7 @@ def test_trajectory_with_shuffled_cores_and_without_stacking(optimizer, autostac
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_twenty_runs_are_bitwise_the_same(optimizer):
     """In several sessions: each may rewrite the graph in another way."""
     made, feeds = program("placement", "2x2", optimizer), models.mlp_batches(5)

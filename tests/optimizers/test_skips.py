@@ -252,6 +252,7 @@ def test_a_step_that_was_large_says_so(caplog, capfd):
     assert line.endswith("none, but should_skip_update_fn skip_large_updates says so.")
 
 
+@pytest.mark.slow
 def test_a_program_that_fetches_nothing_hears_of_it_a_few_steps_later(caplog, capfd):
     """XLA devices run ahead of the host."""
     bad = feed([1])

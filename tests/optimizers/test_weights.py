@@ -261,7 +261,7 @@ LIMITED = {
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.parametrize("name", LIMITED)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_steps_without_data_for_ever_end_the_training(name, kind):
     data, none = [8, 1, 0, 2], [0, 0, 0, 0]
     feeds = batches([none, data, *[none] * 4])
@@ -457,7 +457,7 @@ def test_gradients_in_which_replicas_are_mixed_count_by_the_weights_of_those_tha
     assert_close(found, START - RATE * weighted_mean(parts)[0])
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_fragments_have_weights_of_their_own_rounds(mesh_kind):
     """Two variables take turns; gradients of shards are given, and do not depend on them."""
     rng, steps = np.random.RandomState(0), 5
@@ -510,7 +510,7 @@ def test_fragments_have_weights_of_their_own_rounds(mesh_kind):
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name", ["GradientAccumulationOptimizer, local", "OuterOptimizer"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_on_xla_devices(name):
     feeds = batches(UNEQUAL[:4])
     expected, _ = train([name], feeds)
@@ -525,7 +525,7 @@ CHECKPOINTED = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
     """The sum of weights goes with the sums of gradients."""
     feeds = batches(UNEQUAL[:3])

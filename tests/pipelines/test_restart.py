@@ -127,7 +127,7 @@ class Program:
 
 
 @pytest.mark.parametrize("place", ["local", "synced"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_without_checkpointed_sums_a_restart_begins_a_fresh_accumulation(tmp_path, place):
     feeds = models.mlp_batches(2 * PASSES)
     program = Program(place)

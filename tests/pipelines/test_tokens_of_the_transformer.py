@@ -43,7 +43,7 @@ def program(wrap):
     return build
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_microbatches_of_unequally_many_tokens_train_as_one_batch(mesh_kind):
     pytest.importorskip("tensorflow_datasets", reason="mesh_tensorflow.transformer needs it")
     rng, feeds = np.random.RandomState(0), []

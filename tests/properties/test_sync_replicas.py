@@ -116,7 +116,7 @@ def check_run(running, setup, schedule):
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"{s.kind}-{s.mesh}")
-@pytest.mark.mostly_slow(keep="simd")
+@pytest.mark.slow
 def test_all_state_is_the_models_at_every_step(setup):
     random = schedules(
         setup.shard_sizes, setup.replicas_to_aggregate, MAX_STEPS, with_poison=not setup.pending

@@ -69,7 +69,7 @@ def usual_losses(kind, wrapper):
     ],
     indirect=["mesh_kind"],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_training_is_the_same_with_every_strategy(mesh_kind, strategy, wrapper):
     check_training(mesh_kind, strategy, wrapper)
 

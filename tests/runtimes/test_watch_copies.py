@@ -157,7 +157,7 @@ STACKS = {
     + [pytest.param("xla", name, marks=[pytest.mark.xla, pytest.mark.slow]) for name in STACKS]
     + [pytest.param("placement", name, marks=pytest.mark.slow) for name in STACKS],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 def test_state_of_a_shard_is_no_difference(kind, stack):
     with Running(kind, lambda: STACKS[stack](models.OPTIMIZERS["adafactor"]())) as running:
         for _ in range(3):
@@ -172,6 +172,7 @@ def session_of(made, hooks):
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_of_copies_that_have_parted(tmp_path):
     with Running("simd") as running:
         running.step()

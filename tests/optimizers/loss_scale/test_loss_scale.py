@@ -159,7 +159,7 @@ def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
     shape, layout, batch_dims = harness.MESHES["2"]
 

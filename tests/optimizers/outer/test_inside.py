@@ -76,7 +76,7 @@ def test_an_inner_step_is_an_update_of_accumulated_gradients(mesh, accumulate, m
     assert found["OuterOptimizer/inner_step"] == 4
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_updates_are_sharded_inside_of_an_island(mesh_kind):
     feeds = batches(4)
 
@@ -123,6 +123,7 @@ def test_averages_are_of_the_outer_values(is_inside, mesh_kind):
         )
 
 
+@pytest.mark.slow
 def test_the_reducer_is_for_outer_gradients_alone():
     dtypes = {}
     for reducer in (None, gs.reduce.CompressedAllReduce()):

@@ -49,7 +49,7 @@ def without(feed, island, size=4):
     return {k: np.delete(v, rows, axis=0) for k, v in feed.items()}
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_finite_islands_make_the_steps_that_they_make_without(mesh_kind):
     feeds = batches(2 * ROUND)
     found = with_momentum(mesh_kind).run(feeds)
@@ -210,7 +210,7 @@ def test_a_skipped_island_restarts_in_all_fragments(mesh_kind):
     assert all(np.isfinite(v).all() for v in found.variables.values())
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_variables_restart_with_outer_values_and_slots_with_zeros(mesh_kind):
     """Also the half of "w1" that is not in the first fragment, and slots of all variables."""
     feeds = broken(batches(1), 0, 1, size=8)

@@ -112,7 +112,7 @@ def test_a_clip_around_it(mesh_kind):
     assert_close(made.run(feeds).variables, expected(feeds, change=clipped))
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_nan_restarts_it_from_the_outer_values(mesh_kind):
     made = built(mesh_kind, "two replicas", leave_out_not_finite=True)
     feeds = batches(2 * ROUND)

@@ -71,7 +71,7 @@ def test_clipping_a_loss_scale_and_skipping_send_numbers_more():
 
 
 @pytest.mark.parametrize("mesh", ["4", "2x2x2"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_largest_step_sends_no_more_than_its_share(mesh):
     whole = of_steps_and_rounds(outer(mesh, 3, "sgd"))[1]
     parts = of_steps_and_rounds(outer(mesh, 3, "sgd", fragments=3))[1]

@@ -26,7 +26,7 @@ def state_names(values):
 @pytest.mark.parametrize(
     ("mesh_kind", "knows_mesh"), [("placement", True), ("simd", False)], indirect=["mesh_kind"]
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_inside_and_between_keep_state_apart_and_restart(knows_mesh, mesh_kind, tmp_path):
     made = built(
         mesh_kind, "2x2", ROUND, "sgd", lambda opt, mesh: rounded_inside(opt, mesh, knows_mesh),

@@ -78,7 +78,7 @@ def test_a_run_without_it_goes_on_with_nothing_unsent(programs, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_inside_accumulation_it_changes_with_updates_alone(kind, tmp_path):
     def make(mesh):
         inner = gs.CrossShardOptimizer(sgd(), reducer=rounded.RoundedAllReduce())

@@ -18,7 +18,7 @@ from tests.reduce import rounded
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_norms_flags_and_the_model_s_own_sums_do_not_go_that_way(kind):
     plain = Noted()
     strategy = rounded.RoundedAllReduce(plain)

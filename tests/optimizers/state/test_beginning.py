@@ -205,7 +205,7 @@ def test_variables_in_bfloat16_begin_their_averages_too(kind):
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
-@pytest.mark.mostly_slow(keep="simd")
+@pytest.mark.slow
 def test_a_new_run_takes_no_sums_and_no_counts_of_another(kind, tmp_path, caplog):
     wrappers = [averages, accumulation]
     with running(built(kind, "2", wrappers)) as first:

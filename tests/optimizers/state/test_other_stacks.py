@@ -189,7 +189,7 @@ def test_every_stack_goes_on_with_the_sums_of_every_other(written, stack):
 
 
 @pytest.mark.parametrize("kind", ["simd", "placement", pytest.param("xla", marks=pytest.mark.xla)])
-@pytest.mark.mostly_slow(keep="simd")
+@pytest.mark.slow
 def test_several_islands_go_on_as_one_and_as_none_and_back(written, kind):
     eight, one = (8, "local", "same"), (1, "local", "half")
     for then, first in [(one, eight), (eight, one), ((None, "synced", "half"), eight)]:
@@ -253,7 +253,7 @@ def test_weights_that_begin_or_end_with_other_islands(islands, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["simd", "placement", pytest.param("xla", marks=pytest.mark.xla)])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_round_with_weights_goes_on_with_other_islands(kind, tmp_path):
     """They begin with the islands' mean by weights, and with equal parts of the weights."""
     feeds, rate = batches(3), 0.5

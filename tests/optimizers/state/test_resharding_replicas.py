@@ -160,7 +160,7 @@ def test_contributions_count_as_much_on_another_mesh(written, mesh):
 
 
 @pytest.mark.parametrize("mesh", ["2", "1"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_gradients_that_were_reduced_before_count_as_much_on_another_mesh(written_clipped, mesh):
     """Where there is one shard they are not reduced, so that accumulators get its dimension."""
     path, feeds, before = written_clipped

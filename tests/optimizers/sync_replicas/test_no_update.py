@@ -114,6 +114,7 @@ def test_the_hook_raises_it_where_the_session_does_not():
     assert raised.value.replicas == [0, 2]
 
 
+@pytest.mark.slow
 def test_steps_that_fail_otherwise_are_not_taken_for_it():
     with opened("placement") as built:
         assert built.watch.ask(built.session) is None

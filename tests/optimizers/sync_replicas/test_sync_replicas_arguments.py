@@ -182,7 +182,7 @@ def test_what_replicas_are_given_comes_in_many_forms(kind, contributes, form, fo
 # Stale gradients.
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_local_steps_that_are_not_given_are_the_variables(mesh_kind):
     """A replica that was behind when a checkpoint was written is behind until the next update."""
     feed = {**models.mlp_batches(1)[0], "contributes": np.array([True, True, False, True])}
@@ -201,7 +201,7 @@ def test_local_steps_that_are_not_given_are_the_variables(mesh_kind):
     assert steps == [[5, 4, 5, 5], [6] * 4, [6] * 4]
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_stale_gradient_is_dropped_though_its_replica_has_a_new_token(mesh_kind):
     """An input pipeline that hands replica 1 what it had prepared for the update before."""
     (feed,) = models.mlp_batches(1)
@@ -305,7 +305,7 @@ def test_averages_of_another_graph_are_refused():
 
 
 @pytest.mark.parametrize(("autostack", "optimizer"), [(True, "adafactor"), (False, "momentum")])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_averages_follow_all_bits_of_what_activations_round(mesh_kind, autostack, optimizer):
     """Slices are float32 and activations bfloat16, of two variables that autostack joins."""
     steps, decay = 3, 0.999

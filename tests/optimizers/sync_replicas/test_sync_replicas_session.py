@@ -203,7 +203,7 @@ def test_all_contributing_is_the_step_of_the_whole_batch(mesh_kind, how):
     np.testing.assert_allclose(result.variables["w"], expected, rtol=1e-6)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_penalty_on_weights_is_whole_whoever_contributes(mesh_kind):
     """What knows nothing of the batch is shared equally, and averaged like all the rest."""
 
@@ -345,6 +345,7 @@ def test_counts_of_each_replica_go_to_summaries(mesh_kind):
     np.testing.assert_array_equal(result.variables["sync_replicas/missed"].ravel(), [1, 0, 2, 0])
 
 
+@pytest.mark.slow
 def test_summaries_and_progress_hold_the_step_they_are_fetched_with():
     fetched = {}
 

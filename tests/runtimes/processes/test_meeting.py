@@ -144,6 +144,7 @@ def talk(connection, said):
             connection.sendall(said)
 
 
+@pytest.mark.slow
 def test_who_says_nothing_or_never_ends_holds_nobody_up(intruders, monkeypatch):
     monkeypatch.setattr(meeting, "_STRANGERS", 4)
     (port,) = free_ports(1)

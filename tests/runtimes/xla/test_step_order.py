@@ -53,7 +53,7 @@ def built(name):
 
 
 @pytest.mark.parametrize("name", [*STACKS, "loops and branches"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_every_collective_has_its_place_in_one_order(name):
     """The order is in the compiled program, and is found again when it is compiled again."""
     with tf.Graph().as_default():

@@ -144,7 +144,7 @@ def test_a_run_begins_with_a_checkpoint_of_another_directory(copied, tmp_path):
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_an_input_that_raises_ends_it_with_its_error(runtime, tmp_path):
     runs = ours(tmp_path, runtime=runtime)
     with pytest.raises(tf.errors.UnknownError, match="KeyError: 'no such picture'"):

@@ -63,6 +63,7 @@ def test_the_more_steps_an_update_has_the_more_tokens_a_second():
 
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+@pytest.mark.slow
 def test_what_is_given_twice_is_planned_once():
     plan = planning.plan(build, "v5e:2x2,v5e:2x2", [LAYOUT, LAYOUT], ["batch:8", "batch:8"])
     assert [r.mesh_shape for r in plan.refused] == ["batch:8"]
@@ -70,6 +71,7 @@ def test_what_is_given_twice_is_planned_once():
 
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+@pytest.mark.slow
 def test_places_are_those_of_libtpu():
     machine = TpuMachine("v3:2x2")
     assert machine.cores == 8

@@ -25,6 +25,7 @@ def rows_of(predicted, measured, width=0.0):
     ]
 
 
+@pytest.mark.slow
 def test_tau_is_that_of_scipy():
     stats = pytest.importorskip("scipy.stats")
     rng = np.random.RandomState(0)

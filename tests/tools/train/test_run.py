@@ -374,6 +374,7 @@ def test_old_checkpoints_go(train):
     assert kept == ["model.ckpt-7", "model.ckpt-8"]
 
 
+@pytest.mark.slow
 def test_initial_values_come_from_another_run(train, plain):
     _, second, said = train(
         NO_EVAL,

@@ -88,6 +88,7 @@ def test_whether_a_program_fits_is_about_cores_as_the_topology_has_them():
         pytest.param("v3-8", 8, 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_cores_are_those_that_programs_see(name, cores, cores_per_chip):
     places = places_of(name)
     assert len(places) == cores

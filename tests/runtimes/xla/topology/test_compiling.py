@@ -391,7 +391,7 @@ def test_a_topology_that_is_none_is_refused_before_anything_else(topology):
     ("topology", "message"),
     [("v3:4x4", "has 32 cores and the program's mesh 8"), ("v3:3x5", "does not know")],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_topology_that_does_not_match_is_refused(topology, message):
     with simd.tpu_program("all:8", "batch:all") as program:
         y = tf.ones([])

@@ -65,7 +65,7 @@ def test_noise_scale_is_shown_and_written(runtime, model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("runtime", ["placement_mesh", "xla"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_skipped_steps_are_logged(runtime, tmp_path, capfd, caplog):
     bindings = [
         f"train.run.runtime = {runtime!r}",

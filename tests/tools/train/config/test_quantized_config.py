@@ -12,7 +12,7 @@ LOW_RANK = ["CrossShardOptimizer.reducer = @LowRankAllReduce()", "LowRankAllRedu
 
 
 @pytest.mark.parametrize(("bindings", "most"), [([], 4), (LOW_RANK, 10)])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_trains_with_less_and_shows_the_rate(bindings, most, tmp_path):
     small_lm.train("lm_quantized.gin", tmp_path, "batch:2;model:1", 4, REPORTS, *bindings)
     rows = [row for row in read_metrics(tmp_path / run_files.METRICS_FILE) if "loss" in row]
