@@ -332,18 +332,12 @@ def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
 
 def turns_in(facts: GraphFacts, context: Context) -> int | None:
     """Returns how often a step runs what is in a context; None if the graph does not say."""
-    turns = 1
-    for loop in context:
-        if isinstance(loop, Loop):
-            count = _turns(facts, loop)
-            if count is None:
-                return None
-            turns *= count
-    return turns
+    turns = [turns_of(facts, loop) for loop in context if isinstance(loop, Loop)]
+    return None if None in turns else math.prod(n for n in turns if n is not None)
 
 
-def _turns(facts: GraphFacts, loop: Loop) -> int | None:
-    """Returns how often a loop runs, if it counts from one constant to another by a third."""
+def turns_of(facts: GraphFacts, loop: Loop) -> int | None:
+    """Returns how often a loop turns, if it counts from one constant to another by a third."""
     test = facts.inputs(facts.condition_of[loop])[0][0]
     if facts.node[test].op != "Less":
         return None

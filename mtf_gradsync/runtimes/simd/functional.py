@@ -20,6 +20,7 @@ from mtf_gradsync.runtimes.simd.facts import (
     Loop,
     sorted_by_needs,
     split_input,
+    turns_of,
 )
 
 _Values = MutableMapping[Tuple[str, int], Any]
@@ -46,7 +47,7 @@ def rebuild(
     given: dict[str, Any],
     fetches: Sequence[str],
     stand_ins: Mapping[str, StandIn] = {},
-) -> list[Any]:
+) -> tuple[list[Any], dict[str, int]]:
     """Makes a graph's operations again in the current default graph, which is a function's.
 
     Control flow v2 has to be enabled there.
@@ -54,17 +55,23 @@ def rebuild(
     Args:
       graph_def: the graph; control flow version 1.
       given: name of an operation -> the tensor to take in its place.
-      fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals, which
-        are returned as they were made.
+      fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
       stand_ins: type of an operation -> its replacement.
+
+    Returns:
+      The fetches as they were made; and for each loop, by the name of the ``While`` that it has
+      become, how often it turns, where the graph says so.
     """
     builder = _Builder(GraphFacts(graph_def), stand_ins)
     level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
     level.make([n for n in builder.facts.order if n not in given])
-    return [
+    made = [
         level.values[split_input(fetch)] if ":" in fetch else level.operations[fetch]
         for fetch in fetches
     ]
+    return made, {
+        name: n for name, (n, *others) in builder.turns.items() if n is not None and not others
+    }
 
 
 class _Builder:
@@ -77,6 +84,8 @@ class _Builder:
         self.library = tf.GraphDef()
         self.library.versions.CopyFrom(facts.graph_def.versions)
         self.library.library.CopyFrom(facts.graph_def.library)
+        # Name of a While -> turns; loops in two branches of one conditional may share a name.
+        self.turns: dict[str, set[int | None]] = collections.defaultdict(set)
 
     def _is_merge(self, name: str) -> bool:
         return self.facts.node[name].op == "Merge"
@@ -121,8 +130,7 @@ class _Builder:
             if name in found or context[: len(around)] != around or self._opens_turn(name, around):
                 continue
             found.add(name)
-            sources = (source for source, _ in self.facts.inputs(name))
-            pending += [s for s in sources if not self.facts.is_back_edge(s, name)]
+            pending += [source for source, _ in self.facts.inputs(name)]
         return sorted(found, key=self.position.__getitem__)
 
     def _opens_turn(self, name: str, around: Context) -> bool:
@@ -275,6 +283,10 @@ class _Level:
         with tf.control_dependencies(self._waits(members)):
             first = [tf.identity(self.values[facts.inputs(e)[0]]) for e in enters]
             results = _functional().while_loop(condition, body, first)
+        made = results[0].op
+        while made.type not in ("While", "StatelessWhile"):  # some versions return identities
+            made = made.inputs[0].op
+        builder.turns[made.name].add(turns_of(facts, loop))
         result_of = dict(zip(variables, results))
         for name in here:
             if facts.node[name].op == "Exit":

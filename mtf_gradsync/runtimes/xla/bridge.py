@@ -181,6 +181,7 @@ class Hlo(NamedTuple):
     updated: tuple[int, ...]  # for each further result, which parameter it is the new value of
     # Whether it draws random numbers; its last parameter is then their state, int64 ``[3]``.
     has_randomness: bool
+    turns: dict[str, int]  # how often loops turn, by the names of their ``While`` operations
 
 
 def to_hlo(replica: ReplicaProgram) -> Hlo:
@@ -198,6 +199,7 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
         # It reads only their shapes.
         live = [tf2.Variable(tf2.zeros(i.shape, i.dtype), trainable=False) for i in variables]
         state = tf2.Variable(tf2.zeros([STATE_WORDS], tf2.int64), trainable=False)
+        turns: dict[str, int] = {}
 
         def body(*values: Any) -> Any:
             capture = tf.get_default_graph().capture
@@ -207,9 +209,10 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
             if has_randomness:
                 randomness = Randomness(capture(state.handle))
                 stand_ins.update(randomness.stand_ins())
-            made = rebuild(
+            made, found = rebuild(
                 replica.graph_def, given, [*replica.fetches, *replica.effects], stand_ins
             )
+            turns.update(found)
             if has_randomness:
                 with tf.control_dependencies([getattr(m, "op", m) for m in made]):
                     made.append(randomness.end_of_step())
@@ -228,7 +231,10 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
                 f"TensorFlow {tf.__version__}'s bridge to XLA refuses the program: {error}"
             ) from error
     module = read_module(proto)
-    _forget_places(module)
+    for instruction in (i for computation in module.computations for i in computation.instructions):
+        # Where in Python operations were made: it differs from machine to machine.
+        for field in ("source_file", "source_line"):
+            instruction.metadata.ClearField(field)
     aliases = aliases_of(module)
     num_fetches = max(1, len(replica.fetches))
     if list(aliases) != list(range(num_fetches, num_fetches + len(aliases))):
@@ -236,12 +242,6 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
             f"TensorFlow {tf.__version__} returns updated variables in an order that this version "
             f"of mtf_gradsync does not know: {aliases}. TensorFlow 2.21 is known to work."
         )
-    return Hlo(module.SerializeToString(), num_fetches, tuple(aliases.values()), has_randomness)
-
-
-def _forget_places(module: Any) -> None:
-    """Takes out where in Python operations were made: it differs from machine to machine."""
-    for computation in module.computations:
-        for instruction in computation.instructions:
-            for field in ("source_file", "source_line"):
-                instruction.metadata.ClearField(field)
+    return Hlo(
+        module.SerializeToString(), num_fetches, tuple(aliases.values()), has_randomness, turns
+    )

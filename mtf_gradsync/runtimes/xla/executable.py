@@ -62,6 +62,8 @@ def share_constants(operation: Any) -> None:
                     op.erase()
 
 
+#: The attribute of a loop that says how often it turns.
+TURNS = "mtf_gradsync.turns"
 _STABLEHLO = {
     "AllGather": "stablehlo.all_gather",
     "AllToAll": "stablehlo.all_to_all",
@@ -76,7 +78,8 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
 
     New values of variables are marked as written over the old ones. `with_names` gives each
     operation the name of its operation in the graph; profiles of the compiled program show these
-    names.
+    names. Without names, each loop has the attribute `TURNS`, where the graph says how often it
+    turns.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -90,6 +93,12 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
                 op.operation.erase()
             elif op.name == "stablehlo.custom_call":
                 _put_collective(op)
+            elif op.name == "stablehlo.while" and not with_names:
+                turns = hlo.turns.get(str(op.location)[len('loc("') : -len('")')])
+                if turns is not None:
+                    op.attributes[TURNS] = ir.IntegerAttr.get(
+                        ir.IntegerType.get_signless(64), turns
+                    )
         main = next(op for op in module.body.operations if _name(op) == "main")
         _return_separately(main)
         _mark_updates(main, hlo)
