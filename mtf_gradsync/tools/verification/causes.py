@@ -165,6 +165,7 @@ class Facts(NamedTuple):
       products: operations that multiply means over the batch (`products_of_means`).
       reducer: the strategy by which the culprit reduces gradients, if it rounds them.
       counts: what the update does with counters of the program; see `cause_of`.
+      sees_gradients: whether gradients were compared.
     """
 
     what: str
@@ -178,6 +179,7 @@ class Facts(NamedTuple):
     products: Sequence[str] = ()
     reducer: str = ""
     counts: str = ""
+    sees_gradients: bool = True
 
 
 _OF_FORWARD = (
@@ -231,6 +233,11 @@ def _causes(facts: Facts) -> Iterator[str]:
         yield (
             "Gradients are equal, and this variable is not: a slot is split or "
             "reduced wrongly, or the program updates it by what one shard or microbatch has."
+        )
+    if what == "value" and not facts.sees_gradients:
+        yield (
+            "No optimizer was seen, so that gradients are not known: they, or what the program "
+            "makes of them, depend on the division."
         )
     if what == "value":
         yield (

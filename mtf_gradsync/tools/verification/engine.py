@@ -21,6 +21,7 @@ from mtf_gradsync.tools.verification.programs import (
     batch_parts,
     joined_batch,
     rows_of,
+    size_of,
 )
 from mtf_gradsync.tools.verification.recording import GRADIENT, UPDATES, Recorded
 
@@ -111,9 +112,13 @@ class Engine:
         return len(self.groups[0])
 
     @property
-    def accumulates_itself(self) -> bool:
-        """Whether the program applies gradients of zeros on steps before its update."""
-        return self._applied[0] > 1
+    def repeats_steps(self) -> bool:
+        """Whether the reference makes the program's own microbatch steps, too, and joins none.
+
+        That is so where the program accumulates by itself: by an optimizer that gets gradients of
+        zeros on the steps before an update, or without one.
+        """
+        return self._applied[0] > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
     def begin(self, division: Division) -> Outcome:
         """Runs the program as it is, which decides the batches of each update, and first values.
@@ -186,7 +191,7 @@ class Engine:
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
         """Returns the batches of an update: those of the program, joined, or in parts."""
-        if not self.sees_gradients or self.accumulates_itself:
+        if self.repeats_steps:
             return group
         changes = division.changes
         if division.is_reference and changes.mask is not None:
@@ -291,8 +296,7 @@ def reordered(groups: list[list[Batch]]) -> Series:
     """Returns a series with the examples of each batch in another order."""
     shuffled = []
     for group in groups:
-        sizes = [len(tf.nest.flatten(batch)[0]) for batch in group]
-        rows = [np.random.RandomState(0).permutation(size) for size in sizes]
+        rows = [np.random.RandomState(0).permutation(size_of(batch)) for batch in group]
         shuffled.append([rows_of(batch, some) for batch, some in zip(group, rows)])
     return Series(shuffled)
 
@@ -373,8 +377,7 @@ def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, 
 
 def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
     """Returns the examples of the shards that contribute."""
-    size = len(tf.nest.flatten(batch)[0])
-    return rows_of(batch, np.repeat(np.asarray(mask), size // len(mask)))
+    return rows_of(batch, np.repeat(np.asarray(mask), size_of(batch) // len(mask)))
 
 
 def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:

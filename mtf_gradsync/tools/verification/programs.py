@@ -51,7 +51,7 @@ class UserProgram:
         params = {**self.params, **dict(division.params)}
         params.update(mesh_shape=division.mesh_shape, layout=division.layout)
         if "batch_size" in params:
-            params["batch_size"] = len(tf.nest.flatten(batch)[0])
+            params["batch_size"] = size_of(batch)
         with tf.Graph().as_default() as graph, contextlib.ExitStack() as blocks:
             tf.set_random_seed(1)
             inputs = tf.nest.map_structure(
@@ -258,14 +258,33 @@ class Running:
         return sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
 
 
+def size_of(batch: Batch) -> int:
+    """Returns how many examples a batch has; numbers without dimensions are for all of them."""
+    return next((len(x) for x in tf.nest.flatten(batch) if np.ndim(x)), 1)
+
+
 def joined_batch(batches: Sequence[Batch]) -> Batch:
-    """Returns one batch of the examples of several."""
-    return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
+    """Returns one batch of the examples of several.
+
+    It raises ValueError where a number for all examples of a batch is not that of the others.
+    """
+
+    def joined(*parts: Any) -> Any:
+        if np.ndim(parts[0]):
+            return np.concatenate(parts)
+        if any(part != parts[0] for part in parts):
+            raise ValueError(
+                f"An input without a dimension of examples is {parts[0]} in one microbatch step and "
+                "another number in another step of the same update, so that no one batch is both."
+            )
+        return parts[0]
+
+    return tf.nest.map_structure(joined, *batches)
 
 
 def batch_parts(batch: Batch, count: int) -> list[Batch]:
     """Returns a batch in parts of equally many examples; ValueError if it cannot be divided."""
-    size = len(tf.nest.flatten(batch)[0])
+    size = size_of(batch)
     if size % count:
         raise ValueError(f"A batch of {size} cannot be divided into {count} microbatches.")
     each = size // count
@@ -274,4 +293,4 @@ def batch_parts(batch: Batch, count: int) -> list[Batch]:
 
 def rows_of(batch: Batch, rows: Any) -> Batch:
     """Returns some of the examples of a batch."""
-    return tf.nest.map_structure(lambda x: x[rows], batch)
+    return tf.nest.map_structure(lambda x: x[rows] if np.ndim(x) else x, batch)

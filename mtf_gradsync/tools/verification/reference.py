@@ -83,7 +83,7 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     """
     first, last = ([pair[n] for pair in engine.counted] for n in (0, 1))
     joins = engine.steps_per_update > 1
-    own = None if engine.accumulates_itself else last
+    own = None if engine.repeats_steps else last
     series = [lambda groups: Series(groups, own), lambda groups: _with(reordered(groups), own)]
     if joins and own and any(first):
         series.append(lambda groups: Series(groups, first))

@@ -79,7 +79,8 @@ def verify(
         `params["batch_size"]`.
       input_fn: batches: a function that returns a `tf.data.Dataset` or an iterable, called with
         params if it takes them; or the iterable. A batch is a structure of arrays (for a model_fn
-        features, or features and labels), the examples their first dimension.
+        features, or features and labels), the examples their first dimension; a number without a
+        dimension is for all of them.
       params: the program's settings, "mesh_shape" and "layout" (as strings) among them; of
         several, the first are those of the reference, and each is a division.
       meshes: mesh shapes to try; None for the default set.
@@ -371,6 +372,7 @@ class _Verifier:
             self._products() if outcome.batches > 1 else (),
             self._reducer(culprit) if factor is None else "",
             self._counts(division, reference, outcome, line) if what in ("value", "slot") else "",
+            outcome.recorded.sees_gradients,
         )
         return dataclasses.replace(
             line,

@@ -38,18 +38,8 @@ def program(style, name):
     return step
 
 
-# Of these three a division was not shown, or falsely unequal, when verdicts were made strict.
-UNSHOWN = pytest.mark.xfail(reason="verify does not show that it is equal yet", strict=False)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[UNSHOWN] if name in ("gpt", "own_loop", "field") else [])
-        for name in STACKS
-    ],
-)
+@pytest.mark.parametrize("name", STACKS)
 def test_nothing_is_reported(name):
     (style,) = table.STYLES[name]
     params = {"mesh_shape": style.shape, "layout": style.layout}
