@@ -349,6 +349,12 @@ class StepPlan:
 
     def lowered(self, lowering: mtf.Lowering) -> Lowered:
         """Returns the state of a lowering that has begun."""
+        if not self.has_lowered(lowering):
+            raise ValueError(
+                "A wrapper's operation is lowered before the wrapper has made all of its step, as "
+                "where a program lowers each operation when it is made: make the whole step, "
+                "apply_grads(...) included, and then mtf.Lowering(graph, ...)."
+            )
         return vars(lowering)[_LOWERED]
 
     def has_lowered(self, lowering: mtf.Lowering) -> bool:

@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
       changed_before: variables and slots that changed in a step before its update.
       written_early: variables of the program's own that did.
       apart: variables whose copies are not equal on all cores.
-      batches: how many batches each update joined.
+      batches: how many batches an update joined, at most.
       weighted: whether the program says how much the loss of a step stands for.
       exchanges: whether the program exchanges float32 as bfloat16.
       rounds: whether the update has bfloat16, and the model has not.
@@ -108,8 +108,8 @@ class Engine:
 
     @property
     def steps_per_update(self) -> int:
-        """How many batches the program itself joins in an update."""
-        return len(self.groups[0])
+        """How many batches the program itself joins in an update, at most."""
+        return max(map(len, self.groups))
 
     @property
     def repeats_steps(self) -> bool:
@@ -118,7 +118,7 @@ class Engine:
         That is so where the program accumulates by itself: by an optimizer that gets gradients of
         zeros on the steps before an update, or without one.
         """
-        return self._applied[0] > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
+        return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
     def begin(self, division: Division) -> Outcome:
         """Runs the program as it is, which decides the batches of each update, and first values.
@@ -177,17 +177,30 @@ class Engine:
         return outcomes
 
     def _runs(self, division: Division, series: Sequence[Series]) -> list[Outcome]:
-        """Builds a division, and runs it on several series of batches from the first values."""
-        built = self._program.build(division, series[0].groups[0][0])
-        outcomes = []
-        with built.session() as running:
-            running.write(self.initial)
-            first = running.values()
-            for number, (groups, counted) in enumerate(series):
-                if number:
-                    running.write(first)
-                outcomes.append(self._run(built, running, groups, counted))
-        return outcomes
+        """Builds a division, and runs it on several series of batches from the first values.
+
+        Where K is a schedule and its steps are joined, some updates have larger batches than others:
+        each size is built by itself, and goes on with the values that the one before has left.
+        """
+        sizes = [size_of(group[0]) for group in series[0].groups]
+        outcomes: list[list[Outcome]] = [[] for _ in series]
+        left: list[Values] = []
+        begin = 0
+        for _, some in itertools.groupby(sizes):
+            end = begin + len(list(some))
+            built = self._program.build(division, series[0].groups[begin][0])
+            with built.session() as running:
+                if not begin:
+                    running.write(self.initial)
+                    left = [running.values()] * len(series)
+                for number, one in enumerate(series):
+                    if begin or number:
+                        running.write(left[number])
+                    groups = one.groups[begin:end]
+                    outcomes[number].append(self._run(built, running, groups, one.counted, begin))
+                    left[number] = running.values()
+            begin = end
+        return [_followed(each) for each in outcomes]
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
         """Returns the batches of an update: those of the program, joined, or in parts."""
@@ -249,11 +262,13 @@ class Engine:
         running: Running,
         groups: Iterable[Iterable[Batch]],
         counted: Sequence[Values] | None,
+        begin: int = 0,
     ) -> Outcome:
+        """Makes the updates from number `begin` on, one of each group of batches."""
         recorded, division = built.recorded, built.division
-        losses, gradients, changed, early = [], [], [], []
+        losses, gradients, changed, early, joined = [], [], [], [], 1
         after = running.values()
-        for number, group in enumerate(groups):
+        for number, group in enumerate(groups, begin):
             if counted is not None:
                 running.write(counted[number])
                 after = running.values()
@@ -273,6 +288,7 @@ class Engine:
             expected = 1 if len(of_group) == 1 else self._applied[number:] and self._applied[number]
             if recorded.sees_gradients and expected and made != expected:
                 raise ValueError(f"{_reason(division, made, len(of_group))}")
+            joined = max(joined, len(of_group))
             losses.append(_mean_loss(of_group))
             gradients.append(_gradients(after))
         hidden = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
@@ -285,11 +301,27 @@ class Engine:
             list(dict.fromkeys(changed)) if recorded.sees_gradients else [],
             list(dict.fromkeys(early)),
             running.copies_apart(),
-            len(of_group),
+            joined,
             built.weight is not None,
             built.program is not None and _exchanges_in_bfloat16(built),
             rounds_to_bfloat16(built.graph, narrow),
         )
+
+
+def _followed(outcomes: Sequence[Outcome]) -> Outcome:
+    """Returns what runs that follow each other have made together."""
+
+    def both(field: str) -> list[Any]:
+        return [x for one in outcomes for x in getattr(one, field)]
+
+    return outcomes[-1]._replace(
+        losses=both("losses"),
+        gradients=both("gradients"),
+        changed_before=list(dict.fromkeys(both("changed_before"))),
+        written_early=list(dict.fromkeys(both("written_early"))),
+        apart=list(dict.fromkeys(both("apart"))),
+        batches=max(one.batches for one in outcomes),
+    )
 
 
 def reordered(groups: list[list[Batch]]) -> Series:

@@ -103,7 +103,7 @@ class Verification:
       reference: what they were compared with.
       source: what the expected rounding is known from.
       steps: how many updates were made.
-      steps_per_update: how many batches each joins.
+      batches: how many each of them joins.
       variables: how many variables have a gradient.
       sees_gradients: whether the program has an optimizer, whose gradients were compared; else its
         values were.
@@ -113,9 +113,14 @@ class Verification:
     reference: str
     source: str
     steps: int
-    steps_per_update: int
+    batches: tuple[int, ...]
     variables: int
     sees_gradients: bool = True
+
+    @property
+    def steps_per_update(self) -> int:
+        """How many batches an update joins, at most."""
+        return max(self.batches)
 
     @property
     def verdict(self) -> str:
@@ -148,7 +153,8 @@ class Verification:
     def to_json(self) -> str:
         """Returns everything as JSON; a number that is not finite is null."""
         lines = [{**vars(line), "compared": line.compared._asdict()} for line in self.lines]
-        fields = {**vars(self), "lines": lines, "is_equal": self.is_equal, "verdict": self.verdict}
+        found = ("steps_per_update", "is_equal", "verdict")
+        fields = {**vars(self), "lines": lines, **{name: getattr(self, name) for name in found}}
         return json.dumps(_finite(fields), indent=2)
 
     def __str__(self) -> str:
@@ -168,6 +174,8 @@ class Verification:
 
     def _summary(self) -> str:
         many = f", {self.steps_per_update} batches each" if self.steps_per_update > 1 else ""
+        if len(set(self.batches)) > 1:
+            many = f", of {', '.join(map(str, self.batches))} batches"
         plural = "s" if self.steps > 1 else ""
         seen = "" if self.sees_gradients else " (no optimizer was seen)"
         done = self.lines[0].compared if self.lines else Compared()
@@ -188,6 +196,8 @@ class Verification:
             return f"Equal without {' and '.join(out)}, which depend on how it is divided."
         count = sum(line.verdict == EQUAL for line in self.lines)
         if count < len(self.lines):
+            if count == 1:
+                return "The same training in the one division that can be."
             return f"The same training in each of the {count} divisions that can be."
         return "The same training, however it is divided."
 

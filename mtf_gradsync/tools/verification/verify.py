@@ -121,7 +121,7 @@ def verify(
             base.name, base.mesh_shape, base.layout, base.runtime, CANNOT_BE, cause=str(error)
         )
         only = dataclasses.replace(line, is_asked=True)
-        return Verification((only,), _REFERENCE, "nothing", steps, 1, 0)
+        return Verification((only,), _REFERENCE, "nothing", steps, (1,), 0)
     base, out = _comparable(base, outcome)
     chosen = kinds.KINDS if divisions is None and meshes is None else tuple(divisions or ())
     every = [base]
@@ -155,7 +155,7 @@ def verify(
         reference,
         verifier.source,
         steps,
-        of_stack,
+        tuple(map(len, engine.groups)),
         len(outcome.recorded.variables),
         outcome.recorded.sees_gradients,
     )
@@ -478,7 +478,8 @@ class _Verifier:
         shape = mtf.convert_to_shape(division.mesh_shape)
         batch_axes = kinds.axes_of_batch(division.layout, outcome.recorded)
         shards = int(np.prod([d.size for d in shape.dims if d.name in batch_axes] or [1]))
-        steps = max(self._engine.steps_per_update, division.changes.micro_steps)
+        # K of the first update, in which a factor shows first.
+        steps = max(len(self._engine.groups[0]), division.changes.micro_steps)
         axes = [d.name for d in shape.dims if culprit == f"mesh axis {d.name}"]
         axes = axes or [d.name for d in shape.dims]
         numbers: dict[str, float] = {"K, the microbatch steps": steps}
