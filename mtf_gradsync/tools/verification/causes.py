@@ -203,8 +203,8 @@ def _causes(facts: Facts) -> Iterator[str]:
         )
     if what == "random numbers":
         yield (
-            "Shards draw the same random numbers, or copies of one slice other ones: a seed of "
-            "the program's own, or numbers that are drawn outside of the mesh."
+            "Shards have the same random numbers, so that dropout, say, is one for all of them: a "
+            "seed of the program's own, or numbers that are drawn for one shard and used by all."
         )
     if what == "value before the update":
         yield (

@@ -23,7 +23,7 @@ from mtf_gradsync.tools.verification.programs import (
     rows_of,
     size_of,
 )
-from mtf_gradsync.tools.verification.recording import GRADIENT, UPDATES, Recorded
+from mtf_gradsync.tools.verification.recording import GRADIENT, RANDOM, UPDATES, Recorded
 
 # More microbatch steps than any program joins: after these there is no update to wait for; and
 # than one that applies gradients of zeros on the others.
@@ -43,6 +43,7 @@ class Outcome(NamedTuple):
       changed_before: variables and slots that changed in a step before its update.
       written_early: variables of the program's own that did.
       apart: variables whose copies are not equal on all cores.
+      alike: random numbers that are alike in slices of several cores, and along which mesh axes.
       batches: how many batches an update joined, at most.
       weighted: whether the program says how much the loss of a step stands for.
       exchanges: whether the program exchanges float32 as bfloat16.
@@ -56,6 +57,7 @@ class Outcome(NamedTuple):
     changed_before: list[str]
     written_early: list[str]
     apart: list[str]
+    alike: list[tuple[str, str]]
     batches: int
     weighted: bool
     exchanges: bool
@@ -179,8 +181,8 @@ class Engine:
     def _runs(self, division: Division, series: Sequence[Series]) -> list[Outcome]:
         """Builds a division, and runs it on several series of batches from the first values.
 
-        Where K is a schedule and its steps are joined, some updates have larger batches than others:
-        each size is built by itself, and goes on with the values that the one before has left.
+        Where K is a schedule and its steps are joined, batches are of several sizes: each size is
+        built by itself, and goes on with the values that the one before has left.
         """
         sizes = [size_of(group[0]) for group in series[0].groups]
         outcomes: list[list[Outcome]] = [[] for _ in series]
@@ -300,7 +302,7 @@ class Engine:
             {k: v for k, v in _own(after).items() if k not in hidden or k in recorded.averages},
             list(dict.fromkeys(changed)) if recorded.sees_gradients else [],
             list(dict.fromkeys(early)),
-            running.copies_apart(),
+            *running.compared_cores(),
             joined,
             built.weight is not None,
             built.program is not None and _exchanges_in_bfloat16(built),
@@ -354,7 +356,7 @@ def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
 
 
 def _own(values: Values) -> dict[str, np.ndarray]:
-    hidden = (GRADIENT, UPDATES)
+    hidden = (GRADIENT, UPDATES, RANDOM)
     return {k: np.array(v) for k, v in values.items() if not k.endswith(hidden)}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
@@ -16,15 +17,19 @@ from mtf_gradsync.extension import mtf, tf
 _MANY = 1e6  # times the examples that each expert would have
 
 
-def _drop_dropout(undone: contextlib.ExitStack) -> None:
+def _drop_dropout(undone: contextlib.ExitStack, sizes: list[int]) -> None:
+    signature = inspect.signature(mtf.ops.dropout)
+
     def dropout(x: mtf.Tensor, *args: Any, **kwargs: Any) -> mtf.Tensor:
+        noise = signature.bind(x, *args, **kwargs).arguments.get("noise_shape")
+        sizes.append((x.shape if noise is None else mtf.convert_to_shape(noise)).size)
         return x
 
     for module in (mtf, mtf.ops):
         undone.enter_context(mock.patch.object(module, "dropout", dropout))
 
 
-def _drop_random(undone: contextlib.ExitStack) -> None:
+def _drop_random(undone: contextlib.ExitStack, sizes: list[int]) -> None:
     init = mtf.ops.RandomOperation.__init__
 
     def constant(self: Any, mesh: Any, shape: Any, tf_fn: Any, **kwargs: Any) -> None:
@@ -38,7 +43,7 @@ def _drop_random(undone: contextlib.ExitStack) -> None:
     undone.enter_context(mock.patch.object(mtf.ops.RandomOperation, "__init__", constant))
 
 
-def _drop_capacity(undone: contextlib.ExitStack) -> None:
+def _drop_capacity(undone: contextlib.ExitStack, sizes: list[int]) -> None:
     """Gives experts of Mesh-TensorFlow's transformer room for all examples."""
     moe = sys.modules.get("mesh_tensorflow.transformer.moe")
     for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
@@ -58,7 +63,7 @@ def _drop_capacity(undone: contextlib.ExitStack) -> None:
         undone.enter_context(mock.patch.object(moe, name, with_room))
 
 
-_DROPS: dict[str, Callable[[contextlib.ExitStack], None]] = {
+_DROPS: dict[str, Callable[[contextlib.ExitStack, list[int]], None]] = {
     "dropout": _drop_dropout,
     "random": _drop_random,
     "capacity": _drop_capacity,
@@ -66,10 +71,13 @@ _DROPS: dict[str, Callable[[contextlib.ExitStack], None]] = {
 DROPS = tuple(_DROPS)
 
 
-def drop(names: Sequence[str], undone: contextlib.ExitStack) -> None:
-    """Takes what `DROPS` names out of models, until the stack is closed."""
+def drop(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -> None:
+    """Takes what `DROPS` names out of models, until the stack is closed.
+
+    How many random numbers each dropout would have drawn is appended to `sizes`.
+    """
     for name in names:
-        _DROPS[name](undone)
+        _DROPS[name](undone, sizes)
 
 
 def make_constant(tensors: Sequence[mtf.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from typing import Any, Callable, ContextManager, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
@@ -25,9 +26,11 @@ from mtf_gradsync.runtimes.simd.session import VariableAccess, copied
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.model_changes import in_precision
-from mtf_gradsync.tools.verification.recording import GRADIENT, Recorded, recording
+from mtf_gradsync.tools.verification.recording import GRADIENT, RANDOM, Recorded, recording
 
 Batch = Any  # a structure of arrays, the examples their first dimension
+# So many random numbers are not equal by chance.
+_FEW = 4
 
 
 class UserProgram:
@@ -221,10 +224,13 @@ class Running:
         self._access.set(self._session, fitting.items())
         self._session.run(self._to_slices)
 
-    def copies_apart(self) -> list[str]:
-        """Returns the variables of which cores hold copies that differ by more than rounding.
+    def compared_cores(self) -> tuple[list[str], list[tuple[str, str]]]:
+        """Compares what cores hold.
 
-        Those of kept gradients are named as their variables are.
+        Returns:
+          The variables of which cores hold copies that differ by more than rounding; those of kept
+          gradients are named as their variables are. And the random numbers that were kept of which
+          several slices are equal, each with the mesh axes along which these lie.
         """
         if self._to_masters is None:
             self._session.variables()  # brings the slices to TensorFlow
@@ -244,18 +250,31 @@ class Running:
                 reads[variable] = laid_out.to_laid_out_tensor().tensor_list
         # In one call, as each new set of fetches takes the time of the whole graph.
         values = self._inside.run(reads)
-        found = []
+        found, alike = [], []
         for variable, (mesh_impl, _) in lowered.items():
-            first: dict[Any, np.ndarray] = {}
+            first: dict[Any, tuple[int, dict[str, np.ndarray]]] = {}
             stacked = getattr(variable, "original_names", None)
             for core, part in enumerate(map(np.asarray, values[variable])):
                 begin = tuple(mesh_impl.slice_begin(variable.shape, core))
-                other = first.setdefault(begin, part)
-                rows = zip(stacked, part, other) if stacked else [(variable.name, part, other)]
-                found += [name for name, *pair in rows if error_of(*pair) > LEAST]
-        names = [name[: -len(GRADIENT)] if name.endswith(GRADIENT) else name for name in found]
+                parts = dict(zip(stacked, part)) if stacked else {variable.name: part}
+                _, others = first.setdefault(begin, (core, parts))
+                found += [name for name, x in parts.items() if error_of(x, others[name]) > LEAST]
+            for (core, parts), (other, others) in itertools.combinations(first.values(), 2):
+                axes = _axes_between(mesh_impl.shape, core, other)
+                for name in [name for name in parts if name.endswith(RANDOM)]:
+                    if parts[name].size >= _FEW and np.array_equal(parts[name], others[name]):
+                        alike.append((name[: -len(RANDOM)], axes))
+        names = [name.removesuffix(GRADIENT).removesuffix(RANDOM) for name in found]
         order = {name: number for number, name in enumerate(self.built.recorded.order)}
-        return sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
+        apart = sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
+        # Those that one axis explains come first.
+        return apart, sorted(dict.fromkeys(alike), key=lambda pair: pair[1].count(" "))
+
+
+def _axes_between(shape: mtf.Shape, core: int, other: int) -> str:
+    """Returns the names of the mesh axes along which two cores have other places."""
+    places = (mtf.pnum_to_processor_coordinates(shape, x) for x in (core, other))
+    return " and ".join(d.name for d, a, b in zip(shape.dims, *places) if a != b)
 
 
 def size_of(batch: Batch) -> int:
@@ -274,8 +293,8 @@ def joined_batch(batches: Sequence[Batch]) -> Batch:
             return np.concatenate(parts)
         if any(part != parts[0] for part in parts):
             raise ValueError(
-                f"An input without a dimension of examples is {parts[0]} in one microbatch step and "
-                "another number in another step of the same update, so that no one batch is both."
+                f"An input without a dimension of examples is {parts[0]} in one microbatch step, "
+                "and another number in another one of the same update: no one batch is both."
             )
         return parts[0]
 

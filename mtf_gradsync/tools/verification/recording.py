@@ -32,12 +32,13 @@ from mtf_gradsync.extension import (
     traits_of,
     why_not,
 )
-from mtf_gradsync.tools.verification.causes import statistics_of
+from mtf_gradsync.tools.verification.causes import random_operations, statistics_of
 from mtf_gradsync.tools.verification.model_changes import drop, make_constant
 
 # Endings of the names of variables that a program under test has besides its own.
 GRADIENT = "/verified_gradient"
 UPDATES = "verified_updates"
+RANDOM = "/verified_random"
 
 _REST = ("opt", "optimizer", "_opt", "_optimizer")
 
@@ -79,6 +80,8 @@ class Recorded:
       slots: names of the variables that the innermost optimizer has made.
       averages: names of those that wrappers have made which keep averages.
       has_experts: whether the model has experts of Mesh-TensorFlow's transformer.
+      random_sizes: how many random numbers losses are made of, by operation, also of those that
+        were taken out.
     """
 
     def __init__(self, changes: Changes):
@@ -92,6 +95,7 @@ class Recorded:
         self._differentiated: list[mtf.Tensor] = []
         self.slots: list[str] = []
         self.has_experts = False
+        self.random_sizes: list[int] = []
         self._positions: dict[str, int] = {}
         self._outermost: dict[int, Any] = {}
         self._stacks: dict[int, list[Any]] = {}  # by id of the outermost, as the program made them
@@ -283,7 +287,8 @@ class Recorded:
         self._undo.append(lambda: delattr(opt, "apply_grads"))
 
     def end(self) -> None:
-        """Notes the variables of a program that was built, where no optimizer was seen."""
+        """Notes what a program that was built draws, and its variables if no optimizer was seen."""
+        self.random_sizes += [op.outputs[0].shape.size for op in random_operations(self.losses)]
         if self.variables:
             return
         for lowering in self.lowerings:
@@ -381,15 +386,22 @@ class Recorded:
     def _note(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
-        """Returns operations that keep gradients, and count the update."""
+        """Returns operations that keep gradients and random numbers, and count the update."""
         operations: list[mtf.Operation] = []
         for grad, variable in zip(grads, variables):
             if grad is None or variable.name in self.variables:
                 continue
             self._positions[variable.name] = -_first_use(grad.graph, variable.name)
             self.variables[variable.name] = variable
-            operations.append(_assigned(variable.name + GRADIENT, grad, variable))
+            operations.append(_assigned(variable.name + GRADIENT, grad, variable.shape))
             if len(self.variables) == 1:
+                if "random" not in self.changes.drops:
+                    operations += [
+                        _assigned(op.name + RANDOM, x, x.shape)
+                        for op in random_operations(self.losses)
+                        for x in op.outputs
+                        if x.dtype.is_floating and x.graph is grad.graph
+                    ]
                 count = _hidden(variable.mesh, UPDATES, mtf.Shape([]), tf.float32)
                 operations.append(mtf.assign(count, count.value + 1.0))
         return operations
@@ -408,10 +420,10 @@ def _first_use(graph: mtf.Graph, name: str) -> int:
     return 0
 
 
-def _assigned(name: str, grad: mtf.Tensor, variable: Any) -> mtf.Operation:
-    dtype = tf.float64 if grad.dtype == tf.float64 else tf.float32
-    kept = _hidden(grad.mesh, name, variable.shape, dtype)
-    return mtf.assign(kept, mtf.cast(grad, dtype) if grad.dtype != dtype else grad)
+def _assigned(name: str, x: mtf.Tensor, shape: mtf.Shape) -> mtf.Operation:
+    dtype = tf.float64 if x.dtype == tf.float64 else tf.float32
+    kept = _hidden(x.mesh, name, shape, dtype)
+    return mtf.assign(kept, mtf.cast(x, dtype) if x.dtype != dtype else x)
 
 
 def _hidden(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType) -> mtf.Variable:
@@ -517,7 +529,7 @@ def recording(changes: Changes) -> Iterator[Recorded]:
 
             for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
                 replace(moe, name, note_experts)
-        drop(changes.drops, undone)
+        drop(changes.drops, undone, recorded.random_sizes)
         yield recorded
 
 

@@ -83,12 +83,15 @@ class Line:
             return f"{text}. {self.cause}" if self.cause else f"{text}."
         if self.verdict != NOT_EQUAL:
             return self.cause
+        if self.what == "random numbers":
+            along = f"random numbers of {self.variable} are alike along {self.brought_in_by}"
+            return f"{along}. {self.cause}"
         text = f"{self.what} of {self.variable}" if self.variable else self.what
         if self.factor is not None:
             text += f" is {self.factor:.2f} of what it must be"
             text += f" ({self.of_factor})" if self.of_factor else ""
         else:
-            text += " differ" if self.what in ("copies", "random numbers") else " differs"
+            text += " differ" if self.what == "copies" else " differs"
         if self.brought_in_by:
             text += f"; equal without {self.brought_in_by}"
         return f"{text}. {self.cause}" if self.cause else text

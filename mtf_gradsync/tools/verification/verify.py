@@ -273,9 +273,36 @@ class _Verifier:
         )
         if _first(compared, outcome)[1] is not None:
             return self._differing(division, reference, outcome, compared, found)
+        alike = self._alike(division, reference, outcome)
+        if alike is not None:
+            name, axes = alike
+            return dataclasses.replace(
+                found,
+                verdict=NOT_EQUAL,
+                variable=name,
+                what="random numbers",
+                brought_in_by=f"mesh axis {axes}",
+                cause=cause_of(Facts("random numbers")),
+            )
         if not open_ones:
             return self._with_schedule(found, reference)
         return dataclasses.replace(found, verdict=NOT_SHOWN, cause=self._why_open(reference))
+
+    def _alike(
+        self, division: Division, reference: Reference, outcome: Outcome
+    ) -> tuple[str, str] | None:
+        """Returns random numbers that shards have alike, and along which mesh axes; else None."""
+        if division == self._base and self._own.alike:
+            return self._own.alike[0]
+        shape = mtf.convert_to_shape(division.mesh_shape)
+        sizes = outcome.recorded.random_sizes, reference.outcome.recorded.random_sizes
+        if outcome.batches > 1 or len(sizes[0]) != len(sizes[1]):
+            return None
+        for here, there in zip(*sizes):
+            axes = [d.name for d in shape.dims if d.size > 1 and here * d.size == there]
+            if axes:
+                return f"a draw of {here} numbers", axes[0]
+        return None
 
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
         """Makes statistics of the batch constants where microbatches have others."""

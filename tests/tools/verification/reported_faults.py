@@ -273,6 +273,34 @@ def tied(mesh, inputs, params, wrong):
     return loss, gs.CrossShardOptimizer(sgd()).minimize(loss)
 
 
+def own_seed(shape, seed=None, **kwargs):
+    """Numbers that are the same in each slice of this shape."""
+    return tf.random.stateless_uniform(shape, seed=[1, 2], **kwargs)
+
+
+def noisy(mesh, inputs, draw=tf.random.uniform):
+    def changed(name, x):
+        if name != "x":
+            return x
+        noise = mtf.ops.RandomOperation(mesh, x.shape, draw, name="own_noise")
+        return x * (noise.outputs[0] + 0.5)
+
+    return network(mesh, inputs, changed)
+
+
+def dropped(mesh, inputs, n=None):
+    """Dropout, and with `n` one mask for all shards."""
+
+    def changed(name, x):
+        if name != "x" or n is None:
+            return mtf.dropout(x, True, keep_prob=0.75) if name == "x" else x
+        _, rows, parts = shards_of(x, n)
+        parts = mtf.dropout(parts, True, keep_prob=0.75, noise_shape=mtf.Shape([rows, D]))
+        return as_batch(parts, x.shape.dims[0])
+
+    return network(mesh, inputs, changed)
+
+
 def if_split(axis, then):
     """Changes what is given only where the axis has several cores."""
     return lambda x, n: then(x, n) if n[axis] > 1 else x
@@ -550,6 +578,24 @@ REPORTED = {
         MODEL_AXIS,
         "",
         any_factor=True,
+    ),
+    "a dropout with a seed of its own": Fault(
+        step(make=noisy, each=lambda mesh, inputs, n: noisy(mesh, inputs, own_seed)[0]),
+        "own_noise",
+        None,
+        "",
+        BATCH_AXIS,
+        "a seed of the program's own",
+        "random numbers",
+    ),
+    "a dropout that is one shard's": Fault(
+        step(make=dropped, each=lambda mesh, inputs, n: dropped(mesh, inputs, n)[0]),
+        "a draw of 16 numbers",
+        None,
+        "",
+        BATCH_AXIS,
+        "drawn for one shard and used by all",
+        "random numbers",
     ),
     "a loss that is one shard's": Fault(
         shown_loss, "", None, "", BATCH_AXIS, "the loss that is shown", "loss", any_factor=True
