@@ -182,11 +182,10 @@ if TYPE_CHECKING:
     )
     from mtf_gradsync.optimizers.description import Description, describe
     from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
-    from mtf_gradsync.optimizers.passes import updates_before
     from mtf_gradsync.optimizers.pipeline import why_not
     from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
     from mtf_gradsync.optimizers.report import in_sums_now, weight_now
-    from mtf_gradsync.optimizers.schedules import UpdateCounters, rate_at
+    from mtf_gradsync.optimizers.schedules import rate_at, updates_before
     from mtf_gradsync.optimizers.skips import ReportsSkips
     from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew
     from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, write_changed
@@ -197,6 +196,7 @@ if TYPE_CHECKING:
         ISLAND,
         STAND_INS,
         STATE_COLLECTION,
+        UpdateCounters,
     )
     from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
     from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
@@ -225,7 +225,6 @@ else:
         "mtf_gradsync.optimizers.average",
         "mtf_gradsync.optimizers.description",
         "mtf_gradsync.optimizers.interface",
-        "mtf_gradsync.optimizers.passes",
         "mtf_gradsync.optimizers.pipeline",
         "mtf_gradsync.optimizers.pipeline.weights",
         "mtf_gradsync.optimizers.report",

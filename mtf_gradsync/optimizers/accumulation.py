@@ -20,13 +20,12 @@ from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients.arguments import is_scalar
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
-from mtf_gradsync.optimizers.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.pipeline import (
     About,
     Form,
     GradientSet,
     Line,
+    OwnArguments,
     PerShard,
     Place,
     Stage,
@@ -37,7 +36,7 @@ from mtf_gradsync.optimizers.pipeline import (
 )
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
 from mtf_gradsync.optimizers.pipeline.weights import Weights
-from mtf_gradsync.optimizers.schedules import update_counter
+from mtf_gradsync.optimizers.schedules import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
     SkipFn,
@@ -51,8 +50,13 @@ from mtf_gradsync.optimizers.skips import (
     says_skip,
     waiting_state,
 )
-from mtf_gradsync.optimizers.state.variables import named_state, note_sums_not_kept, scalar_state
-from mtf_gradsync.optimizers.wrapper import CommonArguments
+from mtf_gradsync.optimizers.state.variables import (
+    named_state,
+    note_sums_not_kept,
+    scalar_state,
+    update_counter,
+)
+from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.step import values_after

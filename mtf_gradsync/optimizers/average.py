@@ -28,11 +28,10 @@ from mtf_gradsync.optimizers.pipeline import (
     StepBuilder,
     told,
 )
-from mtf_gradsync.optimizers.schedules import update_counter
 from mtf_gradsync.optimizers.state.beginning import derived_variable, is_marked
 from mtf_gradsync.optimizers.state.checkpoints import Saved, write_changed
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.optimizers.state.variables import note_state, unstacked
+from mtf_gradsync.optimizers.state.variables import note_state, unstacked, update_counter
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.session import root_scope

@@ -13,12 +13,12 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is
 from mtf_gradsync.gradients.copies import SumCopies, check_group_assignment, check_groups_cover
 from mtf_gradsync.gradients.stages import each_mesh, on_present
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pairs import OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     About,
     Form,
     GradientSet,
     Line,
+    OwnArguments,
     Place,
     Stage,
     StepBuilder,

@@ -1,4 +1,4 @@
-"""What all wrappers share: TensorFlow 1's interface of optimizers, and shard dims in shapes."""
+"""The methods by which programs train: those of TensorFlow 1's optimizers, and `apply_grad`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,37 @@ from mtf_gradsync.compat_v1 import Reduction
 from mtf_gradsync.gradients import stage
 from mtf_gradsync.gradients.copies import check_groups_cover
 from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
-from mtf_gradsync.optimizers.pipeline import Place, StepBuilder, shard_names
+from mtf_gradsync.optimizers.pipeline import OwnArguments
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
     check_weights,
     weighted_loss,
 )
 from mtf_gradsync.optimizers.state.variables import check_name
-from mtf_gradsync.step import StepPlan, advance_step
+from mtf_gradsync.step import Later, StandIn, StepPlan, advance_step
 
 
 class TrainOptimizerInterface:
-    """A mixin for wrappers: the methods of `tf.compat.v1.train.Optimizer`."""
+    """A mixin for wrappers: the methods of `tf.compat.v1.train.Optimizer`, and `apply_grad`.
+
+    Attributes:
+      loss_reduction: how `compute_gradients` joins losses of shards, `tf.losses.Reduction.MEAN` or
+        `.SUM`. None leaves that to the rest of the stack, where it is the mean if all have None.
+    """
 
     name: str
-    step: OfStep[StepBuilder | None]
+    step: Any  # StepBuilder | None
+    loss_reduction: Reduction | None = None
+    # Shards that sum the gradients of their own copies of variables; None for all of them.
+    _groups: list[list[int]] | None = None
+    # Pairs gathered for it, or for a wrapper around it, whose steps are still to be built.
+    _to_build: tuple[_Pairs, ...] = ()
     apply_grads: Callable[..., list[mtf.Operation]]
+    _checked: Callable[..., Any]
     _without_scales: Callable[..., list[Any]]
     _check_arguments: Callable[[OwnArguments], None]
     _wrappers: Callable[[], list[Any]]
-    _share_of_shard: Callable[[mtf.Tensor], float]
-    _is_of_shards: Callable[[mtf.Tensor], bool]
     _stack_shard_names: Callable[[], tuple[str, ...]]
-    _check_no_groups: Callable[[], None]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for variables that cannot be updated."""
@@ -90,7 +96,9 @@ class TrainOptimizerInterface:
             joined = weighted if share == 1.0 else weighted * share
             grads = mtf.gradients([joined], [v.value for v in variables])
             grads = self._without_scales(grads, variables)
-            if weights is not None or self._is_of_shards(loss):
+            names = self._stack_shard_names()
+            is_of_shards = any(d.name in names and d.size > 1 for d in loss.shape.dims)
+            if weights is not None or is_of_shards:
                 plan.part(WeightsOfGradients).record(grads, weights)
             if weighted is not loss:
                 plan.part(WeightsOfGradients).record_loss(loss, weighted)
@@ -158,35 +166,61 @@ class TrainOptimizerInterface:
             pairs = self.compute_gradients(loss, var_list, weights)
             return self.apply_gradients(pairs, global_step, name, **kwargs)
 
+    def apply_grad(
+        self,
+        grad: mtf.Tensor | None,
+        var: mtf.Variable,
+        *args: Any,
+        weights: Any = None,
+        **kwargs: Any,
+    ) -> list[mtf.Operation]:
+        """Applies the gradient of one variable, in one step with all other pairs of the graph.
 
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, mtf.Tensor):
-        raise TypeError(f"loss must be an mtf.Tensor, got {loss!r}.")
+        The step of all pairs is built when the graph is lowered, or when an attribute of the step
+        is read. Pairs given later make another step, with a warning, and so do pairs of a variable
+        that has one already, in another variable scope, or with other arguments.
 
+        Args:
+          grad: a gradient, or None.
+          var: its mesh variable.
+          *args: as for `apply_grads`, the same for all pairs; errors are those of `apply_grads`.
+          weights: as for `apply_grads`, the same for all pairs.
+          **kwargs: as for `apply_grads`, the same for all pairs.
 
-class ShardShapes:
-    """A mixin for wrappers: their replica axes, and shard dims in shapes."""
+        Returns:
+          A list of one mtf operation, which stands for the whole step in
+          `lowering.lowered_operation`; empty if the gradient is None.
+        """
+        own = OwnArguments(args, kwargs)
+        (grad,), (var,) = self._checked([grad], [var], own)
+        if weights is not None:
+            own = OwnArguments(args, {**kwargs, "weights": weights})
+        waiting = self._waiting_pairs(var.graph)
+        pairs = next((p for p in waiting if p.takes(var, own)), None)
+        if pairs is None:
+            received = self.step.received[:1] if self.step else []
+            if waiting or any(x.graph is var.graph for x in received):
+                name = type(self).__name__
+                warn_once(
+                    f"{name}.apply_grad",
+                    "%s.apply_grad: the gradient of %s begins another step, with its own sums and "
+                    "counts, as the step of the pairs before it is built already, or has the same "
+                    "variable, another variable scope or other arguments. Call "
+                    "apply_grads(grads, variables) with all pairs instead.",
+                    name,
+                    var.name,
+                )
+            self._build_pairs(var.graph)
+            pairs = _Pairs(self, var.graph, own)
+        return pairs.add(grad, var)
 
-    loss_reduction: Reduction | None = None
-    # Shards that sum the gradients of their own copies of variables; None for all of them.
-    _groups: list[list[int]] | None = None
-    _wrappers: Callable[[], list[Any]]
+    def _waiting_pairs(self, graph: mtf.Graph) -> list[_Pairs]:
+        own = (p for p in self._to_build if p.is_waiting and p.wrapper is self)
+        return [p for p in own if p.plan.graph is graph]
 
-    _given_axes: ReplicaAxes | None = None
-    _given_names: tuple[str, ...] = ()
-    _gradient_reduction: Callable[..., Any]
-
-    @property
-    def axes(self) -> ReplicaAxes | None:
-        """`ReplicaAxes`, or None if no mesh was given."""
-        return self._given_axes
-
-    @property
-    def _shard_names(self) -> tuple[str, ...]:
-        return self.axes.batch_dims if self.axes else self._given_names
-
-    def _stack_shard_names(self) -> tuple[str, ...]:
-        return shard_names(wrapper._gradient_reduction() for wrapper in self._wrappers())
+    def _build_pairs(self, graph: mtf.Graph) -> None:
+        for pairs in self._waiting_pairs(graph):
+            pairs.build_if_here()
 
     def _check_no_groups(self) -> None:
         """Raises ValueError for weights of a stack that sums within groups of shards."""
@@ -196,11 +230,6 @@ class ShardShapes:
                 f"weights are for the mean over all shards, but {grouped.name} sums within groups, "
                 f"group_assignment={grouped._groups!r}: weigh the losses yourself."
             )
-
-    def _is_of_shards(self, loss: mtf.Tensor) -> bool:
-        """Returns whether a loss is one for each shard of the stack."""
-        names = self._stack_shard_names()
-        return any(d.name in names and d.size > 1 for d in loss.shape.dims)
 
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
         """Returns the share of each shard's loss in the loss of an update of the stack."""
@@ -220,41 +249,10 @@ class ShardShapes:
             )
         return 1.0 if tf.losses.Reduction.SUM in said else 1.0 / num_shards
 
-    def _shard_dims(self, shape: mtf.Shape, place: Place | None = None) -> list[mtf.Dimension]:
-        """The shard dims that a shape has, in the order that numbers the shards."""
-        by_name = {d.name: d for d in shape.dims}
-        names = place.names if place else self._shard_names
-        return [by_name[name] for name in names if name in by_name]
 
-    def _has_own_copy(self, variable: mtf.Variable, place: Place | None = None) -> bool:
-        """Whether every shard has its own copy of a variable, which then has all shard dims."""
-        dims, axes = self._shard_dims(variable.shape, place), place.axes if place else self.axes
-        needed = [d.name for d in axes.shard_dims] if axes else []
-        missing = [name for name in needed if name not in [d.name for d in dims]]
-        if dims and missing:
-            raise ValueError(
-                f"Variable {variable.name!r} of shape {variable.shape.to_string} has the shard "
-                f"dims {[d.name for d in dims]} but not {missing}: a variable has either all of "
-                "them (every shard its own copy) or none."
-            )
-        return bool(dims)
-
-    def _check_shapes(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> None:
-        names = self._stack_shard_names()
-        for grad, variable in zip(grads, variables):
-            if grad is None:
-                continue
-            self._has_own_copy(variable)
-            is_copy = any(d.name in names for d in variable.shape.dims)
-            rest = [d for d in grad.shape.dims if is_copy or d.name not in names]
-            if rest != variable.shape.dims:
-                raise ValueError(
-                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
-                    f"the variable has {variable.shape.to_string}: a gradient has the "
-                    f"variable's shape, or the shard dims {list(names)} in front."
-                )
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, mtf.Tensor):
+        raise TypeError(f"loss must be an mtf.Tensor, got {loss!r}.")
 
 
 def _warn_of_other_dims(
@@ -291,3 +289,66 @@ def _warn_of_other_dims(
                 shards,
                 split,
             )
+
+
+class _Pairs(Later):
+    """The pairs of one wrapper and graph, whose step is built later."""
+
+    def __init__(self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, own: OwnArguments):
+        super().__init__(StepPlan.of(graph))
+        self.wrapper = wrapper
+        self._own, self._scope, self._where = own, tf.get_variable_scope(), self._here()
+        self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}
+        for one in wrapper._wrappers():
+            one._to_build = (*(p for p in one._to_build if p.is_waiting), self)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the step is to be built: neither built, nor being built."""
+        return self in self.plan.later
+
+    def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
+        """Whether a pair can be part of the same step."""
+        return (
+            variable not in self._pairs
+            and self._where == self._here()
+            and self._scope.name == tf.get_variable_scope().name
+            and _identities(self._own) == _identities(own)
+        )
+
+    def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
+        """Adds a pair; returns the operation that stands for the step."""
+        self._pairs[variable] = grad
+        if grad is None:
+            return []
+        self.stand_ins.append(StandIn(self, variable.mesh, "apply_grad"))
+        return [self.stand_ins[-1]]
+
+    def build_if_here(self) -> None:
+        """Builds the step if it belongs to the scope and branch that are being built."""
+        if self.is_waiting and self._where == self._here():
+            self.build()
+
+    def _here(self) -> tuple[Any, ...]:
+        return tf.get_default_graph(), *self.plan.surroundings
+
+    def make(self) -> list[mtf.Operation]:
+        """See `Later.make`."""
+        args, kwargs = self._own
+        with tf.variable_scope(self._scope, auxiliary_name_scope=False):
+            grads, variables = list(self._pairs.values()), list(self._pairs)
+            operations = self.wrapper.apply_grads(grads, variables, *args, **kwargs)
+        # A wrapper may live longer than the graph.
+        for one in self.wrapper._wrappers():
+            one._to_build = tuple(p for p in one._to_build if p is not self)
+        return operations
+
+
+def _identities(own: OwnArguments) -> dict[Any, Any]:
+    """Returns keys of arguments that can be compared without calling their ``__eq__``.
+
+    They are equal for the same objects, equal strings, and equal numbers of one type.
+    """
+    values = [*enumerate(own.positional), *own.named.items()]
+    plain = (bool, int, float, str)
+    return {k: (type(x), x) if isinstance(x, plain) else id(x) for k, x in values}

@@ -7,19 +7,19 @@ from typing import Any, Literal, NamedTuple, Sequence, Union
 
 import gin
 
-from mtf_gradsync._common import check_whole_number, is_number
+from mtf_gradsync._common import check_whole_number, is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pipeline import (
     About,
     Form,
     GradientSet,
     Line,
+    OwnArguments,
     Place,
     Stage,
     StepBuilder,
@@ -37,7 +37,7 @@ from mtf_gradsync.optimizers.skips import (
     waiting_state,
 )
 from mtf_gradsync.optimizers.state.variables import scalar_state
-from mtf_gradsync.optimizers.wrapper import CommonArguments
+from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, StepPlan, values_after
 
@@ -287,7 +287,9 @@ class LossScaleOptimizer(ReportsSkips):
         """
         scale = self._state and self._state.scale
         for name, tensor in own.tensors():
-            if scale is not None and variables_behind(tensor) == {scale}:
+            made_by = walk([tensor.operation], lambda op: [x.operation for x in op.inputs])
+            behind = {op for op in made_by if isinstance(op, mtf.Variable)}
+            if scale is not None and behind == {scale}:
                 raise ValueError(
                     f"The argument {name} for {self.innermost()!r} is computed from the scale of "
                     f"{self.name}, but {self.name} passes on gradients without the scale: do not "

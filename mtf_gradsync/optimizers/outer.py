@@ -30,7 +30,6 @@ from mtf_gradsync.optimizers.outer_values import (
     hold_by_islands,
     hold_slots_by_islands,
 )
-from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     ONE_FOR_EACH_MESH,
     About,
@@ -38,6 +37,7 @@ from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     IslandAxes,
     Line,
+    OwnArguments,
     PerShard,
     Place,
     Reduction,
@@ -58,7 +58,7 @@ from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words, check_limit
 from mtf_gradsync.optimizers.state.slots import owner_of
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
-from mtf_gradsync.optimizers.wrapper import CommonArguments
+from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Gate, Islands, StepPlan, values_after

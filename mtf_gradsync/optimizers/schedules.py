@@ -1,21 +1,23 @@
-"""Learning rates that count updates in place of microbatch steps, and what counts updates."""
+"""Functions of the number of updates: learning rates, and how many microbatch steps make one."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Collection, Sequence, Union
+import functools
+from typing import Any, Callable, Sequence, Union
 
 import gin
+import numpy as np
 
-from mtf_gradsync._common import check_number, check_whole_number, is_number, some_of
+from mtf_gradsync._common import check_number, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.optimizers.passes import Passes, check_passes, updates_before
-from mtf_gradsync.optimizers.state.variables import scalar_state
-from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step, within
+from mtf_gradsync.step import StepPlan
 
 _CONSTANT = "Where it changes, base the schedule on get_update_step."
 Schedule = Callable[..., Any]
 Factor = Union[float, Schedule]
+Passes = Union[int, Callable[[Any], Any]]
+_OR_A_FUNCTION = "Or give a function from the update step to one."
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -108,80 +110,6 @@ def adafactor_decay_rate_per_update(
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
 
 
-@gin.configurable(module="mtf_gradsync", denylist=["mesh"])
-def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
-    """Returns the number of updates made so far, for schedules of the inner optimizer.
-
-    It is the counter of the wrapper of that name, also before the wrapper exists, and in any
-    variable scope. Where no wrapper has that counter, the first step of the graph that a wrapper of
-    this package builds advances it. Every update of the innermost optimizer counts, and no step
-    without one: neither those that only accumulate nor those that are skipped.
-
-    In gin, for all schedules of `train`: `train.run.schedule_step = @get_update_step`.
-
-    Call it before `apply_grads`. If nothing advances the counter in a graph that trains, lowering
-    the graph raises ValueError.
-
-    Args:
-      mesh: the mesh that is trained on.
-      name: name of the wrapper, a prefix of the counter's.
-
-    Returns:
-      An int32 mtf scalar.
-
-    Raises:
-      TypeError: mesh is no mesh.
-      ValueError: name cannot be a wrapper's, or the graph has another variable of that name.
-    """
-    return on_mesh(update_counter(mesh, name).value, mesh)
-
-
-def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
-    """Finds or makes the counter of `get_update_step`; a graph may have it on another mesh."""
-    # In a run without the wrapper every step was an update.
-    counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
-    plan = StepPlan.of(mesh.graph)
-    counters = plan.part(UpdateCounters)
-    if counter not in counters.wanted:
-        counters.wanted += (counter,)
-    plan.adopt()  # so that the counter is checked in a graph without wrappers, too
-    return counter
-
-
-class UpdateCounters(PlanPart):
-    """The counters of updates in a graph.
-
-    Attributes:
-      wanted: the counters that a program or a wrapper has asked for.
-    """
-
-    wanted: tuple[mtf.Variable, ...] = ()
-
-    def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
-        """Makes assignments that advance the counters of meshes that nothing advances yet."""
-        written = _written(graph)
-        free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
-        return [mtf.assign(v, v.value + 1) for v in free]
-
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """Raises ValueError for a counter that nothing advances in a graph that trains."""
-        written = _written(lowering.graph)
-        stay = [v.name for v in self.wanted if v.name not in written]
-        if stay and any(v.trainable for v in written.values()):
-            raise ValueError(
-                f"{some_of(stay)} of get_update_step would stay as it is, since nothing advances "
-                "it: call get_update_step before gradients are applied, by an optimizer of this "
-                "package, such as gs.CrossShardOptimizer(opt), or advance it by mtf.assign."
-            )
-        return PartLowering()
-
-
-def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
-    """Returns the variables that a graph assigns, by name; those of a stack all by its names."""
-    variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
-    return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
-
-
 def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], Any]) -> mtf.Tensor:
     """Returns the learning rate of an update, a float32 mtf scalar.
 
@@ -196,3 +124,142 @@ def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], A
         return tf.reshape(tf.cast(rate, tf.float32), [])
 
     return mtf.cwise(evaluate, [update_step], tf.float32, name="learning_rate")
+
+
+def check_passes(passes: Any) -> Passes:
+    """Returns passes; raises ValueError if it is neither a whole number nor a function."""
+    if isinstance(passes, type) or not callable(passes):
+        return check_whole_number("backward_passes_per_step", passes, more=_OR_A_FUNCTION)
+    return passes
+
+
+def passes_at(passes: Passes, update_step: mtf.Tensor, owner: str) -> Any:
+    """Returns the number of microbatch steps of the next update, an int or an int32 mtf scalar.
+
+    A function gets the update step, an int32 mtf scalar, or tf scalars if it fails with that. It
+    returns an int, an mtf scalar or a tf scalar. The step checks that a tensor is 1 or more; its
+    error names `owner`, a wrapper.
+    """
+    if not callable(passes):
+        return passes
+    result = _of_mtf(passes, update_step)
+    if isinstance(result, int):
+        return result
+    if result is None:
+        evaluate = functools.partial(_of_tf, passes)
+        result = mtf.cwise(evaluate, [update_step], tf.int32, name="passes_schedule")
+    else:
+        _check_whole(passes, result)
+    what = "backward_passes_per_step"
+    return scalar_of_step(result, result.mesh, tf.int32, what, owner, Bounds(1))
+
+
+def updates_before(steps: Sequence[Any], passes: Passes, total: int | None) -> list[Any]:
+    """Returns how many updates are made in the microbatch steps before each of some steps.
+
+    No step is skipped. A step is a number, an integer tf tensor, or None, which stays None. If
+    `passes` is a function, `total` is the number of microbatch steps of the run.
+    """
+    if not callable(passes):
+        return [None if step is None else step // passes for step in steps]
+    if total is None:
+        raise ValueError(
+            "per_update with a function as backward_passes_per_step needs total_train_steps, the "
+            "number of microbatch steps, for which it evaluates the function; got None."
+        )
+    # As many updates as have the same K in a row are one stretch.
+    each = _passes_of_updates(passes, int(total))
+    first = np.flatnonzero(np.diff(each, prepend=0))  # the first update of each stretch
+    begins = np.concatenate([[0], np.cumsum(each)])[first]
+    lengths = np.append(np.diff(first), np.iinfo(np.int64).max)
+
+    def before(step: Any) -> Any:
+        if step is None:
+            return None
+        if not isinstance(step, tf.Tensor):
+            return int(np.sum(np.clip((step - begins) // each[first], 0, lengths)))
+        inside = (tf.cast(step, tf.int64) - begins) // each[first]
+        made = tf.reduce_sum(tf.minimum(tf.maximum(inside, np.int64(0)), lengths))
+        return tf.cast(made, step.dtype)
+
+    return [before(step) for step in steps]
+
+
+def _passes_of_updates(passes: Callable[[Any], Any], total: int) -> np.ndarray:
+    """Evaluates a function of the update step for all updates that `total` steps begin."""
+    found: list[np.ndarray] = []
+    count = min(total + 1, 4096)
+    with tf.Graph().as_default():
+        first = tf.placeholder(tf.int32, [])
+        updates = first + tf.range(count)
+        mesh, dim = mtf.Mesh(mtf.Graph(), "updates"), mtf.Dimension("update", count)
+        result = _of_mtf(passes, mtf.import_tf_tensor(mesh, updates, mtf.Shape([dim])))
+        if isinstance(result, int):
+            values = tf.fill([count], result)
+        elif result is None:
+            each = functools.partial(_of_tf, passes)
+            values = tf.map_fn(tf.autograph.experimental.do_not_convert(each), updates)
+        else:
+            result = mtf.broadcast(mtf.cast(result, tf.int32), mtf.Shape([dim]))
+            alone = mtf.placement_mesh_impl.PlacementMeshImpl(mtf.Shape([]), "", [""])
+            values = mtf.Lowering(mesh.graph, {mesh: alone}).export_to_tf_tensor(result)
+        with tf.Session(config=tf.ConfigProto(device_count={"GPU": 0})) as session:
+            while sum(int(x.sum()) for x in found) <= total:
+                chunk = session.run(values, {first: len(found) * count})
+                found.append(np.maximum(chunk, 1).astype(np.int64))
+    return np.concatenate(found)
+
+
+class _Probe:
+    """An update step that raises an error if Python code branches on it."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError
+
+    __eq__ = __ne__ = __bool__ = __hash__ = __index__ = __int__ = _refuse
+
+
+def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.Tensor | None:
+    """Calls a function with mtf update steps; returns None if it is one of tf scalars.
+
+    Raises ValueError for a number that the function computed by comparing the tensor object.
+    """
+    try:
+        with StepPlan.of(update_step.graph).undone_on_error():
+            result = passes(update_step)
+    except (TypeError, ValueError, AttributeError):
+        return None
+    if isinstance(result, (int, float, np.number)):
+        try:
+            same = passes(_Probe()) == result
+        except Exception:
+            same = False
+        if not same:
+            raise ValueError(
+                f"backward_passes_per_step {passes!r} branches in Python, when the graph is built "
+                "and the value of the update step is not known; write it in mtf or tf operations, "
+                "such as lambda step: tf.where(step < 100, 2, 8)."
+            )
+        return check_whole_number("backward_passes_per_step", result, more=_OR_A_FUNCTION)
+    result = result.value if isinstance(result, mtf.Variable) else result
+    return result if isinstance(result, mtf.Tensor) else None
+
+
+def _of_tf(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
+    """Calls a function with a tf update step, on every processor."""
+    try:
+        result = tf.convert_to_tensor(passes(step))
+    except Exception as error:
+        raise ValueError(
+            f"backward_passes_per_step {passes!r} failed with the update step as an mtf scalar "
+            f"and as a tf scalar: {error}. Make it a function of one of these."
+        ) from error
+    _check_whole(passes, result)
+    return tf.reshape(within(result, tf.int32), [])
+
+
+def _check_whole(passes: Callable[[Any], Any], result: mtf.Tensor | tf.Tensor) -> None:
+    if result.shape.ndims or not result.dtype.is_integer:
+        raise ValueError(
+            f"backward_passes_per_step {passes!r} must return a whole number, got {result!r}."
+        )

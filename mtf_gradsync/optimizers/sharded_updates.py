@@ -22,13 +22,13 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.mesh.shared_copies import shares_all
 from mtf_gradsync.optimizers import sharded_variables
-from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     ONE_FOR_EACH_MESH,
     About,
     Form,
     GradientSet,
     Line,
+    OwnArguments,
     Partition,
     Place,
     Stage,
@@ -44,7 +44,7 @@ from mtf_gradsync.optimizers.sharded_variables import (
     why_unsplit,
 )
 from mtf_gradsync.optimizers.state.slots import owner_of
-from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 _logger = logging.getLogger("mtf_gradsync")

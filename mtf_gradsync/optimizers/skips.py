@@ -25,10 +25,9 @@ from mtf_gradsync.gradients.clipping import unclipped
 from mtf_gradsync.gradients.measures import which_not_finite
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
-from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
-from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.optimizers.wrapper import OfStep, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Watched, WatchHook, values_after
 

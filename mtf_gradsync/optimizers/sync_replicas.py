@@ -19,13 +19,13 @@ from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import replicas
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
-from mtf_gradsync.optimizers.pairs import OfStep, OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     ONE_FOR_EACH_MESH,
     About,
     Form,
     GradientSet,
     Line,
+    OwnArguments,
     PerShard,
     Place,
     Stage,
@@ -47,7 +47,7 @@ from mtf_gradsync.optimizers.replicas import (
 )
 from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
 from mtf_gradsync.optimizers.state.variables import named_state
-from mtf_gradsync.optimizers.wrapper import CommonArguments
+from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 

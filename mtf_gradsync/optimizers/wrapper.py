@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 from inspect import getattr_static
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
+from typing import Any, Generic, Iterable, Iterator, NamedTuple, Sequence, TypeVar, Union
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from mtf_gradsync.gradients import stage
 from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
-from mtf_gradsync.optimizers.interface import ShardShapes, TrainOptimizerInterface
-from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep, OwnArguments
+from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     IslandAxes,
+    OwnArguments,
     Place,
     Program,
     Reduction,
@@ -35,6 +35,7 @@ from mtf_gradsync.optimizers.pipeline import (
     check_meshes,
     check_order,
     completed,
+    shard_names,
 )
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
@@ -50,6 +51,32 @@ from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import StepPlan
 
 _OF_TENSORFLOW = (*TF_VALUES, tf.Operation, tf.Graph)
+
+
+_T = TypeVar("_T")
+
+
+class OfStep(Generic[_T]):
+    """An attribute that a step sets, with its value before there is a step.
+
+    Reading it builds the step of the pairs gathered so far.
+    """
+
+    def __init__(self, before: _T):
+        self._before = before
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type) -> _T:
+        if wrapper is None:
+            return self._before
+        for pairs in wrapper._to_build:
+            pairs.build_if_here()
+        return vars(wrapper).get(self._name, self._before)
+
+    def __set__(self, wrapper: Any, value: _T) -> None:
+        vars(wrapper)[self._name] = value
 
 
 class CommonArguments(NamedTuple):
@@ -74,7 +101,7 @@ class CommonArguments(NamedTuple):
     learning_rate: Any = NOT_GIVEN
 
 
-class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer):
+class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
     A subclass calls `_wrap` in its constructor, and defines its `stages`, which say what they take
@@ -82,8 +109,6 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
     of which a step is built (`StepBuilder`). The page "Write your own wrapper" has an example.
 
     Attributes:
-      loss_reduction: how `compute_gradients` joins losses of shards, `tf.losses.Reduction.MEAN` or
-        `.SUM`. None leaves that to the rest of the stack, where it is the mean if all have None.
       shown: the values of `reported` that training shows next to the loss, by the names to show.
       opt: the inner optimizer.
       axes: the replica axes, `ReplicaAxes`; None if no mesh was given.
@@ -246,7 +271,7 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         own = OwnArguments(args, kwargs)
         grads, variables = self._checked(grads, variables, own)
         weights = self._checked_weights(weights, grads, variables)
-        if variables:
+        if variables and self._to_build:
             self._build_pairs(variables[0].graph)
         owners = [v for g, v in zip(grads, variables) if g is not None]
         stack = self._stack(grads, variables)
@@ -293,10 +318,10 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
         if weights is not None:
             weights = check_weights(weights, self._stack_shard_names())
         present = [(g, v) for g, v in zip(grads, variables) if g is not None]
-        if present:
-            own, owners = zip(*present)
-            found = StepPlan.of(own[0].graph).part(WeightsOfGradients).behind(own)
-            weights = agreed_weights(weights, found, owners)
+        own, owners = zip(*present) if present else ((), ())
+        known = StepPlan.of(own[0].graph).known_part(WeightsOfGradients) if own else None
+        if known is not None:
+            weights = agreed_weights(weights, known.behind(own), owners)
         if weights is None:
             return None
         inside = [w for w in self._wrappers() if w not in self._segment_wrappers()]
@@ -370,10 +395,6 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
                 f"before {before}."
             )
 
-    def _applied_before(self, variable: mtf.Variable) -> bool:
-        step = self.step
-        return step is not None and any(x.graph is variable.graph for x in step.received[:1])
-
     def _without_scales(
         self, grads: Iterable[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
@@ -420,6 +441,56 @@ class Wrapper(AppliesPairs, TrainOptimizerInterface, ShardShapes, mtf.optimize.O
     def innermost(self) -> Any:
         """The optimizer that does the updates."""
         return self.inner_stack()[-1]
+
+    # The replica axes, and shard dims in shapes.
+
+    @property
+    def axes(self) -> ReplicaAxes | None:
+        """`ReplicaAxes`, or None if no mesh was given."""
+        return self._given_axes
+
+    @property
+    def _shard_names(self) -> tuple[str, ...]:
+        return self.axes.batch_dims if self.axes else self._given_names
+
+    def _stack_shard_names(self) -> tuple[str, ...]:
+        return shard_names(wrapper._gradient_reduction() for wrapper in self._wrappers())
+
+    def _shard_dims(self, shape: mtf.Shape, place: Place | None = None) -> list[mtf.Dimension]:
+        """The shard dims that a shape has, in the order that numbers the shards."""
+        by_name = {d.name: d for d in shape.dims}
+        names = place.names if place else self._shard_names
+        return [by_name[name] for name in names if name in by_name]
+
+    def _has_own_copy(self, variable: mtf.Variable, place: Place | None = None) -> bool:
+        """Whether every shard has its own copy of a variable, which then has all shard dims."""
+        dims, axes = self._shard_dims(variable.shape, place), place.axes if place else self.axes
+        needed = [d.name for d in axes.shard_dims] if axes else []
+        missing = [name for name in needed if name not in [d.name for d in dims]]
+        if dims and missing:
+            raise ValueError(
+                f"Variable {variable.name!r} of shape {variable.shape.to_string} has the shard "
+                f"dims {[d.name for d in dims]} but not {missing}: a variable has either all of "
+                "them (every shard its own copy) or none."
+            )
+        return bool(dims)
+
+    def _check_shapes(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> None:
+        names = self._stack_shard_names()
+        for grad, variable in zip(grads, variables):
+            if grad is None:
+                continue
+            self._has_own_copy(variable)
+            is_copy = any(d.name in names for d in variable.shape.dims)
+            rest = [d for d in grad.shape.dims if is_copy or d.name not in names]
+            if rest != variable.shape.dims:
+                raise ValueError(
+                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
+                    f"the variable has {variable.shape.to_string}: a gradient has the "
+                    f"variable's shape, or the shard dims {list(names)} in front."
+                )
 
     # State.
 

@@ -313,6 +313,10 @@ class StepPlan:
             self._parts[kind] = kind()
         return self._parts[kind]
 
+    def known_part(self, kind: type[_Part]) -> _Part | None:
+        """Returns the plan's part of the class `kind`; None if nothing has asked for it."""
+        return self._parts.get(kind)
+
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Undoes changes of the mtf graph and the plan if the block raises.

@@ -1,33 +1,31 @@
 """Builds one training step from a stack of wrappers."""
 
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import (
-    Form,
-    GradientSet,
-    Partition,
-    PerShard,
-    Reduced,
-    Reduction,
-    shard_names,
-)
-from mtf_gradsync.optimizers.pipeline.stack import (
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard, Reduced
+from mtf_gradsync.optimizers.pipeline.passes import (
     ONE_FOR_EACH_MESH,
-    About,
-    IslandAxes,
-    Line,
-    Place,
-    Program,
-    Segment,
-    Stack,
-    Stage,
     Traits,
     check_meshes,
     check_order,
     completed,
-    nth,
-    told,
     traits_of,
     why_not,
+)
+from mtf_gradsync.optimizers.pipeline.stack import (
+    About,
+    IslandAxes,
+    Line,
+    OwnArguments,
+    Partition,
+    Place,
+    Program,
+    Reduction,
+    Segment,
+    Stack,
+    Stage,
+    nth,
+    shard_names,
+    told,
 )
 
 __all__ = [
@@ -37,6 +35,7 @@ __all__ = [
     "GradientSet",
     "IslandAxes",
     "Line",
+    "OwnArguments",
     "Partition",
     "PerShard",
     "Place",

@@ -14,23 +14,21 @@ from mtf_gradsync.gradients.reduce_gradients import scatter_gradients
 from mtf_gradsync.gradients.stage import dims_to_sum
 from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards, sum_gradients
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.pairs import OwnArguments
 from mtf_gradsync.optimizers.pipeline.forms import (
     Form,
     GradientSet,
-    Partition,
     PerShard,
     Reduced,
-    Reduction,
     finished,
     in_dtypes_of,
 )
-from mtf_gradsync.optimizers.pipeline.stack import Stack
-from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
+from mtf_gradsync.optimizers.pipeline.stack import OwnArguments, Partition, Reduction, Stack
+from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
-from mtf_gradsync.optimizers.schedules import UpdateCounters
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners, tell_of_names_and_dtypes
-from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.optimizers.state.variables import UpdateCounters, scalar_state
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.strategy import Compression
 from mtf_gradsync.step import (
     Branch,
     Conditional,
@@ -188,12 +186,16 @@ class StepBuilder(StepConditions):
         self._around: list[Callable[..., list[mtf.Operation]]] = []
         self._after: list[tuple[bool, Callable[..., Sequence[mtf.Operation]]]] = []
         self._at_end: list[Callable[..., Sequence[mtf.Operation]]] = []
-        self._by_strategy = StrategyReductions(slots)
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
         self.reduced_first: Reduced | None = None
-        self.compressions = self._by_strategy.compressions
+        self.compressions: list[Compression] = []
+        # Of strategies that reduce gradients: those that did, the gradients of which variables, and
+        # their new state, which is not written yet.
+        self._strategies: list[Strategy] = []
+        self._by_strategy: set[mtf.Variable] = set()
+        self._new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
         self.without_data: mtf.Tensor | None = None
         self._shown: dict[mtf.Variable, mtf.Variable] = {}
         self._shown_after: list[mtf.Operation] = []
@@ -238,7 +240,17 @@ class StepBuilder(StepConditions):
             (self.without_data,) = values_after([counter], operations)
         for note in self._notes:
             note()
-        self._by_strategy.warn_of_unused([one.reduction for one in segments])
+        for one in (segment.reduction for segment in segments):
+            if one.reduces_gradients and one.strategy not in self._strategies:
+                warn_once(
+                    f"unused {one.name}",
+                    "No gradients are reduced by %s, the reducer of %s: another wrapper of its "
+                    "stack, %s, reduces them. Give it to the outermost wrapper that reduces, and "
+                    "to ShardedUpdateOptimizer if updates are sharded.",
+                    type(one.strategy).__name__,
+                    one.name,
+                    self.names,
+                )
         made = [op for op in gradients.graph.operations if op not in before]
         self.plan.part(WriteOrder).one_step(made)
         return operations
@@ -309,7 +321,7 @@ class StepBuilder(StepConditions):
         `when` makes a boolean scalar, the same on all processors. Where it is false, the state does
         not change; give it if some steps do not use the sums.
         """
-        state, self._by_strategy.new_state = self._by_strategy.new_state, []
+        state, self._new_state = self._new_state, []
         if not state:
             return
 
@@ -337,7 +349,7 @@ class StepBuilder(StepConditions):
         else:
             axes, strategy, shapes_of, name = partition
             own = Reduction(strategy, axes.batch_dims, axes, name)
-            gradients = self._by_strategy.reduce(gradients, own)
+            gradients = self._reduced_by_strategy(gradients, own)
             unscattered = gradients.present
             of_parts = shapes_of(gradients.owners)
             shapes = [of_parts.get(v, v.shape) for v in gradients.owners]
@@ -365,10 +377,31 @@ class StepBuilder(StepConditions):
         `extra` is for values that are not the step's gradients: a strategy may keep state for both,
         under names of their own. With `is_mean` their sum is divided by the number of shards.
         """
-        gradients = self._by_strategy.reduce(gradients, reduction, extra, is_mean)
+        gradients = self._reduced_by_strategy(gradients, reduction, extra, is_mean)
         dims = dims_to_sum(gradients.present, gradients.owners)
         sums = sum_gradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
         return gradients.with_present(sums, Form.REDUCED)
+
+    def _reduced_by_strategy(
+        self,
+        gradients: GradientSet,
+        reduction: Reduction,
+        extra: bool = False,
+        is_mean: bool = False,
+    ) -> GradientSet:
+        """Reduces pending gradients by a strategy that reduces gradients, each once in a step."""
+        if gradients.form.is_reduced or not reduction.reduces_gradients:
+            return gradients
+        before = set() if extra else self._by_strategy
+        made = reduce_by_strategy(gradients, reduction, before, self._slots, extra, is_mean)
+        self._strategies.append(reduction.strategy)
+        self._new_state += made.new_state
+        self.compressions += made.compressions
+        if not extra:
+            self._by_strategy.update(made.sums)
+        return gradients.with_grads(
+            [made.sums.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
+        )
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
@@ -443,7 +476,9 @@ class StepBuilder(StepConditions):
         """Makes the update, and advances the counters of updates that nothing else advances."""
         updates = self._update(gradients, self._around)
         meshes = {v.mesh for v in gradients.variables}
-        return [*updates, *self.plan.part(UpdateCounters).advances(gradients.graph, meshes)]
+        counters = self.plan.known_part(UpdateCounters)
+        advances = counters.advances(gradients.graph, meshes) if counters else []
+        return [*updates, *advances]
 
     def _update(
         self, gradients: GradientSet, around: Sequence[Callable[..., list[mtf.Operation]]]

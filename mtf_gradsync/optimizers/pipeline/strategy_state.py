@@ -6,19 +6,18 @@ import dataclasses
 import functools
 import itertools
 import logging
-from typing import Any, Collection, Sequence, Union
+from typing import Any, Collection, NamedTuple, Sequence, Union
 
-from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
-from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduction
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet
+from mtf_gradsync.optimizers.pipeline.stack import Reduction
 from mtf_gradsync.optimizers.state.slots import SlotBook, owner_of
 from mtf_gradsync.optimizers.state.variables import named_state
-from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, StateMaker
 
 
@@ -223,115 +222,101 @@ class _Maker(StateMaker):
         self.compression = compression
 
 
-class StrategyReductions:
-    """The reductions of one step by `Strategy.reduce_gradients`.
+class ReducedByStrategy(NamedTuple):
+    """What a strategy has made of gradients.
 
     Attributes:
-      new_state: pairs of a variable of a strategy's state and its new value, not written yet.
-      compressions: the strategies' reports of bytes.
+      sums: for each variable the reduced gradient.
+      new_state: pairs of a variable of the strategy's state and its new value, not written yet.
+      compressions: the strategy's reports of bytes.
     """
 
-    def __init__(self, slots: SlotBook):
-        self._slots = slots
-        self._used: list[Strategy] = []
-        self._reduced: set[mtf.Variable] = set()
-        self.new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
-        self.compressions: list[Compression] = []
+    sums: dict[mtf.Variable, mtf.Tensor]
+    new_state: list[tuple[mtf.Variable, mtf.Tensor]]
+    compressions: list[Compression]
 
-    def reduce(
-        self,
-        gradients: GradientSet,
-        reduction: Reduction,
-        extra: bool = False,
-        is_mean: bool = False,
-    ) -> GradientSet:
-        """Reduces gradients that are pending over replica axes, if the strategy reduces gradients.
 
-        On a mesh of one shard it reduces all gradients, so that checkpoints of state can be moved
-        there and back. A variable's gradient is reduced once in a step.
+def reduce_by_strategy(
+    gradients: GradientSet,
+    reduction: Reduction,
+    reduced_before: Collection[mtf.Variable],
+    slots: SlotBook,
+    extra: bool,
+    is_mean: bool,
+) -> ReducedByStrategy:
+    """Reduces gradients that are pending over replica axes by `Strategy.reduce_gradients`.
 
-        With `extra`, the values are not the step's gradients. A strategy may keep state for both:
-        names of state end with the wrapper's where they are taken. `is_mean` says whether sums are
-        divided by the number of shards: state for each then keeps its mean on another number.
+    On a mesh of one shard it reduces all gradients, so that checkpoints of state can be moved there
+    and back.
 
-        Raises:
-          ValueError: the mesh is not known, there are several, or the graph has a variable of a
-            state's name.
-          TypeError: the strategy's state is not a structure of variables that its maker made.
-        """
-        if gradients.form.is_reduced or not reduction.reduces_gradients:
-            return gradients
-        strategy, axes = reduction.strategy, reduction.axes
-        first: dict[mtf.Mesh, str] = {}
-        for variable in gradients.owners:
-            first.setdefault(variable_of(variable).mesh, repr(variable.name))
-        if len(first) > 1:
-            raise ValueError(
-                f"{type(strategy).__name__} keeps state for the cores of one mesh, but the "
-                f"variables {', '.join(first.values())} are on different ones: make a "
-                f"{reduction.name} for the variables of each mesh, each with a name= of its own, "
-                "or give reducer= a strategy without state."
-            )
-        if axes is None:
-            what = "the cores that gradients are reduced over"
-            axes = find_axes(gradients.present, reduction.batch_dims) or axes_of_pipeline(
-                reduction.name, what, reduction.batch_dims
-            )
-        self._used.append(strategy)
-        sums: dict[mtf.Variable, mtf.Tensor] = {}
-        before = frozenset() if extra else self._reduced
-        for shard_dims, pairs in _sets(gradients, axes, before).items():
-            variables, given = [v for v, _ in pairs], [g for _, g in pairs]
-            some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
-            if_taken = reduction.name if extra else ""
-            name = "/".join([reduction.name, *some])
-            maker = _Maker(gradients, name, self._slots, if_taken, is_mean)
-            described = [
-                GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
-                for g, v in zip(given, variables)
-            ]
-            state = strategy.gradient_state(described, maker)
-            _check_state(state, maker.made, strategy)
-            made = ReduceGradients(given, variables, shard_dims, axes, strategy, state)
-            sums.update(zip(variables, made.sums))
-            for held, value in made.new_state:
-                is_piece = isinstance(held, PieceOfState)
-                pair = (held.variable, held.put_back(value)) if is_piece else (held, value)
-                self.new_state.append(pair)
-            if maker.compression is not None:
-                self.compressions.append(maker.compression)
-                _log(reduction, maker.compression)
-        if not extra:
-            self._reduced.update(sums)
-        return gradients.with_grads(
-            [sums.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
+    Args:
+      gradients: the gradients, not reduced yet.
+      reduction: how to reduce them, by a strategy that reduces gradients.
+      reduced_before: the variables whose gradients the step has reduced like this already.
+      slots: records the state.
+      extra: whether the values are not the step's gradients. A strategy may keep state for both:
+        names of state end with the wrapper's where they are taken.
+      is_mean: whether sums are divided by the number of shards: state for each then keeps its mean
+        on another number.
+
+    Raises:
+      ValueError: the mesh is not known, there are several, or the graph has a variable of a state's
+        name.
+      TypeError: the strategy's state is not a structure of variables that its maker made.
+    """
+    strategy, axes = reduction.strategy, reduction.axes
+    first: dict[mtf.Mesh, str] = {}
+    for variable in gradients.owners:
+        first.setdefault(variable_of(variable).mesh, repr(variable.name))
+    if len(first) > 1:
+        raise ValueError(
+            f"{type(strategy).__name__} keeps state for the cores of one mesh, but the variables "
+            f"{', '.join(first.values())} are on different ones: make a {reduction.name} for the "
+            "variables of each mesh, each with a name= of its own, or give reducer= a strategy "
+            "without state."
         )
-
-    def warn_of_unused(self, reductions: Sequence[Reduction]) -> None:
-        """Warns of strategies of wrappers that would reduce gradients, but had none to reduce."""
-        for reduction in reductions:
-            if reduction.reduces_gradients and reduction.strategy not in self._used:
-                warn_once(
-                    f"unused {reduction.name}",
-                    "No gradients are reduced by %s, the reducer of %s: another wrapper of its "
-                    "stack, %s, reduces them. Give it to the outermost wrapper that reduces, and "
-                    "to ShardedUpdateOptimizer if updates are sharded.",
-                    type(reduction.strategy).__name__,
-                    reduction.name,
-                    [one.name for one in reductions],
-                )
-
-
-def _log(reduction: Reduction, compression: Compression) -> None:
-    _logger.info(
-        "%s of %s sends %d bytes of gradients in place of %d, %.3g of them%s.",
-        type(reduction.strategy).__name__,
-        reduction.name,
-        compression.sent,
-        compression.given,
-        compression.sent / max(1, compression.given),
-        f"; not compressed: {', '.join(compression.whole)}" if compression.whole else "",
-    )
+    if axes is None:
+        what = "the cores that gradients are reduced over"
+        axes = find_axes(gradients.present, reduction.batch_dims) or axes_of_pipeline(
+            reduction.name, what, reduction.batch_dims
+        )
+    result = ReducedByStrategy({}, [], [])
+    for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
+        variables, given = [v for v, _ in pairs], [g for _, g in pairs]
+        some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
+        name = "/".join([reduction.name, *some])
+        maker = _Maker(gradients, name, slots, reduction.name if extra else "", is_mean)
+        described = [
+            GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
+            for g, v in zip(given, variables)
+        ]
+        state = strategy.gradient_state(described, maker)
+        held = [v for v in tf.nest.flatten(state) if v is not None]
+        if len(held) != len(maker.made) or set(held) != set(maker.made):
+            raise TypeError(
+                f"{type(strategy).__name__}.gradient_state must return the variables that its "
+                f"maker made, each once, in a NamedTuple, tuple, list or dict, got {state!r}."
+            )
+        made = ReduceGradients(given, variables, shard_dims, axes, strategy, state)
+        result.sums.update(zip(variables, made.sums))
+        for one, value in made.new_state:
+            is_piece = isinstance(one, PieceOfState)
+            result.new_state.append(
+                (one.variable, one.put_back(value)) if is_piece else (one, value)
+            )
+        compression = maker.compression
+        if compression is not None:
+            result.compressions.append(compression)
+            _logger.info(
+                "%s of %s sends %d bytes of gradients in place of %d, %.3g of them%s.",
+                type(strategy).__name__,
+                reduction.name,
+                compression.sent,
+                compression.given,
+                compression.sent / max(1, compression.given),
+                f"; not compressed: {', '.join(compression.whole)}" if compression.whole else "",
+            )
+    return result
 
 
 def _sets(
@@ -348,14 +333,3 @@ def _sets(
         if takes_part and variable not in reduced_before:
             found.setdefault(shard_dims, []).append((variable, grad))
     return found
-
-
-def _check_state(
-    state: Any, made: Sequence[mtf.Variable | PieceOfState], strategy: Strategy
-) -> None:
-    held = [v for v in tf.nest.flatten(state) if v is not None]
-    if len(held) != len(made) or set(held) != set(made):
-        raise TypeError(
-            f"{type(strategy).__name__}.gradient_state must return the variables that its maker "
-            f"made, each once, in a NamedTuple, tuple, list or dict, got {state!r}."
-        )

@@ -1,15 +1,19 @@
-"""Variables of a wrapper's state, and notes on how they are read from checkpoints."""
+"""Variables of a wrapper's state, the counters of updates, and how checkpoints are read."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import re
-from typing import Any, NamedTuple
+from typing import Any, Collection, NamedTuple
 
-from mtf_gradsync._common import check_flag, is_number
+import gin
+
+from mtf_gradsync._common import check_flag, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.session import root_scope
+from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 
 # The last part of an accumulator's name.
 ACCUMULATOR = "gradient_accumulator"
@@ -260,3 +264,77 @@ def named_state(
         )
     note_state(result, start=start, **note)
     return result
+
+
+@gin.configurable(module="mtf_gradsync", denylist=["mesh"])
+def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
+    """Returns the number of updates made so far, for schedules of the inner optimizer.
+
+    It is the counter of the wrapper of that name, also before the wrapper exists, and in any
+    variable scope. Where no wrapper has that counter, the first step of the graph that a wrapper of
+    this package builds advances it. Every update of the innermost optimizer counts, and no step
+    without one: neither those that only accumulate nor those that are skipped.
+
+    In gin, for all schedules of `train`: `train.run.schedule_step = @get_update_step`.
+
+    Call it before `apply_grads`. If nothing advances the counter in a graph that trains, lowering
+    the graph raises ValueError.
+
+    Args:
+      mesh: the mesh that is trained on.
+      name: name of the wrapper, a prefix of the counter's.
+
+    Returns:
+      An int32 mtf scalar.
+
+    Raises:
+      TypeError: mesh is no mesh.
+      ValueError: name cannot be a wrapper's, or the graph has another variable of that name.
+    """
+    return on_mesh(update_counter(mesh, name).value, mesh)
+
+
+def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
+    """Finds or makes the counter of `get_update_step`; a graph may have it on another mesh."""
+    # In a run without the wrapper every step was an update.
+    counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
+    plan = StepPlan.of(mesh.graph)
+    counters = plan.part(UpdateCounters)
+    if counter not in counters.wanted:
+        counters.wanted += (counter,)
+    plan.adopt()  # so that the counter is checked in a graph without wrappers, too
+    return counter
+
+
+class UpdateCounters(PlanPart):
+    """The counters of updates in a graph.
+
+    Attributes:
+      wanted: the counters that a program or a wrapper has asked for.
+    """
+
+    wanted: tuple[mtf.Variable, ...] = ()
+
+    def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
+        """Makes assignments that advance the counters of meshes that nothing advances yet."""
+        written = _written(graph)
+        free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
+        return [mtf.assign(v, v.value + 1) for v in free]
+
+    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+        """Raises ValueError for a counter that nothing advances in a graph that trains."""
+        written = _written(lowering.graph)
+        stay = [v.name for v in self.wanted if v.name not in written]
+        if stay and any(v.trainable for v in written.values()):
+            raise ValueError(
+                f"{some_of(stay)} of get_update_step would stay as it is, since nothing advances "
+                "it: call get_update_step before gradients are applied, by an optimizer of this "
+                "package, such as gs.CrossShardOptimizer(opt), or advance it by mtf.assign."
+            )
+        return PartLowering()
+
+
+def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
+    """Returns the variables that a graph assigns, by name; those of a stack all by its names."""
+    variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
+    return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
