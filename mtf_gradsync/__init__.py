@@ -133,6 +133,7 @@ configurable_when_named(
     {
         "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
         "BestAllReduce": "mtf_gradsync.reduce.choice",
+        "CollectiveAllReduce": "mtf_gradsync.reduce.collective",
         "HierarchicalAllReduce": "mtf_gradsync.reduce.hierarchical",
         "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
         "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",

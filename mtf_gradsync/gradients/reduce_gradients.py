@@ -17,11 +17,10 @@ from mtf_gradsync.gradients.stage import (
     reshaped,
     terms_of_processors,
 )
-from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.axes import ProcessorGroups, ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.one_level import PLACEMENT_BUCKET_BYTES
-from mtf_gradsync.reduce.packs import Cut, Cuts, take_parts
+from mtf_gradsync.reduce.parts import Cut, Cuts, take_parts
 from mtf_gradsync.reduce.scatter_gather import all_gather
 from mtf_gradsync.reduce.strategy import State
 

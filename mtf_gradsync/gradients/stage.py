@@ -19,9 +19,9 @@ from typing import (
 from mtf_gradsync._common import elements
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs, lowered_on
-from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.axes import ProcessorGroups
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.packs import Cuts, take_parts
+from mtf_gradsync.reduce.parts import Cuts, take_parts
 from mtf_gradsync.reduce.strategy import reduce_scatter_by
 
 MaybeGradients = Sequence[Optional[mtf.Tensor]]

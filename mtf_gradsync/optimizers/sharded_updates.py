@@ -20,7 +20,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
 )
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.mesh.shared_copies import shares_all
+from mtf_gradsync.mesh.devices import shares_all
 from mtf_gradsync.optimizers import sharded_variables
 from mtf_gradsync.optimizers.pipeline import (
     ONE_FOR_EACH_MESH,

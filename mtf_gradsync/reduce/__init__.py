@@ -6,11 +6,10 @@ Those that a program has to name are loaded when it names them, here or in gin's
 from typing import TYPE_CHECKING
 
 from mtf_gradsync._private.lazy import lazy_names
-from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.axes import ProcessorGroups
 from mtf_gradsync.reduce.compressed import CompressedAllReduce, GradientStrategy
 from mtf_gradsync.reduce.one_level import (
     AllReduce,
-    CollectiveAllReduce,
     FusedAllReduce,
     ReductionToOneDevice,
     RingAllReduce,
@@ -26,6 +25,7 @@ from mtf_gradsync.reduce.strategy import (
 
 if TYPE_CHECKING:
     from mtf_gradsync.reduce.choice import BestAllReduce, choose_the_best
+    from mtf_gradsync.reduce.collective import CollectiveAllReduce
     from mtf_gradsync.reduce.hierarchical import AllReduceSpec, HierarchicalAllReduce
     from mtf_gradsync.reduce.low_rank import LowRankAllReduce
     from mtf_gradsync.reduce.quantized import QuantizedAllReduce
@@ -35,6 +35,7 @@ else:  # a type checker that saw `__getattr__` would take any name
         {
             "AllReduceSpec": "mtf_gradsync.reduce.hierarchical",
             "BestAllReduce": "mtf_gradsync.reduce.choice",
+            "CollectiveAllReduce": "mtf_gradsync.reduce.collective",
             "HierarchicalAllReduce": "mtf_gradsync.reduce.hierarchical",
             "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",

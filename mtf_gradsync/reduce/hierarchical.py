@@ -9,9 +9,8 @@ from typing import Any, Callable, List, Literal, NamedTuple, Sequence, Tuple, Un
 from mtf_gradsync._common import INT32_MAX, check_whole_number, elements, is_whole_number, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
-from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.axes import ProcessorGroups, axis_number, is_simd
 from mtf_gradsync.mesh.devices import process_of
-from mtf_gradsync.mesh.groups import ProcessorGroups, axis_number
 from mtf_gradsync.reduce.one_level import warn_algorithm_on_simd
 from mtf_gradsync.reduce.packs import Packer, Packs, packed_all_reduce, split_pack
 from mtf_gradsync.reduce.strategy import Strategy

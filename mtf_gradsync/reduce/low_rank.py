@@ -12,8 +12,7 @@ from mtf_gradsync._common import check_flag, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.reduce.compressed import GradientStrategy, in_dtype_of, no_errors, plus_errors
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, State, StateMaker, Strategy
 from mtf_gradsync.reduce.sums import check_values

@@ -1,34 +1,29 @@
-"""All-reduce on one level: by sums of Mesh-TensorFlow, by parts, or by collectives."""
+"""All-reduce on one level: on one device, on devices in turn, or around a ring."""
 
 from __future__ import annotations
 
-import itertools
-import random
-import zlib
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import gin
 
-from mtf_gradsync._common import check_whole_number, is_number, warn_once
+from mtf_gradsync._common import check_whole_number, warn_once
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import collective_sum, control_flow_context
-from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.devices import canonical_device, full_name, kind_of, place_of
-from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
+from mtf_gradsync.mesh.devices import canonical_device, place_of
 from mtf_gradsync.reduce.packs import (
-    Cuts,
     Packer,
     Packs,
-    one_memory,
+    Planner,
+    alone,
     packed_all_reduce,
     packs_of_groups,
     plan_buckets,
 )
+from mtf_gradsync.reduce.parts import Cuts, one_memory
 from mtf_gradsync.reduce.scatter_gather import SIMD_BUCKET_BYTES, reduce_scatter
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums import (
     ALGORITHMS,
-    NARROW_FLOATS,
     Algorithm,
     GroupSum,
     add_n,
@@ -41,8 +36,37 @@ from mtf_gradsync.reduce.sums import (
 )
 
 
+class OneLevel(Strategy):
+    """A base class: sums packs of tensors, each group at once."""
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`."""
+        self.check(mesh_impl, groups)
+        planner = self._planner(mesh_impl)
+        sum_fn = all_reduce_fn(mesh_impl, self._group_sum(mesh_impl), one_group=planner is alone)
+        return packed_all_reduce(mesh_impl, values, groups, sum_fn, planner)
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`."""
+        if is_simd(mesh_impl):
+            return super().wire_dtype(mesh_impl, dtype, groups)
+        return group_sum_dtype(self._group_sum(mesh_impl), dtype)
+
+    def _group_sum(self, mesh_impl: Any) -> GroupSum:
+        """Returns what sums the slices of a group; SIMD meshes do not use it."""
+        del mesh_impl
+        return add_n
+
+    def _planner(self, mesh_impl: Any) -> Planner:
+        """Returns what plans the packs."""
+        del mesh_impl
+        return alone
+
+
 @gin.configurable(module="mtf_gradsync")
-class AllReduce(Strategy):
+class AllReduce(OneLevel):
     """All-reduces packs of tensors by one algorithm.
 
     On a placement mesh the algorithms are "add_n" (one device adds up a pack and the others read
@@ -81,25 +105,13 @@ class AllReduce(Strategy):
         self.algorithm = None if algorithm is None else check_algorithm(algorithm)
         self.packer = Packer(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
 
-    def all_reduce(
-        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> list[Any]:
-        """See `Strategy.all_reduce`."""
-        self.check(mesh_impl, groups)
+    def _group_sum(self, mesh_impl: Any) -> GroupSum:
         if self.algorithm is not None and is_simd(mesh_impl):
             warn_algorithm_on_simd(self.algorithm)
-        sum_fn = all_reduce_fn(mesh_impl, self._group_sum, one_group=not self.packer.packs_tensors)
-        return packed_all_reduce(mesh_impl, values, groups, sum_fn, self.packer)
-
-    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`."""
-        if is_simd(mesh_impl):
-            return super().wire_dtype(mesh_impl, dtype, groups)
-        return group_sum_dtype(self._group_sum, dtype)
-
-    @property
-    def _group_sum(self) -> GroupSum:
         return add_n if self.algorithm is None else ALGORITHMS[self.algorithm]
+
+    def _planner(self, mesh_impl: Any) -> Planner:
+        return self.packer if self.packer.packs_tensors else alone
 
 
 def warn_algorithm_on_simd(algorithm: str) -> None:
@@ -113,7 +125,7 @@ def warn_algorithm_on_simd(algorithm: str) -> None:
 
 
 @gin.configurable(module="mtf_gradsync")
-class RingAllReduce(Strategy):
+class RingAllReduce(OneLevel):
     """Sums each tensor as Mesh-TensorFlow does without this package.
 
     On a placement mesh that is a ring in which every device talks to two neighbours; no link and
@@ -121,22 +133,12 @@ class RingAllReduce(Strategy):
     Unlike Mesh-TF's own, the ring adds up bfloat16 and float16 in float32.
     """
 
-    def all_reduce(
-        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> list[Any]:
-        """See `Strategy.all_reduce`."""
-        self.check(mesh_impl, groups)
-        return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl, ring))
-
-    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`."""
-        if is_simd(mesh_impl):
-            return super().wire_dtype(mesh_impl, dtype, groups)
-        return group_sum_dtype(ring, dtype)
+    def _group_sum(self, mesh_impl: Any) -> GroupSum:
+        return ring
 
 
 @gin.configurable(module="mtf_gradsync")
-class ReductionToOneDevice(Strategy):
+class ReductionToOneDevice(OneLevel):
     """Adds up each tensor on one device, from which all others read the sum.
 
     On a SIMD mesh each tensor is summed by the mesh's all-reduce instead, with a warning.
@@ -173,32 +175,28 @@ class ReductionToOneDevice(Strategy):
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
 
-    def all_reduce(
-        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> list[Any]:
-        """See `Strategy.all_reduce`.
-
-        Raises:
-          ValueError: reduce_to_device is not on the mesh.
-        """
-        self.check(mesh_impl, groups)
+    def _group_sum(self, mesh_impl: Any) -> GroupSum:
         if is_simd(mesh_impl):
             warn_once(
                 "one device on SIMD",
                 "ReductionToOneDevice: a SIMD mesh runs one program on all cores and cannot sum "
                 "on one of them; its own all-reduce is used instead.",
             )
-            return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
+            return add_n
         device = None if self.reduce_to_device is None else self._device_on(mesh_impl)
 
         def group_sum(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
             total = sum_on_one_device(slices, device or devices[root], self.accumulation_fn)
             return [total] * len(slices)
 
-        return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl, group_sum))
+        return group_sum
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`."""
+        """See `Strategy.check`.
+
+        Raises:
+          ValueError: reduce_to_device is not on the mesh.
+        """
         super().check(mesh_impl, groups)
         if self.reduce_to_device is not None and not is_simd(mesh_impl):
             self._device_on(mesh_impl)
@@ -223,7 +221,7 @@ PLACEMENT_PACKED_BYTES = 16 * 1024
 
 
 @gin.configurable(module="mtf_gradsync")
-class FusedAllReduce(Strategy):
+class FusedAllReduce(OneLevel):
     """Reduces tensors together: in one group on SIMD meshes, in buckets on placement meshes.
 
     On a SIMD mesh each tensor has a CrossReplicaSum of its own, and those of one call are marked as
@@ -254,14 +252,10 @@ class FusedAllReduce(Strategy):
         self.bucket_bytes = bucket_bytes
         self.packed_bytes = packed_bytes
 
-    def all_reduce(
-        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> list[Any]:
-        """See `Strategy.all_reduce`."""
-        self.check(mesh_impl, groups)
+    def _planner(self, mesh_impl: Any) -> Planner:
         bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
         if is_simd(mesh_impl) and bucket_bytes is None and packed_bytes is None:
-            return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
+            return alone
         if bucket_bytes is None:
             bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
             if packed_bytes is None and not is_simd(mesh_impl):
@@ -271,8 +265,7 @@ class FusedAllReduce(Strategy):
             num_bytes = [size * itemsize for size in sizes]
             return packs_of_groups(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
 
-        sum_fn = all_reduce_fn(mesh_impl, one_group=False)
-        return packed_all_reduce(mesh_impl, values, groups, sum_fn, buckets)
+        return buckets
 
     def reduce_scatter(
         self,
@@ -292,173 +285,3 @@ class FusedAllReduce(Strategy):
             return super().reduce_scatter(mesh_impl, values, groups, cuts)
         bucket_bytes = PLACEMENT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
         return reduce_scatter(mesh_impl, values, groups, cuts, bucket_bytes)
-
-
-# The dtypes of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 are sent as
-# float32.
-_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
-
-
-def _instance_keys_of_a_client() -> Iterator[int]:
-    """Gives instance keys that no other collective on the workers has, of any graph or client."""
-    # A worker refuses another collective of a key, even after the client that used it has ended.
-    # Random without a seed of the program's: two runs of it must not draw the same keys.
-    return itertools.count(random.SystemRandom().randrange(1, 1 << 30))
-
-
-_instance_keys = _instance_keys_of_a_client()
-
-
-@gin.configurable(module="mtf_gradsync")
-class CollectiveAllReduce(Strategy):
-    """All-reduces on TensorFlow's collective operations: ring on CPUs, NCCL on GPUs that have it.
-
-    The devices of all processors, in one or several processes, share the work equally. The
-    processes of a cluster have to know their collective group leader: start each `tf.train.Server`
-    with ``session_config(collective_group_leader=...)``. Without it they wait for each other for
-    ever, without a message.
-
-    Collectives that two devices start in different orders can wait for each other for ever. So all
-    collectives of a graph (or of one branch, or loop, of it) run one after the other, in the order
-    in which they were built, and a reader of a sum waits for all members. A session that fetches
-    one sum therefore runs those built before it as well.
-
-    The processes of a cluster remember each other: after a restart of one of them, or a failed
-    collective, every later one fails with an error until all are restarted. Take another strategy
-    for a run that has to survive the loss of a process.
-
-    On SIMD meshes, and inside tf functions of a session (the update of
-    `GradientAccumulationOptimizer` on one process), there are no collectives: sums are those of
-    `FusedAllReduce`, unpacked, with a warning. So are those of dtypes that collectives do not
-    have, without a warning.
-
-    References:
-      TensorFlow 1's `CollectiveAllReduce`, for `all_reduce_merge_scope`. There it only names
-      groups of gradients for the runtime to merge if it can; here they are merged.
-    """
-
-    def __init__(self, merge_scope: int = 32, timeout_seconds: float = 0.0):
-        """Sets the merging and the timeout.
-
-        Args:
-          merge_scope: most tensors of one dtype in one collective; 1 merges nothing.
-          timeout_seconds: the seconds of waiting after which a collective fails with
-            DeadlineExceededError; 0 waits for ever. Use it to find what hangs, not to train:
-            TensorFlow starts two threads for each member of each collective, which sleep that long
-            in any case, and a training soon has more of them than the system allows.
-
-        Raises:
-          ValueError: merge_scope is not a whole number of 1 or more, or timeout_seconds is not a
-            number of 0 or more.
-        """
-        self.merge_scope = check_whole_number("merge_scope", merge_scope)
-        if not is_number(timeout_seconds) or not timeout_seconds >= 0:
-            raise ValueError(
-                f"timeout_seconds must be a number of seconds of 0 or more, got "
-                f"{timeout_seconds!r}."
-            )
-        self.timeout_seconds = float(timeout_seconds)
-
-    def all_reduce(
-        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> list[Any]:
-        """See `Strategy.all_reduce`.
-
-        Raises:
-          ValueError: two processors of a group have the same device, or devices of two kinds.
-        """
-        self.check(mesh_impl, groups)
-        if is_simd(mesh_impl):
-            warn_once(
-                "collectives on SIMD",
-                "CollectiveAllReduce: a SIMD mesh has no TensorFlow collectives; its own "
-                "all-reduce is used instead.",
-            )
-            return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
-        check_values(values)
-        sum_fn = all_reduce_fn(mesh_impl, self._group_sum)
-        if tf.get_default_graph().building_function:
-            warn_once(
-                "collectives in functions",
-                "CollectiveAllReduce: a session cannot run TensorFlow's collectives inside a "
-                "function; sums on one device are used there instead.",
-            )
-            sum_fn = all_reduce_fn(mesh_impl)
-        return packed_all_reduce(mesh_impl, values, groups, sum_fn, self._plan)
-
-    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`."""
-        super().check(mesh_impl, groups)
-        if not is_simd(mesh_impl):
-            _check_devices(mesh_impl, groups)
-
-    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`."""
-        if not is_simd(mesh_impl) and dtype in NARROW_FLOATS:
-            return tf.float32
-        return super().wire_dtype(mesh_impl, dtype, groups)
-
-    def _plan(self, sizes: Sequence[int], itemsize: int) -> Packs:
-        del itemsize
-        numbers, step = list(range(len(sizes))), self.merge_scope
-        return packs_of_groups([numbers[i : i + step] for i in range(0, len(numbers), step)], sizes)
-
-    def _group_sum(self, slices: Sequence[Any], devices: Sequence[str], root: int) -> Sequence[Any]:
-        """Sums by one collective; a `GroupSum`."""
-        dtype = slices[0].dtype.base_dtype
-        wire = tf.float32 if dtype in NARROW_FLOATS else dtype
-        if wire not in _DTYPES:
-            return add_n(slices, devices, root)
-        names = [full_name(device) for device in devices]
-        group_key = zlib.crc32(",".join(sorted(names)).encode()) & 0x7FFFFFFF
-        instance_key = next(_instance_keys)
-        sent = []
-        for x, device in zip(slices, devices):
-            with tf.device(device):
-                sent.append(tf.cast(x, wire))
-        sums = []
-        places = [place_of(device) for device in devices]
-        before = _last_collectives()
-        with tf.control_dependencies(
-            list(dict.fromkeys(before[place] for place in places if place in before))
-        ):
-            for x, device in zip(sent, devices):
-                with tf.device(device):
-                    sums.append(
-                        collective_sum(
-                            x, len(devices), group_key, instance_key, self.timeout_seconds
-                        )
-                    )
-        with tf.device(devices[root]):
-            barrier = tf.group(*[x.op for x in sums])
-        before.update(dict.fromkeys(places, barrier))
-        results = []
-        for x, device in zip(sums, devices):
-            with tf.device(device), tf.control_dependencies([barrier]):
-                results.append(tf.cast(tf.identity(x), dtype))
-        return results
-
-
-def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
-    for group in groups.groups:
-        devices = [mesh_impl.devices[processor] for processor in group]
-        if len({place_of(device) for device in devices}) < len(devices):
-            raise ValueError(
-                "CollectiveAllReduce needs a device of its own for each processor of a group: "
-                f"collectives on one device would wait for each other. Got {devices}; on one "
-                "host, make virtual devices with session_config(num_cpu_devices=...)."
-            )
-        if len({kind_of(device) for device in devices}) > 1:
-            raise ValueError(
-                "CollectiveAllReduce needs devices of one kind in each group, because TensorFlow's "
-                f"collectives are of one kind; got {devices}. FusedAllReduce sums over any."
-            )
-
-
-def _last_collectives() -> dict[Any, tf.Operation]:
-    """Returns an operation after the last collective of each device, in this branch or loop."""
-    graph = tf.get_default_graph()
-    # Kept on the graph, to be freed with it.
-    if not hasattr(graph, "_mtf_gradsync_collectives"):
-        graph._mtf_gradsync_collectives = {}
-    return graph._mtf_gradsync_collectives.setdefault(control_flow_context(graph), {})

@@ -1,4 +1,4 @@
-"""Packs: tensors that are reduced as one, and the parts of shared tensors for each processor."""
+"""Packs: tensors that are reduced as one. A plan says which, and a sum follows the plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Sequence
 
 from mtf_gradsync._common import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.shared_copies import slicewise
+from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
+from mtf_gradsync.mesh.devices import slicewise
 from mtf_gradsync.reduce.sums import SumFn, check_values
 
 
@@ -268,158 +266,3 @@ def _on_sums(
         return mesh_impl.slicewise(fn, *sums)
     results = slicewise(mesh_impl, fn, [x.tensor_list for x in sums])
     return [mesh_impl.LaidOutTensor(list(slices)) for slices in zip(*results)]
-
-
-class Cut(NamedTuple):
-    """One axis of a tensor, by number, split over one axis of the mesh."""
-
-    mesh_axis: int
-    tensor_axis: int
-
-
-#: The cuts of one tensor, sorted; no two share a mesh axis or an axis of the tensor.
-Cuts = Sequence[Cut]
-
-
-def mesh_axes_of(cuts: Cuts) -> tuple[int, ...]:
-    """Returns the mesh axes of cuts, sorted."""
-    return tuple(sorted(cut.mesh_axis for cut in cuts))
-
-
-def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
-    """Returns the shape of one part of a slice of shape `shape`."""
-    result = list(shape)
-    for axis, tensor_axis in cuts:
-        result[tensor_axis] //= mesh_impl.shape.dims[axis].size
-    return result
-
-
-def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
-    """Returns each processor's part of a value that all have along the axes of the cuts."""
-    if not cuts:
-        return value
-    if is_simd(mesh_impl):
-        for mesh_axis, tensor_axis in cuts:
-            value = mesh_impl.allsplit(value, mesh_axis, tensor_axis)
-        return value
-    # A slice that processors share is cut once, on the device that holds it.
-    slices = value.tensor_list
-    holders: dict[int, list[int]] = collections.defaultdict(list)
-    for processor, x in enumerate(slices):
-        holders[id(x)].append(processor)
-    result: list[Any] = [None] * len(slices)
-    for processors in holders.values():
-        wanted = {p: part_number(mesh_impl, cuts, p) for p in processors}
-        if len(set(wanted.values())) == 1:
-            parts = {next(iter(wanted.values())): _slice(mesh_impl, value, cuts, processors[0])}
-        else:
-            with tf.device(slices[processors[0]].device):
-                parts = dict(enumerate(all_parts(mesh_impl, slices[processors[0]], cuts)))
-        for p in processors:
-            result[p] = parts[wanted[p]]
-    return mesh_impl.LaidOutTensor(result)
-
-
-def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
-    """Returns all parts of one slice, in the order of `part_number`."""
-    parts = [tensor]
-    for mesh_axis, tensor_axis in sorted(cuts):
-        size = mesh_impl.shape.dims[mesh_axis].size
-        parts = [piece for x in parts for piece in tf.split(x, size, tensor_axis)]
-    return parts
-
-
-def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
-    """Returns the slice that `all_parts` cut into these parts."""
-    pieces = list(parts)
-    for mesh_axis, tensor_axis in sorted(cuts, reverse=True):
-        size = mesh_impl.shape.dims[mesh_axis].size
-        pieces = [tf.concat(pieces[i : i + size], tensor_axis) for i in range(0, len(pieces), size)]
-    return pieces[0]
-
-
-def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
-    """Returns the number of a processor's part: row-major along the sorted mesh axes."""
-    coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
-    number = 0
-    for axis in mesh_axes_of(cuts):
-        number = number * mesh_impl.shape.dims[axis].size + coordinates[axis]
-    return number
-
-
-def slice_groups(mesh_impl: Any, cuts: Cuts) -> ProcessorGroups:
-    """Returns the groups that hold the parts of one slice, in the order of `part_number`."""
-    return ProcessorGroups.along(mesh_impl, mesh_axes_of(cuts))
-
-
-def one_memory(mesh_impl: Any) -> bool:
-    """Whether all devices of a placement mesh share a memory."""
-    return len(memories(mesh_impl.devices)) == 1
-
-
-def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
-    """Returns one processor's part."""
-    x = value.tensor_list[processor]
-    coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
-    size = part_shape(mesh_impl, x.shape.as_list(), cuts)
-    begin = [0] * len(size)
-    for mesh_axis, tensor_axis in cuts:
-        begin[tensor_axis] = size[tensor_axis] * coordinates[mesh_axis]
-    with tf.device(mesh_impl.devices[processor]):
-        return tf.slice(x, begin, size)
-
-
-def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
-    """Returns positions of tensors in buckets, each of one dtype and cut along the same mesh axes.
-
-    A bucket of several tensors has at most bucket_bytes of each processor's slices.
-    """
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        dtype = tensor.tensor_list[0].dtype.base_dtype
-        alike.setdefault((mesh_axes_of(cuts[index]), dtype), []).append(index)
-    found = []
-    for (_, dtype), indices in alike.items():
-        num_bytes = [mtf.list_product(tensors[i].slice_shape) * dtype.size for i in indices]
-        for bucket in plan_buckets(num_bytes, bucket_bytes):
-            found.append([indices[i] for i in bucket])
-    return found
-
-
-def to_rows(mesh_impl: Any, x: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-    """Returns a slice as `[number of parts, elements of a part]`, ordered by `part_number`."""
-    split, order = _split_axes(mesh_impl, x.shape.as_list(), cuts)
-    parts = mtf.list_product([split[i] for i in order[: len(cuts)]])
-    return tf.reshape(_transposed(tf.reshape(x, split), order), [parts, -1])
-
-
-def from_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts) -> tf.Tensor:
-    """Returns the slice of shape `shape` that `to_rows` turned into `rows`."""
-    split, order = _split_axes(mesh_impl, shape, cuts)
-    x = tf.reshape(rows, [split[i] for i in order])
-    return tf.reshape(_transposed(x, [order.index(i) for i in range(len(order))]), list(shape))
-
-
-def part_of_row(mesh_impl: Any, row: tf.Tensor, shape: Sequence[int], cuts: Cuts) -> tf.Tensor:
-    """Returns the part in one row of `to_rows`, where the slice has shape `shape`."""
-    return tf.reshape(row, part_shape(mesh_impl, shape, cuts))
-
-
-def _split_axes(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> tuple[list[int], list[int]]:
-    """Returns a shape with cut axes split in two, and its axes, those that number parts first."""
-    mesh_axis = {cut.tensor_axis: cut.mesh_axis for cut in cuts}
-    split: list[int] = []
-    part_axis: dict[int, int] = {}  # mesh axis -> the axis that numbers parts along it
-    for axis, size in enumerate(shape):
-        if axis in mesh_axis:
-            part_axis[mesh_axis[axis]] = len(split)
-            parts = mesh_impl.shape.dims[mesh_axis[axis]].size
-            split += [parts, size // parts]
-        else:
-            split.append(size)
-    first = [part_axis[cut.mesh_axis] for cut in sorted(cuts)]
-    return split, first + [i for i in range(len(split)) if i not in first]
-
-
-def _transposed(x: tf.Tensor, order: list[int]) -> tf.Tensor:
-    return x if order == sorted(order) else tf.transpose(x, order)

@@ -9,10 +9,14 @@ import gin
 
 from mtf_gradsync._common import check_flag
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, as_layout, as_mesh_shape
-from mtf_gradsync.mesh.devices import canonical_device, memories
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.shared_copies import SharedVariable, slicewise
+from mtf_gradsync.mesh.axes import (
+    LayoutLike,
+    MeshShapeLike,
+    ProcessorGroups,
+    as_layout,
+    as_mesh_shape,
+)
+from mtf_gradsync.mesh.devices import SharedVariable, canonical_device, memories, slicewise
 from mtf_gradsync.reduce.one_level import FusedAllReduce
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 

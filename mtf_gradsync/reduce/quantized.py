@@ -11,9 +11,8 @@ from mtf_gradsync._common import check_flag, check_whole_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import cross_replica_gather, cross_replica_rows
-from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.compressed import GradientStrategy, in_dtype_of, no_errors, plus_errors
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, State, StateMaker, Strategy
 from mtf_gradsync.reduce.sums import (

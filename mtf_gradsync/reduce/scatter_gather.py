@@ -13,10 +13,10 @@ from mtf_gradsync._private.tensorflow import (
     set_attr,
     summed_together,
 )
-from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.reduce.packs import (
+from mtf_gradsync.reduce.packs import pack, unpack
+from mtf_gradsync.reduce.parts import (
     Cuts,
     all_parts,
     buckets,
@@ -24,13 +24,11 @@ from mtf_gradsync.reduce.packs import (
     joined,
     mesh_axes_of,
     one_memory,
-    pack,
     part_number,
     part_of_row,
     part_shape,
     slice_groups,
     to_rows,
-    unpack,
 )
 from mtf_gradsync.reduce.sums import (
     physical_groups,

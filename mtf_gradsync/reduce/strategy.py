@@ -6,22 +6,20 @@ import abc
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.groups import ProcessorGroups, check_groups, check_mesh
-from mtf_gradsync.reduce.packs import Cuts, take_parts
-from mtf_gradsync.reduce.scatter_gather import reduce_scatter
-from mtf_gradsync.reduce.sums import (
+from mtf_gradsync.mesh.axes import ProcessorGroups, check_groups, check_mesh, is_simd
+from mtf_gradsync.reduce.destinations import (
     as_pairs,
     check_aggregation,
     check_destinations,
     check_divisible,
     check_value,
-    check_values,
     copies,
     divide,
-    simd_wire_dtype,
     spread,
 )
+from mtf_gradsync.reduce.parts import Cuts, take_parts
+from mtf_gradsync.reduce.scatter_gather import reduce_scatter
+from mtf_gradsync.reduce.sums import check_values, simd_wire_dtype
 
 
 class GradientOfCores(NamedTuple):

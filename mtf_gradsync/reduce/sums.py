@@ -1,18 +1,15 @@
-"""Sums of slices over groups of processors, and the checks of what a strategy is given."""
+"""Sums of slices over groups of processors, by algorithms of either kind of mesh."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any, Callable, Literal, Sequence, cast
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
-from mtf_gradsync._private.tensorflow import control_flow_v1, summed_together, write_to_own_memory
-from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.devices import canonical_device, process_of
-from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.shared_copies import first_alike
+from mtf_gradsync._private.tensorflow import summed_together, write_to_own_memory
+from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
+from mtf_gradsync.mesh.devices import first_alike
 
 
 def check_values(values: Sequence[Any]) -> None:
@@ -46,145 +43,6 @@ def check_values(values: Sequence[Any]) -> None:
                 f"The slices of values[{index}] must have one dtype and one shape, got "
                 f"{sorted(kinds)}."
             )
-
-
-def check_aggregation(aggregation: Any) -> bool:
-    """Returns whether an aggregation is a mean; raises ValueError if it is not a sum either."""
-    if aggregation == tf.VariableAggregation.MEAN:
-        return True
-    if aggregation == tf.VariableAggregation.SUM:
-        return False
-    raise ValueError(
-        "aggregation must be tf.VariableAggregation.SUM or tf.VariableAggregation.MEAN, got "
-        f"{aggregation!r}."
-    )
-
-
-def check_divisible(values: Sequence[Any]) -> None:
-    """Raises ValueError if a value's dtype has no means."""
-    for value in values:
-        dtype = value.tensor_list[0].dtype
-        if dtype.is_integer:
-            raise ValueError(
-                f"There is no mean of {dtype.name} values: got {value!r}. Cast it to a float, or "
-                "take the sum."
-            )
-
-
-def divide(mesh_impl: Any, value: Any, number: int) -> Any:
-    """Divides each slice by a number; slices that processors share are divided once."""
-    if is_simd(mesh_impl):
-        return mesh_impl.slicewise(lambda x: x / tf.cast(number, x.dtype), value)
-    divided: dict[str, tf.Tensor] = {}
-    for x in value.tensor_list:
-        if x.name not in divided:
-            with tf.device(x.device):
-                divided[x.name] = x / tf.cast(number, x.dtype)
-    return mesh_impl.LaidOutTensor([divided[x.name] for x in value.tensor_list])
-
-
-def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
-    """Returns the devices of destinations (see `Strategy.reduce`); None for a `LaidOutTensor`.
-
-    Raises:
-      ValueError: destinations are of another kind, or empty, or devices of a SIMD mesh.
-    """
-    if hasattr(destinations, "tensor_list"):
-        _check_on_mesh(mesh_impl, destinations, "destinations")
-        return None
-    # Ref and resource variables have no common base in tf.compat.v1.
-    if hasattr(destinations, "read_value") and hasattr(destinations, "device"):
-        devices = [destinations.device]
-    elif isinstance(destinations, str):
-        devices = [destinations]
-    elif isinstance(destinations, (list, tuple)) and all(isinstance(d, str) for d in destinations):
-        devices = list(destinations)
-    else:
-        raise ValueError(
-            "destinations must be a LaidOutTensor, a device string, a list of device strings or a "
-            f"tf.Variable, got {destinations!r}."
-        )
-    if not devices or not all(devices):
-        raise ValueError(
-            f"destinations must not be empty: got {destinations!r}. Give a device such as "
-            "'/device:CPU:0', or a LaidOutTensor for the whole mesh."
-        )
-    for device in devices:
-        canonical_device(device, "A device of destinations")
-    if is_simd(mesh_impl):
-        raise ValueError(
-            f"destinations must be a LaidOutTensor on a SIMD mesh, whose one program runs on all "
-            f"cores and cannot name a device; got {destinations!r}."
-        )
-    return devices
-
-
-def check_value(mesh_impl: Any, value: Any) -> Any:
-    """Returns a value; raises ValueError if it has not one slice for each processor."""
-    if isinstance(value, mtf.Tensor):
-        raise ValueError(
-            f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
-            "to: lowering.tensors[x].to_laid_out_tensor()."
-        )
-    if not hasattr(value, "tensor_list"):
-        raise ValueError(
-            "A value to reduce must be a LaidOutTensor with a slice for each processor of the "
-            f"mesh, got {value!r}."
-        )
-    _check_on_mesh(mesh_impl, value, "A value to reduce")
-    return value
-
-
-def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Returns pairs as a list; raises ValueError if they are not a list or tuple of pairs."""
-    if not isinstance(pairs, (list, tuple)):
-        raise ValueError(
-            "value_destination_pairs must be a list or tuple of tuples (value, destinations), got "
-            f"{pairs!r}."
-        )
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(
-                "Each element of value_destination_pairs must be a tuple (value, destinations), "
-                f"got {pair!r}."
-            )
-    return list(pairs)
-
-
-def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
-    """Copies a value that all processors have to devices, each time from the nearest slice."""
-    on_device: dict[str, tf.Tensor] = {}
-    in_process: dict[Any, tf.Tensor] = {}
-    for device, x in zip(mesh_impl.devices, value.tensor_list):
-        on_device.setdefault(canonical_device(device) if device else "", x)
-        in_process.setdefault(process_of(device), x)
-    result = {}
-    for device in devices:
-        near = in_process.get(process_of(device), value.tensor_list[0])
-        with tf.device(device):
-            result[device] = tf.identity(on_device.get(canonical_device(device), near))
-    return result
-
-
-def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """Copies a tensor to devices; it is sent once to each process."""
-    first: dict[Any, tf.Tensor] = {}
-    result = []
-    for device in devices:
-        with tf.device(device):
-            result.append(tf.identity(first.get(process_of(device), tensor)))
-        first.setdefault(process_of(device), result[-1])
-    return result
-
-
-def _check_on_mesh(mesh_impl: Any, value: Any, what: str) -> None:
-    slices = 1 if is_simd(mesh_impl) else mesh_impl.size
-    if len(value.tensor_list) != slices:
-        raise ValueError(
-            f"{what} must have one slice for each of the {slices} "
-            f"{'programs' if is_simd(mesh_impl) else 'processors'} of the mesh "
-            f"{mesh_impl.shape.to_string}, got {len(value.tensor_list)}."
-        )
 
 
 # These are added up in float32.
@@ -371,68 +229,3 @@ def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool =
         placement_all_reduce(mesh_impl, x, groups, turn, group_sum)
         for x, turn in zip(values, turns)
     ]
-
-
-def say_where_sums_overflow(
-    mesh_impl: Any,
-    values: Sequence[Any],
-    sums: Sequence[Any],
-    results: Sequence[Any],
-    groups: ProcessorGroups,
-    in_parts: bool = False,
-) -> list[Any]:
-    """Returns results that, when used, print a message where sums of finite values are not finite.
-
-    `values` are those before rounding, read only after an overflow; `sums` are in the narrow dtype.
-    With `in_parts` each processor of a group has only a part of the sum.
-    """
-    devices = mesh_impl.devices
-    pairs = [(i, group) for i in range(len(values)) for group in groups.groups]
-    finite = []
-    for i, group in pairs:
-        holders = group if in_parts else group[:1]
-        found = [_all_finite(sums[i].tensor_list[p], devices[p]) for p in holders]
-        with tf.device(devices[group[0]]):
-            finite.append(tf.reduce_all(tf.stack(found)) if in_parts else found[0])
-    host = tf.DeviceSpec.from_string(devices[0]).replace(device_type="CPU", device_index=0)
-    host = host.to_string()
-
-    def look_closer() -> tf.Tensor:
-        overflown = []
-        for (i, group), sum_finite in zip(pairs, finite):
-            inputs = [_all_finite(values[i].tensor_list[p], devices[p]) for p in group]
-            with tf.device(host):
-                overflown.append(
-                    tf.logical_and(tf.reduce_all(tf.stack(inputs)), tf.logical_not(sum_finite))
-                )
-        with tf.device(host):
-            number = tf.reduce_sum(tf.cast(tf.stack(overflown), tf.int32))
-            return tf.cond(number > 0, lambda: _say(number, len(pairs)), lambda: False)
-
-    with tf.name_scope("overflow"), tf.device(host):
-        with control_flow_v1():
-            check = tf.cond(tf.reduce_all(tf.stack(finite)), lambda: False, look_closer)
-    tied = []
-    for result in results:
-        slices = list(result.tensor_list)
-        with tf.device(devices[0]), tf.control_dependencies([check]):
-            slices[0] = tf.identity(slices[0])
-        tied.append(mesh_impl.LaidOutTensor(slices))
-    return tied
-
-
-def _all_finite(x: tf.Tensor, device: str) -> tf.Tensor:
-    with tf.device(device):
-        return tf.reduce_all(tf.math.is_finite(x))
-
-
-def _say(number: tf.Tensor, total: int) -> tf.Tensor:
-    said = tf.print(
-        "mtf_gradsync: float16 overflow:",
-        number,
-        f"of {total} sums over the mesh are infinite or NaN although all summed values are "
-        "finite. Give CompressedAllReduce a smaller prescale or wire_dtype='bfloat16'.",
-        output_stream=sys.stderr,
-    )
-    with tf.control_dependencies([said]):
-        return tf.constant(True)

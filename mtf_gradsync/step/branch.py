@@ -8,8 +8,7 @@ from typing import Any, Callable, Iterator, Sequence
 from mtf_gradsync._common import some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1, replace_capture, set_attr
-from mtf_gradsync.mesh.devices import process_of
-from mtf_gradsync.mesh.shared_copies import check_writers, writing
+from mtf_gradsync.mesh.devices import check_writers, process_of, writing
 from mtf_gradsync.session import CURE, ref_variables_explained
 from mtf_gradsync.step.later import built
 from mtf_gradsync.step.plan import StepPlan, unstackings

@@ -9,7 +9,7 @@ from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Reshaped, give_assign_fn, reassign
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.shared_copies import check_writers, writers_of, writing
+from mtf_gradsync.mesh.devices import check_writers, writers_of, writing
 from mtf_gradsync.session import CURE
 from mtf_gradsync.step.branch import Gate
 from mtf_gradsync.step.later import build_later

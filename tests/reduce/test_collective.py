@@ -10,7 +10,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.reduce import one_level
+from mtf_gradsync.reduce import collective
 from tests import harness, models, reference
 from tests.reduce import on_mesh
 from tests.reduce.every_strategy import SHAPES
@@ -56,7 +56,7 @@ def test_keys_are_one_for_each_group_and_one_for_each_collective():
 
 def test_the_next_client_of_the_same_workers_takes_other_keys():
     """Workers outlive a client, and refuse a key that they have seen with another shape."""
-    clients = [one_level._instance_keys_of_a_client() for _ in range(3)]
+    clients = [collective._instance_keys_of_a_client() for _ in range(3)]
     keys = [next(client) for client in clients for _ in range(100)]
     assert len(set(keys)) == 300
     assert all(0 < key < 2**31 for key in keys)

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import models
 from mtf_gradsync import reduce, session_config, simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.reduce.packs import Cut
+from mtf_gradsync.reduce.parts import Cut
 from tests.reduce import on_mesh
 
 U = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

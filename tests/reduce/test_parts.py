@@ -13,7 +13,7 @@ from mtf_gradsync.reduce import (
     ProcessorGroups,
     scatter_gather,
 )
-from mtf_gradsync.reduce.packs import Cut
+from mtf_gradsync.reduce.parts import Cut
 from mtf_gradsync.reduce.scatter_gather import all_gather
 from mtf_gradsync.runtimes.simd.emulator import emulate
 from tests.reduce import on_mesh

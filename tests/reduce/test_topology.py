@@ -2,7 +2,8 @@
 
 import pytest
 
-from mtf_gradsync.mesh import devices as topology
+from mtf_gradsync.mesh.devices import memories
+from mtf_gradsync.reduce import choice as topology
 from tests.mesh.devices import cpus, gpu, placement
 
 
@@ -31,12 +32,12 @@ def test_names_of_one_process_are_one():
     found = topology.topology_of(placement(names))
     assert len(set(found.processes)) == 1
     assert set(found.kinds) == {"CPU"}
-    assert topology.memories(names) == [[0, 1, 2, 3]]
+    assert memories(names) == [[0, 1, 2, 3]]
 
 
 def test_memories():
     devices = [*cpus(2), "/device:GPU:0", "/device:GPU:1", *cpus(2, 1), "gpu:1"]
-    assert topology.memories(devices) == [[0, 1], [2], [3, 6], [4, 5]]
+    assert memories(devices) == [[0, 1], [2], [3, 6], [4, 5]]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""All-reduce by the collective operations of TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from typing import Any, Iterator, Sequence
+
+from mtf_gradsync._common import check_whole_number, is_number, warn_once
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.patches import late_configurable
+from mtf_gradsync._private.tensorflow import collective_sum, control_flow_context
+from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
+from mtf_gradsync.mesh.devices import full_name, kind_of, place_of
+from mtf_gradsync.reduce.one_level import OneLevel
+from mtf_gradsync.reduce.packs import Packs, Planner, alone, packs_of_groups
+from mtf_gradsync.reduce.sums import NARROW_FLOATS, GroupSum, add_n
+
+# The dtypes of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 are sent as
+# float32.
+_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def _instance_keys_of_a_client() -> Iterator[int]:
+    """Gives instance keys that no other collective on the workers has, of any graph or client."""
+    # A worker refuses another collective of a key, even after the client that used it has ended.
+    # Random without a seed of the program's: two runs of it must not draw the same keys.
+    return itertools.count(random.SystemRandom().randrange(1, 1 << 30))
+
+
+_instance_keys = _instance_keys_of_a_client()
+
+
+@late_configurable(module="mtf_gradsync")
+class CollectiveAllReduce(OneLevel):
+    """All-reduces on TensorFlow's collective operations: ring on CPUs, NCCL on GPUs that have it.
+
+    The devices of all processors, in one or several processes, share the work equally. The
+    processes of a cluster have to know their collective group leader: start each `tf.train.Server`
+    with ``session_config(collective_group_leader=...)``. Without it they wait for each other for
+    ever, without a message.
+
+    Collectives that two devices start in different orders can wait for each other for ever. So all
+    collectives of a graph (or of one branch, or loop, of it) run one after the other, in the order
+    in which they were built, and a reader of a sum waits for all members. A session that fetches
+    one sum therefore runs those built before it as well.
+
+    The processes of a cluster remember each other: after a restart of one of them, or a failed
+    collective, every later one fails with an error until all are restarted. Take another strategy
+    for a run that has to survive the loss of a process.
+
+    On SIMD meshes, and inside tf functions of a session (the update of
+    `GradientAccumulationOptimizer` on one process), there are no collectives: sums are those of
+    `FusedAllReduce`, unpacked, with a warning. So are those of dtypes that collectives do not
+    have, without a warning.
+
+    References:
+      TensorFlow 1's `CollectiveAllReduce`, for `all_reduce_merge_scope`. There it only names
+      groups of gradients for the runtime to merge if it can; here they are merged.
+    """
+
+    def __init__(self, merge_scope: int = 32, timeout_seconds: float = 0.0):
+        """Sets the merging and the timeout.
+
+        Args:
+          merge_scope: most tensors of one dtype in one collective; 1 merges nothing.
+          timeout_seconds: the seconds of waiting after which a collective fails with
+            DeadlineExceededError; 0 waits for ever. Use it to find what hangs, not to train:
+            TensorFlow starts two threads for each member of each collective, which sleep that long
+            in any case, and a training soon has more of them than the system allows.
+
+        Raises:
+          ValueError: merge_scope is not a whole number of 1 or more, or timeout_seconds is not a
+            number of 0 or more.
+        """
+        self.merge_scope = check_whole_number("merge_scope", merge_scope)
+        if not is_number(timeout_seconds) or not timeout_seconds >= 0:
+            raise ValueError(
+                f"timeout_seconds must be a number of seconds of 0 or more, got "
+                f"{timeout_seconds!r}."
+            )
+        self.timeout_seconds = float(timeout_seconds)
+
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`.
+
+        Raises:
+          ValueError: two processors of a group have the same device, or devices of two kinds.
+        """
+        super().check(mesh_impl, groups)
+        if not is_simd(mesh_impl):
+            _check_devices(mesh_impl, groups)
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`."""
+        if not is_simd(mesh_impl) and dtype in NARROW_FLOATS:
+            return tf.float32
+        return super().wire_dtype(mesh_impl, dtype, groups)
+
+    def _planner(self, mesh_impl: Any) -> Planner:
+        def by_number(sizes: Sequence[int], itemsize: int) -> Packs:
+            del itemsize
+            numbers, step = list(range(len(sizes))), self.merge_scope
+            groups = [numbers[i : i + step] for i in range(0, len(numbers), step)]
+            return packs_of_groups(groups, sizes)
+
+        return alone if is_simd(mesh_impl) else by_number
+
+    def _group_sum(self, mesh_impl: Any) -> GroupSum:
+        if is_simd(mesh_impl):
+            warn_once(
+                "collectives on SIMD",
+                "CollectiveAllReduce: a SIMD mesh has no TensorFlow collectives; its own "
+                "all-reduce is used instead.",
+            )
+            return add_n
+        if tf.get_default_graph().building_function:
+            warn_once(
+                "collectives in functions",
+                "CollectiveAllReduce: a session cannot run TensorFlow's collectives inside a "
+                "function; sums on one device are used there instead.",
+            )
+            return add_n
+        return self._by_collective
+
+    def _by_collective(
+        self, slices: Sequence[Any], devices: Sequence[str], root: int
+    ) -> Sequence[Any]:
+        """Sums by one collective; a `GroupSum`."""
+        dtype = slices[0].dtype.base_dtype
+        wire = tf.float32 if dtype in NARROW_FLOATS else dtype
+        if wire not in _DTYPES:
+            return add_n(slices, devices, root)
+        names = [full_name(device) for device in devices]
+        group_key = zlib.crc32(",".join(sorted(names)).encode()) & 0x7FFFFFFF
+        instance_key = next(_instance_keys)
+        sent = []
+        for x, device in zip(slices, devices):
+            with tf.device(device):
+                sent.append(tf.cast(x, wire))
+        sums = []
+        places = [place_of(device) for device in devices]
+        before = _last_collectives()
+        with tf.control_dependencies(
+            list(dict.fromkeys(before[place] for place in places if place in before))
+        ):
+            for x, device in zip(sent, devices):
+                with tf.device(device):
+                    sums.append(
+                        collective_sum(
+                            x, len(devices), group_key, instance_key, self.timeout_seconds
+                        )
+                    )
+        with tf.device(devices[root]):
+            barrier = tf.group(*[x.op for x in sums])
+        before.update(dict.fromkeys(places, barrier))
+        results = []
+        for x, device in zip(sums, devices):
+            with tf.device(device), tf.control_dependencies([barrier]):
+                results.append(tf.cast(tf.identity(x), dtype))
+        return results
+
+
+def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
+    for group in groups.groups:
+        devices = [mesh_impl.devices[processor] for processor in group]
+        if len({place_of(device) for device in devices}) < len(devices):
+            raise ValueError(
+                "CollectiveAllReduce needs a device of its own for each processor of a group: "
+                f"collectives on one device would wait for each other. Got {devices}; on one "
+                "host, make virtual devices with session_config(num_cpu_devices=...)."
+            )
+        if len({kind_of(device) for device in devices}) > 1:
+            raise ValueError(
+                "CollectiveAllReduce needs devices of one kind in each group, because TensorFlow's "
+                f"collectives are of one kind; got {devices}. FusedAllReduce sums over any."
+            )
+
+
+def _last_collectives() -> dict[Any, tf.Operation]:
+    """Returns an operation after the last collective of each device, in this branch or loop."""
+    graph = tf.get_default_graph()
+    # Kept on the graph, to be freed with it.
+    if not hasattr(graph, "_mtf_gradsync_collectives"):
+        graph._mtf_gradsync_collectives = {}
+    return graph._mtf_gradsync_collectives.setdefault(control_flow_context(graph), {})

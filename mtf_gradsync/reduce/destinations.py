@@ -1,0 +1,148 @@
+"""What `Strategy.reduce` and `broadcast` are given, checked, and copies to devices."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import is_simd
+from mtf_gradsync.mesh.devices import canonical_device, process_of
+
+
+def check_aggregation(aggregation: Any) -> bool:
+    """Returns whether an aggregation is a mean; raises ValueError if it is not a sum either."""
+    if aggregation == tf.VariableAggregation.MEAN:
+        return True
+    if aggregation == tf.VariableAggregation.SUM:
+        return False
+    raise ValueError(
+        "aggregation must be tf.VariableAggregation.SUM or tf.VariableAggregation.MEAN, got "
+        f"{aggregation!r}."
+    )
+
+
+def check_divisible(values: Sequence[Any]) -> None:
+    """Raises ValueError if a value's dtype has no means."""
+    for value in values:
+        dtype = value.tensor_list[0].dtype
+        if dtype.is_integer:
+            raise ValueError(
+                f"There is no mean of {dtype.name} values: got {value!r}. Cast it to a float, or "
+                "take the sum."
+            )
+
+
+def divide(mesh_impl: Any, value: Any, number: int) -> Any:
+    """Divides each slice by a number; slices that processors share are divided once."""
+    if is_simd(mesh_impl):
+        return mesh_impl.slicewise(lambda x: x / tf.cast(number, x.dtype), value)
+    divided: dict[str, tf.Tensor] = {}
+    for x in value.tensor_list:
+        if x.name not in divided:
+            with tf.device(x.device):
+                divided[x.name] = x / tf.cast(number, x.dtype)
+    return mesh_impl.LaidOutTensor([divided[x.name] for x in value.tensor_list])
+
+
+def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
+    """Returns the devices of destinations (see `Strategy.reduce`); None for a `LaidOutTensor`.
+
+    Raises:
+      ValueError: destinations are of another kind, or empty, or devices of a SIMD mesh.
+    """
+    if hasattr(destinations, "tensor_list"):
+        _check_on_mesh(mesh_impl, destinations, "destinations")
+        return None
+    # Ref and resource variables have no common base in tf.compat.v1.
+    if hasattr(destinations, "read_value") and hasattr(destinations, "device"):
+        devices = [destinations.device]
+    elif isinstance(destinations, str):
+        devices = [destinations]
+    elif isinstance(destinations, (list, tuple)) and all(isinstance(d, str) for d in destinations):
+        devices = list(destinations)
+    else:
+        raise ValueError(
+            "destinations must be a LaidOutTensor, a device string, a list of device strings or a "
+            f"tf.Variable, got {destinations!r}."
+        )
+    if not devices or not all(devices):
+        raise ValueError(
+            f"destinations must not be empty: got {destinations!r}. Give a device such as "
+            "'/device:CPU:0', or a LaidOutTensor for the whole mesh."
+        )
+    for device in devices:
+        canonical_device(device, "A device of destinations")
+    if is_simd(mesh_impl):
+        raise ValueError(
+            f"destinations must be a LaidOutTensor on a SIMD mesh, whose one program runs on all "
+            f"cores and cannot name a device; got {destinations!r}."
+        )
+    return devices
+
+
+def check_value(mesh_impl: Any, value: Any) -> Any:
+    """Returns a value; raises ValueError if it has not one slice for each processor."""
+    if isinstance(value, mtf.Tensor):
+        raise ValueError(
+            f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
+            "to: lowering.tensors[x].to_laid_out_tensor()."
+        )
+    if not hasattr(value, "tensor_list"):
+        raise ValueError(
+            "A value to reduce must be a LaidOutTensor with a slice for each processor of the "
+            f"mesh, got {value!r}."
+        )
+    _check_on_mesh(mesh_impl, value, "A value to reduce")
+    return value
+
+
+def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """Returns pairs as a list; raises ValueError if they are not a list or tuple of pairs."""
+    if not isinstance(pairs, (list, tuple)):
+        raise ValueError(
+            "value_destination_pairs must be a list or tuple of tuples (value, destinations), got "
+            f"{pairs!r}."
+        )
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                "Each element of value_destination_pairs must be a tuple (value, destinations), "
+                f"got {pair!r}."
+            )
+    return list(pairs)
+
+
+def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
+    """Copies a value that all processors have to devices, each time from the nearest slice."""
+    on_device: dict[str, tf.Tensor] = {}
+    in_process: dict[Any, tf.Tensor] = {}
+    for device, x in zip(mesh_impl.devices, value.tensor_list):
+        on_device.setdefault(canonical_device(device) if device else "", x)
+        in_process.setdefault(process_of(device), x)
+    result = {}
+    for device in devices:
+        near = in_process.get(process_of(device), value.tensor_list[0])
+        with tf.device(device):
+            result[device] = tf.identity(on_device.get(canonical_device(device), near))
+    return result
+
+
+def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
+    """Copies a tensor to devices; it is sent once to each process."""
+    first: dict[Any, tf.Tensor] = {}
+    result = []
+    for device in devices:
+        with tf.device(device):
+            result.append(tf.identity(first.get(process_of(device), tensor)))
+        first.setdefault(process_of(device), result[-1])
+    return result
+
+
+def _check_on_mesh(mesh_impl: Any, value: Any, what: str) -> None:
+    slices = 1 if is_simd(mesh_impl) else mesh_impl.size
+    if len(value.tensor_list) != slices:
+        raise ValueError(
+            f"{what} must have one slice for each of the {slices} "
+            f"{'programs' if is_simd(mesh_impl) else 'processors'} of the mesh "
+            f"{mesh_impl.shape.to_string}, got {len(value.tensor_list)}."
+        )
