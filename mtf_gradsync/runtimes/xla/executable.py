@@ -20,12 +20,12 @@ from mtf_gradsync.runtimes._private.jax import hlo_to_module, writes_over_argume
 from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.xla.bridge import COLLECTIVE_TARGETS, Hlo, to_hlo
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
-from mtf_gradsync.runtimes.xla.runner.packs import (
+from mtf_gradsync.runtimes.xla.runner.combiner import (
     TOGETHER,
+    combined_for_cpus,
     create,
     fill_with_sum,
     nested_operations,
-    packed_for_cpus,
     text_of,
 )
 from mtf_gradsync.runtimes.xla.runner.program import (
@@ -364,7 +364,7 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
             pass  # written by another build with the same version: compile
     try:
         executable = compiled(
-            packed_for_cpus(module) if devices[0].platform == "cpu" else module, devices
+            combined_for_cpus(module) if devices[0].platform == "cpu" else module, devices
         )
     except RefusedError as error:
         raise UnsupportedProgramError(str(error)) from error

@@ -9,7 +9,7 @@ from mtf_gradsync.extension import HeldSlices, mtf, tf
 from mtf_gradsync.runtimes.xla.bridge import STATE_WORDS
 from mtf_gradsync.runtimes.xla.executable import CoreModule
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, ReplicaProgram
-from mtf_gradsync.runtimes.xla.runner.packs import group_names
+from mtf_gradsync.runtimes.xla.runner.combiner import group_names
 
 RANDOM_STATE = "random_state"
 

@@ -9,6 +9,7 @@ from typing import Any, Iterator, NamedTuple, Sequence
 import numpy as np
 
 from . import devices as device_tools
+from .combiner import combined_for_cpus
 from .devices import DeviceValues, StepError, devices_errors
 from .files import (
     MANIFEST,
@@ -24,7 +25,6 @@ from .files import (
     with_dtype,
     write_folder,
 )
-from .packs import packed_for_cpus
 from .program import LoadedProgram, RefusedError, compiled, wait_for_turn
 
 
@@ -132,7 +132,7 @@ class Step:
         try:
             program: bytes | str = (folder / PROGRAM).read_bytes()
             if self.devices[0].platform == "cpu":
-                program = packed_for_cpus(program, self.manifest.get("together", ()))
+                program = combined_for_cpus(program, self.manifest.get("together", ()))
             executable = compiled(program, self.devices)
         except RefusedError as error:
             raise StepError(

@@ -8,7 +8,7 @@ from typing import Any, Iterator, Mapping, NamedTuple
 
 from mtf_gradsync.runtimes.xla.executable import TURNS
 from mtf_gradsync.runtimes.xla.hlo import read_module, stored_bytes
-from mtf_gradsync.runtimes.xla.runner.packs import nested_operations
+from mtf_gradsync.runtimes.xla.runner.combiner import nested_operations
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
 from mtf_gradsync.runtimes.xla.topology.roofline import work_of
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mtf_gradsync.runtimes.xla.runner import Step
+from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus, nested_operations
 from mtf_gradsync.runtimes.xla.runner.command import main
-from mtf_gradsync.runtimes.xla.runner.packs import nested_operations, packed_for_cpus
 from mtf_gradsync.runtimes.xla.runner.program import LoadedProgram, compiled
 from tests.runtimes.xla.portable import models
 
@@ -58,7 +58,7 @@ def test_sums_are_packed_where_a_step_runs_and_not_in_its_folder(exported):
     size = together.count(group)
     assert size > 1
     program = (exported.step / "program.stablehlo").read_bytes()
-    packed = packed_for_cpus(program, together)
+    packed = combined_for_cpus(program, together)
     with mlir.make_ir_context() as context:
         modules = stablehlo.deserialize_portable_artifact(context, program), ir.Module.parse(packed)
         separate, sums = (

@@ -13,7 +13,7 @@ from mtf_gradsync.reduce.parts import Cut
 from mtf_gradsync.reduce.scatter_gather import all_gather, reduce_scatter
 from mtf_gradsync.runtimes.xla.executable import Cache, lowered
 from mtf_gradsync.runtimes.xla.replica_program import replica_program
-from mtf_gradsync.runtimes.xla.runner.packs import packed_for_cpus
+from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
 
 pytestmark = pytest.mark.xla
 SIZES = (3, 3, 5)
@@ -24,7 +24,7 @@ def counts(program, fetches, *operations):
     module = lowered(replica_program(program, fetches), Cache(None)).module
     return [
         [len(re.findall(rf'"stablehlo\.{operation}"', text)) for operation in operations]
-        for text in (module, packed_for_cpus(module))
+        for text in (module, combined_for_cpus(module))
     ]
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
 from mtf_gradsync.runtimes.xla.runner.devices import put
-from mtf_gradsync.runtimes.xla.runner.packs import packed_for_cpus
 from mtf_gradsync.runtimes.xla.runner.program import LoadedProgram, compiled
 
 pytestmark = pytest.mark.skipif(bool(xla.why_no_xla()), reason=xla.why_no_xla())
@@ -68,7 +68,7 @@ def test_bits_stay(shapes, axis, between, scatters, dtype):
     import jax.numpy as jnp
 
     text = module(shapes, dtype, axis, between, scatters)
-    changed = packed_for_cpus(text)
+    changed = combined_for_cpus(text)
     assert "concatenate" not in changed
     assert len(re.findall("dynamic_update_slice", changed)) == len(shapes)
     # Scattered as packed, where that has the same rows.
@@ -98,14 +98,14 @@ def test_bits_stay(shapes, axis, between, scatters, dtype):
 )
 def test_small_packs_stay_as_they_are(shapes):
     text = module(shapes, "f32", 0, None, False)
-    assert packed_for_cpus(text) == text
+    assert combined_for_cpus(text) == text
 
 
 def test_what_is_not_summed_stays_as_it_is():
     text = module([(900,)] * 9, "f32", 0, None, False)
     text = re.sub(r"%r = .*?\n    : .*?\n", "", text, flags=re.S).replace("return %r", "return %g")
     assert "all_reduce" not in text
-    assert packed_for_cpus(text) == text
+    assert combined_for_cpus(text) == text
 
 
 def sums(groups):
@@ -143,7 +143,7 @@ def test_sums_of_a_group_are_packed_where_none_depends_on_another(groups, left):
     import jax
 
     text = sums(groups)
-    changed = packed_for_cpus(text)
+    changed = combined_for_cpus(text)
     assert changed.count("stablehlo.all_reduce") == left
     devices = jax.devices("cpu")[:CORES]
     program = LoadedProgram(compiled(changed, devices), devices)

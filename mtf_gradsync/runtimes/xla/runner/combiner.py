@@ -1,4 +1,10 @@
-"""Packs the collectives of a group into few, and writes large packs piece by piece."""
+"""Combines collectives when a program is compiled for CPUs, as XLA does for TPUs and GPUs.
+
+The graph has said which of them are one group (`summed_together`), and nothing is planned here:
+those of a group that do not depend on each other become one, in the order of the program. Which
+tensors a strategy packs itself is in `mtf_gradsync.reduce.packs`. Large ones are written piece by
+piece, in place of a slow concatenation.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +65,7 @@ def create(
 #: The attribute of a collective that names its group.
 TOGETHER = "mtf_gradsync.together"
 # It bounds the extra memory.
-_PACK_BYTES = 32 * 1024 * 1024
+_MOST_BYTES = 32 * 1024 * 1024
 _ALL_REDUCE, _SCATTER, _GATHER = (
     f"stablehlo.{name}" for name in ("all_reduce", "reduce_scatter", "all_gather")
 )
@@ -73,7 +79,7 @@ def group_names(module: Any) -> list[str | None]:
     return [_group(op) for op in _collectives(module)]
 
 
-def packed_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> bytes | str:
+def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> bytes | str:
     """Returns a program that computes the same bits, with few collectives in place of each group.
 
     `program` is StableHLO as text with the groups as attributes, or a portable artifact, which may
@@ -95,13 +101,13 @@ def packed_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> 
         for op, group in zip(_collectives(module), groups):
             if group is not None:
                 op.attributes[TOGETHER] = ir.StringAttr.get(group)
-        packs = [_pack_block(block) for block in list(_blocks(module.operation))]
+        combined = [_combine_block(block) for block in list(_blocks(module.operation))]
         pieces = write_by_piece(module)
-        return text_of(module, with_names=True) if any(packs) or pieces else program
+        return text_of(module, with_names=True) if any(combined) or pieces else program
 
 
 class _Member(NamedTuple):
-    """One collective of a pack."""
+    """A collective that is combined with others."""
 
     op: Any
     given: tuple[int, ...]  # the shape of its operand
@@ -126,7 +132,7 @@ def _group(op: Any) -> str | None:
 
 
 def _blocks(operation: Any) -> Iterator[Any]:
-    """Yields all blocks inside an operation, inner ones first: packing erases what holds some."""
+    """Yields all blocks inside an operation, inner ones first: combining erases what holds some."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -134,15 +140,15 @@ def _blocks(operation: Any) -> Iterator[Any]:
             yield block
 
 
-def _pack_block(block: Any) -> bool:
-    """Packs the groups of a block; returns whether there was any to pack."""
+def _combine_block(block: Any) -> bool:
+    """Combines the groups of a block; returns whether there was any."""
     keys = [_key(op.operation) for op in block]
     several = [key for key in dict.fromkeys(keys) if key is not None and keys.count(key) > 1]
-    return any([_pack_group(block, key) for key in several])
+    return any([_combine_group(block, key) for key in several])
 
 
 def _key(op: Any) -> tuple[str, ...] | None:
-    """What collectives of one pack have in common."""
+    """What collectives that are combined have in common."""
     from jaxlib.mlir import ir
 
     if op.name not in (_ALL_REDUCE, *_AXIS):
@@ -154,44 +160,44 @@ def _key(op: Any) -> tuple[str, ...] | None:
     return group, op.name, str(element), str(op.attributes["replica_groups"])
 
 
-def _pack_group(block: Any, key: tuple[str, ...]) -> bool:
-    """Packs the collectives of a key that do not depend on each other."""
+def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
+    """Combines the collectives of a key that do not depend on each other."""
     operations = [op.operation for op in block]
-    pack: list[int] = []  # the positions of a pack's members
+    run: list[int] = []  # the positions of those to combine next
     dependents: list[int] = []  # what takes their results
     results: set[Any] = set()  # of both
-    size, packed = 0, False
+    size, combined = 0, False
 
     def finish() -> bool:
-        if len(pack) > 1:
-            after = operations[pack[-1] + 1]
-            members = [_member(operations[i]) for i in pack]
-            # Neighbours of one shape are packed without being flattened.
-            _pack(sorted(members, key=lambda m: m.result), after)
+        if len(run) > 1:
+            after = operations[run[-1] + 1]
+            members = [_member(operations[i]) for i in run]
+            # Neighbours of one shape are stacked, not flattened.
+            _combine(sorted(members, key=lambda m: m.result), after)
             for i in dependents:
-                if i < pack[-1]:
+                if i < run[-1]:
                     operations[i].move_before(after)
             for member in members:
                 member.op.erase()
-        done = len(pack) > 1
-        for each in (pack, dependents, results):
+        done = len(run) > 1
+        for each in (run, dependents, results):
             each.clear()
         return done
 
     for position, op in enumerate(operations):
         depends = bool(results) and any(value in results for value in _operands(op))
-        if _key(op) == key and _bytes(op) <= _PACK_BYTES:
-            if depends or size + _bytes(op) > _PACK_BYTES:
-                packed |= finish()
+        if _key(op) == key and _bytes(op) <= _MOST_BYTES:
+            if depends or size + _bytes(op) > _MOST_BYTES:
+                combined |= finish()
                 size = 0
-            pack.append(position)
+            run.append(position)
             size += _bytes(op)
         elif depends:
             dependents.append(position)
         else:
             continue
         results.update(op.results)
-    return finish() or packed
+    return finish() or combined
 
 
 def _operands(operation: Any) -> Iterator[Any]:
@@ -220,7 +226,7 @@ def _member(op: Any) -> _Member:
     return _Member(op, given, result, axis, ir.RankedTensorType(groups).shape[1])
 
 
-def _pack(members: Sequence[_Member], after: Any) -> None:
+def _combine(members: Sequence[_Member], after: Any) -> None:
     """Makes one collective of many before an operation, and gives its results to their users."""
     from jaxlib.mlir import ir
 
@@ -343,7 +349,7 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 def write_by_piece(module: Any) -> bool:
     """Makes a module write large packs piece by piece; returns whether there are any."""
     operations = list(nested_operations(module.operation))
-    packs = [op for op in operations if _is_large_pack(op)]
+    packs = [op for op in operations if _is_large_concatenation(op)]
     if packs:
         for op in [op for op in operations if op.name == "stablehlo.reduce_scatter"]:
             _scatter_as_packed(op)
@@ -352,7 +358,7 @@ def write_by_piece(module: Any) -> bool:
     return bool(packs)
 
 
-def _is_large_pack(op: Any) -> bool:
+def _is_large_concatenation(op: Any) -> bool:
     from jaxlib.mlir import ir
 
     if op.name != "stablehlo.concatenate" or len(op.operands) < _FEWEST_TENSORS:
