@@ -138,11 +138,14 @@ class IslandHook(tf.train.SessionRunHook):
     Args:
       island: made in the graph, with its lowering.
       tokens: a number, or a tensor of the graph, that says how much a step's loss stands for.
+      model_dir: where checkpoints of the session are written and begun from, so that the island
+        contributes what is in them; see `Island.save`. None keeps nothing beside them.
     """
 
-    def __init__(self, island: Island, tokens: Any = 1.0):
-        self._island, self._tokens = island, tokens
+    def __init__(self, island: Island, tokens: Any = 1.0, model_dir: str | None = None):
+        self._island, self._tokens, self._model_dir = island, tokens, model_dir
         self._has_begun = False
+        self._newest: str | None = None  # checkpoint that was seen
 
     def begin(self) -> None:
         """See ``tf.train.SessionRunHook``."""
@@ -155,20 +158,35 @@ class IslandHook(tf.train.SessionRunHook):
 
     def before_run(self, run_context: Any) -> Any:
         """Begins the island before the first step, when other hooks have restored variables."""
+        newest = self._new_checkpoint()
         if not self._has_begun:
-            step = run_context.session.run(self._step) if self._step is not None else 0
-            self._island.begin(run_context.session, int(step))
+            step = int(run_context.session.run(self._step)) if self._step is not None else 0
+            is_restored = newest is not None and newest.endswith(f"-{step}")
+            self._island.begin(run_context.session, step, newest if is_restored else None)
             self._has_begun = True
+        elif newest:  # after the last step's exchange
+            self._island.save(newest)
         fetched = None if is_number(self._tokens) else {"tokens": self._tokens}
         return tf.train.SessionRunArgs(fetched)
+
+    def _new_checkpoint(self) -> str | None:
+        """Returns the newest checkpoint if it was not seen yet, or if the island has to begin."""
+        if self._model_dir is None:
+            return None
+        before = self._newest if self._has_begun else None
+        self._newest = tf.train.latest_checkpoint(self._model_dir)
+        return self._newest if self._newest != before else None
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Lets the island exchange after a step."""
         found = run_values.results
         tokens = float(found["tokens"]) if found else self._tokens
-        self._island.after_step(run_context.session, tokens)
+        self._island.after_step(run_context.session, tokens, self._new_checkpoint())
 
     def end(self, session: Any) -> None:
         """Contributes what is left at the end."""
         if self._has_begun:
+            newest = self._new_checkpoint()
+            if newest:
+                self._island.save(newest)
             self._island.finish(session)

@@ -33,6 +33,7 @@ from mtf_gradsync.tools.islands.objects import (
     contribution_object,
     numbers_in,
     offer_object,
+    place_of,
 )
 from mtf_gradsync.tools.islands.places import Place, Reminders
 from mtf_gradsync.tools.islands.versions import MergeSettings, most_bytes, read_version
@@ -75,7 +76,7 @@ class Exchange:
         )  # fmt: skip
         self._next_look = -float("inf")
         self._passed_over: set[tuple[int, str]] = set()  # damaged versions, with their marks
-        self._number = 0  # of contributions
+        self.number = 0  # of contributions
         self._next_try = -float("inf")
         self._looked_for_sent = -float("inf")
         self.life = 0
@@ -214,8 +215,8 @@ class Exchange:
         The journal knows of it before: what is merged is in the journal.
         """
         assert facts.version is not None
-        self._number += 1
-        name = contribution_object(facts.version, self._island, self.life, self._number)
+        self.number += 1
+        name = contribution_object(facts.version, self._island, self.life, self.number)
         _, data = tensor_object(facts, tensors)
 
         def work() -> bool:
@@ -263,16 +264,21 @@ class Exchange:
         return ""
 
     def outstanding(
-        self, version: int, specs: Mapping[str, Spec]
+        self, decision: Decision, specs: Mapping[str, Spec]
     ) -> tuple[str, Facts, dict[str, np.ndarray]] | None:
-        """Returns what an earlier life contributed to what follows a version, if it can be merged.
+        """Returns what an earlier life contributed, if it can be merged after a decision's version.
 
         That is its name, its facts, and the change.
         """
+        last = place_of(decision.totals.get(self._island, Total()).last)
 
         def work() -> tuple[str, Facts, dict[str, np.ndarray]] | None:
-            name = contribution_names(self.folder, version).get((self._island, version))
-            return self.contribution(name, specs) if name else None
+            for version in range(decision.version, decision.oldest - 1, -1):
+                names = contribution_names(self.folder, version)
+                name = names.get((self._island, version), "")
+                if place_of(name) > last:
+                    return self.contribution(name, specs)
+            return None
 
         with contextlib.suppress(DamagedObjectError):
             return self.trying("contribution", work, None)

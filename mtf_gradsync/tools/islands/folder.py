@@ -208,7 +208,7 @@ class Folder:
         """Makes errors of the store FolderErrors; lets what is not there, or there, be said."""
         from obstore.exceptions import AlreadyExistsError
 
-        if any(part in ("", ".", "..") for part in name.split("/")):
+        if name and any(part in ("", ".", "..") for part in name.split("/")):
             raise DamagedObjectError(f"{name!r} is no name of an object of {self.url}.")
         try:
             yield
@@ -218,7 +218,7 @@ class Folder:
             raise FolderError(f"{name} in {self.url} cannot be {what}: {_reason(error)}") from error
 
     def names(self, folder: str) -> list[str]:
-        """Returns the sorted names of the objects in a folder of it, without those half written."""
+        """Returns the sorted names of what is whole in a folder of it, or in itself ("")."""
         return sorted(self.marks(folder))
 
     def marks(self, folder: str) -> dict[str, str]:

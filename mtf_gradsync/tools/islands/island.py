@@ -11,10 +11,17 @@ import numpy as np
 from mtf_gradsync.extension import counted, is_number
 from mtf_gradsync.tools.islands.changes import FORMS, Form, encoded, wide
 from mtf_gradsync.tools.islands.exchange import Exchange, IslandError
-from mtf_gradsync.tools.islands.folder import Folder, OtherTensorsError, Spec
+from mtf_gradsync.tools.islands.folder import (
+    DamagedObjectError,
+    Folder,
+    FolderError,
+    OtherTensorsError,
+    Spec,
+)
 from mtf_gradsync.tools.islands.journal import events_by_step
 from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
-from mtf_gradsync.tools.islands.objects import ISLAND_NAME, Decision, Facts
+from mtf_gradsync.tools.islands.objects import ISLAND_NAME, Decision, Facts, Total, place_of
+from mtf_gradsync.tools.islands.saved import Learned, Saved, Sent
 from mtf_gradsync.tools.islands.values import StepCounts, Values
 from mtf_gradsync.tools.islands.versions import MergeSettings, fragment_of
 
@@ -37,26 +44,6 @@ class FolderTraffic(NamedTuple):
 
     written: int
     read: int
-
-
-class Sent(NamedTuple):
-    """What an island had when it contributed, until a version has it.
-
-    Attributes:
-      version: that the change goes on from.
-      values: of the variables that it contributed.
-      counts: those that schedules go by.
-      tokens: what the contribution stands for.
-      steps: how many updates are in it.
-      residual: what rounding had taken away before, and is in it.
-    """
-
-    version: int
-    values: dict[str, np.ndarray]
-    counts: dict[str, int]
-    tokens: float
-    steps: int
-    residual: dict[str, np.ndarray]
 
 
 # How often an island contributes to one version, all that it has learned since it: when nobody
@@ -166,6 +153,7 @@ class Island:
         self._exchange: Exchange | None = None
         self._has_left = False
         self.version: int | None = None  # whose values the island goes on from
+        self._base: dict[str, np.ndarray] = {}  # these values
         self.step = 0
         self._fragments = 1
 
@@ -178,10 +166,10 @@ class Island:
         self._sent: Sent | None = None  # what waits to be merged
         self._attempts: dict[str, Sent] = {}  # contributions to this version, by name
         self._since = 0  # updates since it contributed
-        self._tokens = dict.fromkeys(range(self._fragments), 0.0)
+        self._tokens = [0.0] * self._fragments
         self._residual: dict[str, np.ndarray] = {}
 
-    def begin(self, session: Any, step: int = 0) -> None:
+    def begin(self, session: Any, step: int = 0, checkpoint: str | None = None) -> None:
         """Goes on from the newest version in the folder, or offers its values for the first one.
 
         After `finish`, or where a session was made anew and has older values, it begins again.
@@ -190,6 +178,8 @@ class Island:
           session: with the island's own values, initialized or restored from its checkpoint.
           step: how many steps the island has made before. `step` of the island may be more
             afterwards, as it follows the version.
+          checkpoint: path of the checkpoint that the session's values are from. With what `save`
+            has left beside it the island contributes what it had learned until then.
 
         Raises:
           IslandError: there was no version within `begin_seconds`, or a replay has no journal.
@@ -198,10 +188,10 @@ class Island:
         self._has_left, self.version = False, None
         self._step_counts = self._counts_of(session)
         self._waiting_tokens: float | None = None if self._step_counts.waiting else 0.0
+        saved = self._read_saved(checkpoint) if checkpoint else None
         if self._replay:
             self._events = events_by_step(self.folder, self.name)
-            self._lack_of(step)
-            return self._replay_step(session)
+            return self._begin_replay(session, step, saved)
         if self._exchange:
             self._exchange.abandon()
         self._exchange = Exchange(
@@ -214,9 +204,11 @@ class Island:
             self._merger.start()
         version, decision = self._await_version(session)
         # The merger may merge what an earlier life contributed.
-        outstanding = self._exchange.outstanding(version, self._turn_specs(version))
-        self._join(session, version, decision, outstanding)
+        outstanding = self._exchange.outstanding(decision, self._turn_specs(version))
         self._exchange.journal.keeps_all = decision.keeps_all
+        if saved and self._is_left(saved, version, decision, outstanding):
+            return self._go_on_with(session, saved, version, decision)
+        self._join(session, version, decision, outstanding)
         self._exchange.journal.write(
             "joined", step=step, version=version, bytes=_bytes(self._base),
             sent=outstanding[0] if outstanding else "",
@@ -227,6 +219,94 @@ class Island:
             level, "The island %s goes on from version %d, whose values take the place of its own "
             "of step %d, as step %d", self.name, version, step, self.step,
         )  # fmt: skip
+
+    # What is kept beside a checkpoint.
+
+    def save(self, checkpoint: str) -> None:
+        """Keeps what `begin` needs beside a checkpoint of the session's values as they are now.
+
+        Without it, an island that is killed loses what it had learned since it last contributed.
+
+        Args:
+          checkpoint: its path, to which ".island" is added.
+        """
+        if self.version is None:
+            return
+        exchange = self._exchange
+        learned = Learned(
+            island=self.name, version=self.version, counts=self._counts_before, since=self._since,
+            life=exchange.life if exchange else 0, number=exchange.number if exchange else 0,
+            events=exchange.journal.events if exchange else 0, tokens=self._tokens,
+            waiting=self._waiting_tokens, is_sent=self._sent is not None,
+        )  # fmt: skip
+        try:
+            Saved(learned, self._base, self._residual, self._attempts).write(checkpoint)
+        except FolderError as error:
+            logger.warning("Island %s: %s", self.name, error)
+
+    def _read_saved(self, checkpoint: str) -> Saved | None:
+        """Returns what is beside a checkpoint of this island and has something to contribute."""
+        try:
+            saved = Saved.read(checkpoint)
+        except (DamagedObjectError, FolderError) as error:
+            logger.warning("Island %s: %s", self.name, error)
+            return None
+        if saved is None or saved.learned.island != self.name:
+            return None
+        has_learned = saved.learned.is_sent or any(saved.learned.tokens)
+        is_same = {name: Spec.of(value) for name, value in saved.base.items()} == self._specs
+        return saved if is_same and (has_learned or self._replay) else None
+
+    def _is_left(
+        self,
+        saved: Saved,
+        version: int,
+        decision: Decision,
+        outstanding: tuple[str, Facts, Mapping[str, np.ndarray]] | None,
+    ) -> bool:
+        """Whether the island has not contributed later what it had learned by a checkpoint."""
+        assert self._exchange is not None
+        learned = saved.learned
+        last = decision.totals.get(self.name, Total()).last
+        later = [
+            name
+            for name in (last, outstanding[0] if outstanding else "")
+            if place_of(name) > (learned.life, learned.number)
+        ]
+        if later:
+            logger.info("What the checkpoint of %s has learned is in %s", self.name, later[0])
+        # Lives and versions count up in a folder: others are of another one.
+        is_same = learned.life < self._exchange.life and learned.version <= version
+        return is_same and not later and len(learned.tokens) == self._fragments
+
+    def _go_on_with(self, session: Any, saved: Saved, version: int, decision: Decision) -> None:
+        """Goes on from a version with what a checkpoint has learned and no version has."""
+        assert self._exchange is not None
+        self._restore(session, saved)
+        learned = saved.learned
+        waiting = self._sent.tokens if self._sent else 0.0
+        self._exchange.journal.write(
+            "joined", step=self._at, version=learned.version, bytes=0,
+            restored=[learned.life, learned.events],
+        )  # fmt: skip
+        if version > learned.version:
+            self._take(session, version, (self._new, decision))
+        logger.warning(
+            "The island %s goes on from version %d, with what its checkpoint of step %d has "
+            "learned from %g tokens since version %d, as step %d", self.name, version, self._at,
+            max(learned.tokens) + waiting, learned.version, self.step,
+        )  # fmt: skip
+
+    def _restore(self, session: Any, saved: Saved) -> None:
+        """Takes the island for what it was when it was saved, as the session's values are."""
+        learned = saved.learned
+        self.version, self._base = learned.version, dict(saved.base)
+        self._counts_before, self._attempts = dict(learned.counts), dict(saved.attempts)
+        self._sent = next(reversed(saved.attempts.values())) if learned.is_sent else None
+        self._sent_at = time.monotonic()
+        self._since, self._tokens = learned.since, list(learned.tokens)
+        self._residual, self._waiting_tokens = dict(saved.residual), learned.waiting
+        self._values.write(session, {})
 
     def _counts_of(self, session: Any) -> StepCounts:
         counts = getattr(self._values, "counts", None)
@@ -297,16 +377,16 @@ class Island:
     ) -> None:
         """Goes on from a version, with what an earlier life has contributed to the next one."""
         counts = self._counts_in(self._values.read(session))
-        self._base: dict[str, np.ndarray] = {}
+        self._base = {}
         self._start_from(version, counts)
         name, facts, change = outstanding or ("", None, {})
         learned = {key: -value for key, value in change.items()}
         followed = self._follow_version(decision, counts, counts)
         self._write(session, self._new, learned, followed)
-        if facts:
+        if facts and facts.version is not None:
             now = self._values.read(session)
             values = {key: now[key] for key in change}
-            sent = Sent(version, values, self._counts_before, facts.tokens, facts.steps, {})
+            sent = Sent(facts.version, values, self._counts_before, facts.tokens, facts.steps, {})
             self._sent, self._attempts, self._sent_at = sent, {name: sent}, time.monotonic()
 
     def _write(
@@ -352,13 +432,14 @@ class Island:
         names = fragment_of(version + 1, list(self._specs), self._fragments)
         return {name: self._specs[name] for name in names}
 
-    def after_step(self, session: Any, tokens: float = 1.0) -> None:
+    def after_step(self, session: Any, tokens: float = 1.0, checkpoint: str | None = None) -> None:
         """Contributes what the island has learned, or takes merged values, where it is time to.
 
         Args:
           session: in which a step has been made.
           tokens: how much that step's loss stands for; what islands contribute is weighted by it.
             Those of steps that accumulate count with their update, those of skipped steps never.
+          checkpoint: path of one that was written since that step; see `save`.
         """
         if self.version is None:
             raise ValueError(
@@ -369,6 +450,8 @@ class Island:
         self.step += 1
         self._at = self.step
         self._count(session, float(tokens))
+        if checkpoint:
+            self.save(checkpoint)
         if self._replay:
             return self._replay_step(session)
         exchange = self._exchange
@@ -429,8 +512,7 @@ class Island:
         if now.skipped > before.skipped:
             return
         self._since += 1
-        for fragment in self._tokens:
-            self._tokens[fragment] += tokens
+        self._tokens = [before + tokens for before in self._tokens]
 
     def finish(self, session: Any, waits: bool = True) -> None:
         """Contributes all that is left, takes merged values if they come in time, says good-bye.
@@ -446,20 +528,20 @@ class Island:
         if self._replay or self._has_left or self.version is None:
             return
         until = time.monotonic() + (self._wait_at_end if waits else 0.0)
-        while self._sent is not None or any(self._tokens.values()):
+        while self._sent is not None or any(self._tokens):
             if self._sent is None and not self._contribute(session, True):
-                if not any(self._tokens.values()) or time.monotonic() > until:
+                if not any(self._tokens) or time.monotonic() > until:
                     break
                 time.sleep(min(self._poll, 0.5))
             if not self._wait_and_take(session, until - time.monotonic()):
                 self._look_after_sent()
                 if time.monotonic() > until:
                     break
-        if self._sent is not None and any(self._tokens.values()):
+        if self._sent is not None and any(self._tokens):
             # In place of it, with what came since: the merger takes the last one.
             self._take_back("it ends: all that is left goes into one contribution")
             self._contribute(session, True)
-        left = max(self._tokens.values())
+        left = max(self._tokens)
         if left or (self._sent and waits):
             what = "is in no contribution" if left else "waits to be merged"
             logger.warning(
@@ -475,7 +557,7 @@ class Island:
             self._merger = None
         if self._exchange and self.version is not None and not self._has_left:
             self._has_left = True
-            left = max(self._tokens.values())
+            left = max(self._tokens)
             self._exchange.journal.write(
                 "left", step=self.step, version=self.version, tokens_left=left
             )
@@ -556,14 +638,20 @@ class Island:
         self._start_from(self.version, self._counts_in(self._values.read(session)))
         return list(anew)
 
-    def _take(self, session: Any, newest: int, merged_as: str | None = "?") -> None:
+    def _take(
+        self,
+        session: Any,
+        newest: int,
+        found: tuple[dict[str, np.ndarray], Decision] | None = None,
+        merged_as: str | None = "?",
+    ) -> None:
         """Takes the values of a newer version, and keeps what was learned and not contributed.
 
         What was contributed and will not be merged any more counts as not contributed. `merged_as`
         is, in a replay, which contribution was merged, "" for none, None if that was open.
         """
         assert self.version is not None
-        found = self._load(newest, self.version + 1)
+        found = found or self._load(newest, self.version + 1)
         if not found:
             return
         values, decision = found
@@ -607,13 +695,25 @@ class Island:
             self._exchange.journal.write("took", step=self._at, version=newest,
                                          merged=merged_as, bytes=_bytes(values))  # fmt: skip
 
-    def _lack_of(self, step: int) -> None:
-        first = [e for e in self._events.get(step, []) if e["event"] == "joined"]
-        if not first:
+    def _begin_replay(self, session: Any, step: int, saved: Saved | None) -> None:
+        """Begins where the journal says that the island joined."""
+        events = self._events.get(step, [])
+        begins = [number for number, e in enumerate(events) if e["event"] == "joined"]
+        if not begins:
             raise IslandError(
                 f"The journal of {self.folder.url} does not say that {self.name!r} joined at step "
                 f"{step}; it has events of the steps {sorted(self._events)[:10]}."
             )
+        self._events[step] = events[begins[-1] :]
+        if "restored" in events[begins[-1]]:
+            if saved is None:
+                raise IslandError(
+                    f"{self.name!r} joined at step {step} with what its checkpoint had learned: a "
+                    "replay from there needs what Island.save left beside it."
+                )
+            self._take_fragments()
+            self._restore(session, saved)
+        self._replay_step(session)
 
     def _lack_of_version(self, event: Mapping[str, Any]) -> IslandError:
         return IslandError(
@@ -625,6 +725,8 @@ class Island:
         """Does after a step what the journal says that the island did after it."""
         for event in self._events.get(self._at, []):
             kind = event["event"]
+            if kind == "joined" and "restored" in event:
+                continue  # it is in the session and in this object
             if kind == "joined":
                 self._take_fragments()
                 found = self._load(event["version"], 0)
@@ -637,7 +739,7 @@ class Island:
                     outstanding = exchange.contribution(name, self._turn_specs(event["version"]))
                 self._join(session, event["version"], found[1], outstanding)
             elif kind == "took":
-                self._take(session, event["version"], event.get("merged"))
+                self._take(session, event["version"], merged_as=event.get("merged"))
                 if self.version != event["version"]:
                     raise self._lack_of_version(event)
             elif kind == "took_back" and self._sent:

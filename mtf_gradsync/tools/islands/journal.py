@@ -35,7 +35,13 @@ class Journal:
     def __init__(self, folder: Folder, island: str, life: int):
         self._folder, self._place, self._life = folder, f"journal/{island}", life
         self._island, self._part, self._lines = island, 0, list[dict[str, Any]]()
+        self._before = 0  # lines in earlier parts
         self.keeps_all = True
+
+    @property
+    def events(self) -> int:
+        """How many events there are of this life."""
+        return self._before + len(self._lines)
 
     def write(self, event: str, must: bool = False, **fields: Any) -> None:
         """Adds an event.
@@ -44,6 +50,7 @@ class Journal:
         added.
         """
         if len(self._lines) >= _LINES_IN_A_PART and not self._is_behind():
+            self._before = self.events
             self._part, self._lines = self._part + 1, []
             self._remove_old()
         self._lines.append(
@@ -90,12 +97,12 @@ class Event(msgspec.Struct, frozen=True):
     step: int
 
 
-def read_journal(folder: Folder, island: str) -> list[list[dict[str, Any]]]:
-    """Returns the events of an island, in order, a list for each life of its process.
+def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
+    """Returns the events of an island, in order, by the number of its process's life.
 
     Parts that are damaged are passed over by name.
     """
-    lives: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    lives: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
     for name in folder.names(f"journal/{island}"):
         if not name.endswith(".jsonl"):
             continue
@@ -103,26 +110,35 @@ def read_journal(folder: Folder, island: str) -> list[list[dict[str, Any]]]:
             data = folder.read(f"journal/{island}/{name}") or b""
             lines = msgspec.json.Decoder(dict[str, Any]).decode_lines(data)
             msgspec.convert(lines, list[Event])
-            lives[name.split("-")[0]] += lines
+            lives[int(name.split("-")[0])] += lines
         except ValueError as error:
             logger.warning(
                 "%s is passed over: %s", f"journal/{island}/{name} in {folder.url}", error
             )
-    return [lives[life] for life in sorted(lives)]
+    return dict(sorted(lives.items()))
 
 
 def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
     """Returns what happened to an island after each step that counts.
 
     A process that was killed begins again at its checkpoint: what its earlier life did after that
-    step is not part of what the island has become.
+    is not part of what the island has become.
     """
-    found: dict[int, list[dict[str, Any]]] = {}
-    for life in read_journal(folder, island):
-        for event in life:
+    counted: list[tuple[tuple[int, int], dict[str, Any]]] = []
+    for life, events in read_journal(folder, island).items():
+        for number, event in enumerate(events):
             if event["event"] == "joined":
-                found = {s: events for s, events in found.items() if s < event["step"]}
-            found.setdefault(event["step"], []).append(event)
+                # A checkpoint that has what was learned has what was done before it in its step.
+                until = tuple(event.get("restored", ()))
+                counted = [
+                    (at, one)
+                    for at, one in counted
+                    if (at < until if until else one["step"] < event["step"])
+                ]
+            counted.append(((life, number), event))
+    found: dict[int, list[dict[str, Any]]] = {}
+    for _, event in counted:
+        found.setdefault(event["step"], []).append(event)
     return found
 
 
@@ -200,7 +216,9 @@ def read_status(folder: Folder) -> Status:
         if (decision := _read(lambda number=number: read_decision(folder, number)))
     ]
     islands = sorted(name for name, mark in folder.marks("journal").items() if not mark)
-    events = [event for one in islands for life in read_journal(folder, one) for event in life]
+    events = [
+        event for one in islands for life in read_journal(folder, one).values() for event in life
+    ]
     events.sort(key=lambda e: e["time"])
     newest = max(numbers_in(folder, "versions", SUFFIX), default=None)
     merger, beat = _merger(folder)

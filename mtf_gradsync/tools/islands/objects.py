@@ -206,6 +206,12 @@ def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
     return found and (int(found[1]), found[2], int(found[3]), int(found[4]))
 
 
+def place_of(name: str) -> tuple[int, int]:
+    """Returns life and number of a contribution's name, by which they count up; of none (0, 0)."""
+    parsed = parsed_contribution(name)
+    return parsed[2:] if parsed else (0, 0)
+
+
 def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], str]:
     """Returns the last contribution of each island to a version, if it is not refused."""
     place = f"contributions/{version:08d}"

@@ -190,6 +190,7 @@ class Runner(abc.ABC):
         self._session: Any = None
         self._lowering = graph.lowering
         self._place, self._hooks, self._island = place, hooks, island
+        self._begins_with = start.path
         self._copies = None if config.watch_copies_steps is None else watch_copies()
         if self._copies:
             self._copies.begin()
@@ -294,10 +295,14 @@ class Runner(abc.ABC):
                     f"The island {island.name!r} must be one process; the run has several"
                 )
             try:
-                self._raw(lambda session: island.begin(session, step))
+                self._raw(lambda session: island.begin(session, step, self._begins_with))
             except IslandError as error:
                 raise TrainingError(str(error)) from error
             self.first_step = island.step
+
+    def _save_island(self, step: int) -> None:
+        if self._island:
+            self._island.save(f"{self._prefix}-{step}")
 
     def _leave(self, error: Any) -> None:
         """Contributes what an island has learned that was told to stop; after an error nothing."""
@@ -333,6 +338,7 @@ class PlacementMeshRunner(Runner):
 
     def begin_save(self, step: int) -> Future[str]:
         """See `Runner`."""
+        self._save_island(step)
         return self._raw(lambda session: self._saver.begin_save(session, self._prefix, step))
 
     def should_stop(self) -> bool:
@@ -393,6 +399,7 @@ class SimdProgramRunner(Runner):
 
     def begin_save(self, step: int) -> Future[str]:
         """See `Runner`."""
+        self._save_island(step)
         return self._session.begin_save(self._prefix, self._saver, step)
 
     def agreed_stop(self, received: int | None) -> int | None:

@@ -98,6 +98,41 @@ def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
+def test_what_a_checkpoint_had_learned_is_contributed(runtime, folder, tmp_path, after_step):
+    where = [f"train.run.runtime = '{runtime}'", "train.run.train_dataset_fn = @padded"]
+    given = bindings(folder, "merge = True", "keep_all = True", "min_grace = 0.0")
+    given.append("ElasticIslands.inner_steps = 4")
+
+    class KillError(Exception):
+        pass
+
+    def kill():
+        raise KillError
+
+    after_step(8, kill)
+    with pytest.raises(KillError):
+        train_tiny(tmp_path / "run", *where, *given, "ElasticIslands.inner_steps = 10")
+    after_step(None)
+    assert (tmp_path / "run" / "model.ckpt-6.island").exists()
+    result, _, _ = train_tiny(tmp_path / "run", *where, *given)
+    assert result.step == 12
+    status = read_status(Folder(str(folder)))
+    merged = [c for d in status.decisions[1:] for c in d.contributions]
+    # Those of the checkpoint of step 6, and what came after it, are in versions.
+    assert sum(c.steps for c in merged) == 12
+    assert sum(c.weight for c in merged) == 12 * 80.0
+    again = [*given, "ElasticIslands.merge = False", "ElasticIslands.name = 'run'",
+             "ElasticIslands.replay = True"]  # fmt: skip
+    live = values_of(tmp_path / "run")
+    train_tiny(tmp_path / "replayed", *where, *again)
+    replayed = values_of(tmp_path / "replayed")
+    assert {k: v.tobytes() for k, v in replayed.items()} == {
+        k: v.tobytes() for k, v in live.items()
+    }
+
+
+@pytest.mark.slow
 def test_a_run_that_is_stopped_contributes_what_it_has(folder, tmp_path, after_step):
     after_step(5, lambda: signal.raise_signal(signal.SIGTERM))
     result, _, _ = train_tiny(tmp_path / "run", *bindings(folder, "merge = True"))

@@ -1,0 +1,143 @@
+"""What an island keeps beside its own checkpoint, so that nothing that is in it is lost.
+
+A checkpoint has the island's values. What it has learned since it last contributed is their
+difference from those that it went on from, which are kept with it, as is what it has contributed
+and no version has yet.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from mtf_gradsync.tools.islands.folder import Folder
+
+_ENDING = ".island"
+_BASE, _ROUNDED = "base", "rounded"  # what parts of the tensors' names say
+
+
+class Sent(NamedTuple):
+    """What an island had when it contributed, until a version has it.
+
+    Attributes:
+      version: that the change goes on from.
+      values: of the variables that it contributed.
+      counts: those that schedules go by.
+      tokens: what the contribution stands for.
+      steps: how many updates are in it.
+      residual: what rounding had taken away before, and is in it.
+    """
+
+    version: int
+    values: dict[str, np.ndarray]
+    counts: dict[str, int]
+    tokens: float
+    steps: int
+    residual: dict[str, np.ndarray]
+
+
+class _Attempt(msgspec.Struct, frozen=True):
+    object: str
+    version: int
+    counts: dict[str, int]
+    tokens: float
+    steps: int
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an island is between two versions.
+
+    Attributes:
+      island: its name.
+      life: of its process.
+      number: of its last contribution in this life.
+      events: how many its journal has of this life.
+      version: that it goes on from.
+      counts: those that schedules go by, as it began to learn what it has not contributed.
+      since: updates since it contributed.
+      tokens: what these stand for, of each fragment.
+      waiting: what steps stand for whose gradients no update has applied.
+      is_sent: whether the last attempt waits to be merged.
+      attempts: contributions to the version.
+    """
+
+    island: str
+    life: int
+    number: int
+    events: int
+    version: int
+    counts: dict[str, int]
+    since: int
+    tokens: list[float]
+    waiting: float | None
+    is_sent: bool
+    attempts: list[_Attempt] = []
+
+
+class Saved(NamedTuple):
+    """What is kept beside a checkpoint.
+
+    Attributes:
+      learned: where the island is.
+      base: the values that it went on from.
+      residual: what rounding has taken away from what it contributed.
+      attempts: contributions to the version, by name.
+    """
+
+    learned: Learned
+    base: dict[str, np.ndarray]
+    residual: dict[str, np.ndarray]
+    attempts: dict[str, Sent]
+
+    def write(self, checkpoint: str) -> None:
+        """Writes it beside a checkpoint, and removes what is beside those that are gone.
+
+        Raises FolderError if it cannot.
+        """
+        tensors = {_BASE: self.base, _ROUNDED: self.residual}
+        attempts = []
+        for number, (name, sent) in enumerate(self.attempts.items()):
+            attempts.append(_Attempt(name, sent.version, sent.counts, sent.tokens, sent.steps))
+            tensors |= {f"{number}": sent.values, f"{number} {_ROUNDED}": sent.residual}
+        learned = msgspec.structs.replace(self.learned, attempts=attempts)
+        folder, name = _place(checkpoint)
+        named = {f"{of}:{key}": x for of, some in tensors.items() for key, x in some.items()}
+        folder.store(name, learned, named)
+        # Those of other steps, whose checkpoints TensorFlow's Saver has removed.
+        there, begin = folder.names(""), name.rpartition("-")[0]
+        for other in there:
+            is_gone = f"{other.removesuffix(_ENDING)}.index" not in there
+            is_own = other.endswith(_ENDING) and other.rpartition("-")[0] == begin
+            if is_gone and is_own and other != name:
+                folder.remove(other)
+
+    @classmethod
+    def read(cls, checkpoint: str) -> Saved | None:
+        """Returns what is beside a checkpoint; None where there is nothing.
+
+        Raises DamagedObjectError where that is damaged.
+        """
+        folder, name = _place(checkpoint)
+        found = folder.load(name, kind=Learned)
+        if found is None:
+            return None
+        tensors: dict[str, dict[str, np.ndarray]] = {_BASE: {}, _ROUNDED: {}}
+        for key, value in found.tensors.items():
+            of, variable = key.split(":", 1)
+            tensors.setdefault(of, {})[variable] = value
+        attempts = {
+            one.object: Sent(
+                one.version, tensors.get(f"{number}", {}), one.counts, one.tokens, one.steps,
+                tensors.get(f"{number} {_ROUNDED}", {}),
+            )
+            for number, one in enumerate(found.facts.attempts)
+        }  # fmt: skip
+        return cls(found.facts, tensors[_BASE], tensors[_ROUNDED], attempts)
+
+
+def _place(checkpoint: str) -> tuple[Folder, str]:
+    directory, name = os.path.split(checkpoint)
+    return Folder(directory or "."), name + _ENDING
