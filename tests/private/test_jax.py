@@ -164,12 +164,17 @@ def test_a_profile_has_the_operations_of_a_program_and_no_frames_of_python():
         double(2.0).block_until_ready()
         out["profile"] = profiler.stop().hex()
     """)
-    space = profiles.profile_space(bytes.fromhex(out["profile"]))
-    assert "Task Environment" in [plane.name for plane in space.planes]
-    (host,) = [plane for plane in space.planes if plane.name == "/host:CPU"]
-    assert {"hlo_op", "hlo_module"} <= {value.name for value in host.stat_metadata.values()}
-    events = [value.name for value in host.event_metadata.values()]
-    assert not [name for name in events if name.startswith("$")]
+    planes = {p.name: p for p in profiles.profile_data(bytes.fromhex(out["profile"])).planes}
+    assert "profile_start_time" in dict(planes["Task Environment"].stats)
+    events = [event for line in planes["/host:CPU"].lines for event in line.events]
+    known = {name for event in events for name, _ in event.stats}
+    assert {"hlo_op", "hlo_module"} <= known
+    assert not [event.name for event in events if event.name.startswith("$")]
+
+
+def test_a_profile_that_was_cut_off_is_refused():
+    with pytest.raises(ValueError, match=r"[Pp]ars"):
+        profiles.profile_data(b"\n\x09cut off")
 
 
 def test_a_program_is_compiled_for_a_tpu_that_is_only_described():

@@ -5,14 +5,54 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Iterator
 
 
-def profile_space(serialized: bytes) -> Any:
-    """Reads a serialized ``XSpace``, a profile as TensorFlow's and jax's profilers write it."""
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+def profile_data(serialized: bytes) -> Any:
+    """Reads a serialized ``XSpace``, as jax's profiler writes it, into a ``ProfileData`` of jax.
 
-    return xplane_pb2.XSpace.FromString(serialized)
+    jax 0.4 has none; there the result has the attributes that are read here. Raises a ValueError
+    where the bytes are something else.
+    """
+    from google.protobuf.message import DecodeError
+    from jax import profiler
+
+    try:
+        if hasattr(profiler, "ProfileData"):
+            return profiler.ProfileData.from_serialized_xspace(serialized)
+        from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+        space = xplane_pb2.XSpace.FromString(serialized)
+    except (DecodeError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+    return SimpleNamespace(planes=[_plane(plane) for plane in space.planes])
+
+
+def _plane(plane: Any) -> Any:
+    """Returns a plane of an ``XSpace`` with the attributes that ``ProfileData`` has for it."""
+
+    def stats(of: Any) -> Iterator[tuple[str, Any]]:
+        for stat in of.stats:
+            kind = stat.WhichOneof("value")
+            value = getattr(stat, kind) if kind else None
+            if kind == "ref_value":
+                value = plane.stat_metadata[value].name
+            yield plane.stat_metadata[stat.metadata_id].name, value
+
+    def event(line: Any, one: Any) -> Any:
+        return SimpleNamespace(
+            name=plane.event_metadata[one.metadata_id].name,
+            start_ns=line.timestamp_ns + one.offset_ps // 1000,
+            duration_ns=one.duration_ps // 1000,
+            stats=stats(one),
+        )
+
+    lines = [
+        SimpleNamespace(name=line.name, events=[event(line, one) for one in line.events])
+        for line in plane.lines
+    ]
+    return SimpleNamespace(name=plane.name, lines=lines, stats=stats(plane))
 
 
 class Profiler:

@@ -26,123 +26,86 @@ class _Found(NamedTuple):
     end: int
 
 
-def read_profile(space: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
-    """Finds the runs of a program's operations in a profile (an ``XSpace``), in no order.
+def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
+    """Finds the runs of a program's operations in a profile (``jax.profiler.ProfileData``).
 
-    `ordinals` are what the platform calls the devices of this process's cores. Events of threads
-    that wait, and those that only mark the end of others, are no runs.
+    They are in no order. `ordinals` are what the platform calls the devices of this process's
+    cores. Events of threads that wait, and those that only mark the end of others, are no runs.
     """
-    start = _start_of(space)
-    for plane in space.planes:
-        if _DEVICE.match(plane.name):
-            break
-    else:
-        plane = next((p for p in space.planes if p.name == _HOST), None)
-        if plane is None:
-            return []
-        return _numbered(_on_host(_Plane(plane, start), module, len(ordinals)), ordinals)
-    found: list[_Found] = []
-    for plane in space.planes:
-        match = _DEVICE.match(plane.name)
-        if match:
-            found += _on_device(_Plane(plane, start), int(match[1]))
-    return _numbered(found, ordinals)
+    planes = list(profile.planes)
+    began = [t for p in planes for name, t in p.stats if name == "profile_start_time"]
+    start = began[0] if began else 0
+    devices = [(plane, match) for plane in planes if (match := _DEVICE.match(plane.name))]
+    if devices:
+        found = [one for p, match in devices for one in _on_device(p, start, int(match[1]))]
+        return _numbered(found, ordinals)
+    host = next((p for p in planes if p.name == _HOST), None)
+    if host is None:
+        return []
+    return _numbered(_on_host(host, start, module, len(ordinals)), ordinals)
 
 
-class _Plane:
-    """A plane of a profile, with names in place of numbers."""
-
-    def __init__(self, plane: Any, start: int):
-        self._plane, self._start = plane, start
-        self._stats = {key: value.name for key, value in plane.stat_metadata.items()}
-        self.events = {key: value.name for key, value in plane.event_metadata.items()}
-        self.shown = {key: value.display_name for key, value in plane.event_metadata.items()}
-
-    def lines(self) -> Iterator[tuple[str, list[Any]]]:
-        """Name and events of each line, those in the order in which they begin."""
-        for line in self._plane.lines:
-            yield line.name, sorted(line.events, key=lambda e: (e.offset_ps, -e.duration_ps))
-
-    def base(self, name: str) -> int:
-        """When a line's clock began, in nanoseconds since the epoch."""
-        line = next(line for line in self._plane.lines if line.name == name)
+def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
+    """Yields the events of a line as they begin, with begin and end since the epoch."""
+    for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
         # Versions differ: since the epoch, or since the profile began.
-        at = line.timestamp_ns
-        return at if at > 10**17 else self._start + at
-
-    def stats(self, event: Any) -> dict[str, Any]:
-        """What an event says of itself; the first where it says something twice."""
-        found: dict[str, Any] = {}
-        for stat in event.stats:
-            kind = stat.WhichOneof("value")
-            value = getattr(stat, kind) if kind else None
-            if kind == "ref_value":
-                value = self._stats[value]
-            found.setdefault(self._stats[stat.metadata_id], value)
-        return found
+        begin = int(event.start_ns) + (0 if event.start_ns > 10**17 else start)
+        yield event, begin, begin + int(event.duration_ns)
 
 
-def _start_of(space: Any) -> int:
-    """When the profile began, in nanoseconds since the epoch; 0 where it does not say."""
-    for plane in space.planes:
-        names = {key: value.name for key, value in plane.stat_metadata.items()}
-        for stat in plane.stats:
-            if names.get(stat.metadata_id) == "profile_start_time":
-                return stat.uint64_value or stat.int64_value
-    return 0
+def _stats(event: Any) -> dict[str, Any]:
+    """Returns what an event says of itself; the first where it says something twice."""
+    found: dict[str, Any] = {}
+    for name, value in event.stats:
+        found.setdefault(name, value)
+    return found
 
 
-def _on_device(plane: _Plane, ordinal: int) -> Iterator[_Found]:
+def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
     """Operations of an accelerator: GPUs have lines of streams, TPUs one of operations."""
-    for name, events in plane.lines():
-        if not _DEVICE_LINES.match(name):
+    for line in plane.lines:
+        if not _DEVICE_LINES.match(line.name):
             continue
-        base = plane.base(name)
-        for event in events:
-            stats = plane.stats(event)
+        for event, begin, end in _events(line, start):
+            stats = _stats(event)
             operation = stats.get("hlo_op")
-            if operation is None and name == "XLA Ops":
-                shown = plane.shown[event.metadata_id] or plane.events[event.metadata_id]
-                operation = shown.partition(" = ")[0].lstrip("%")
+            if operation is None and line.name == "XLA Ops":
+                operation = event.name.partition(" = ")[0].lstrip("%")
             if operation:
-                begin = base + event.offset_ps // 1000
-                end = base + (event.offset_ps + event.duration_ps) // 1000
                 yield _Found(ordinal, stats.get("run_id"), operation, begin, end)
 
 
-def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
+def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
     """Operations of CPU devices, which are events of the threads that ran them."""
     ends: dict[Any, int] = {}
     pool = _ThreadPool()
     found: list[tuple[Any, Any, list[Any], _Found]] = []
-    for line, events in plane.lines():
-        base, task = plane.base(line), None
+    for line in plane.lines:
+        task = None
         begun: list[tuple[int, list[Any]]] = []
-        for event in events:
-            name = plane.events[event.metadata_id]
-            begin = base + event.offset_ps // 1000
+        for event, begin, end in _events(line, start):
+            name = event.name
             if name == "ThreadpoolListener::StartRegion":
-                task = plane.stats(event).get("_c")
+                task = _stats(event).get("_c")
             elif name == "ThreadpoolListener::StopRegion":
                 pool.end(task, begin)
                 task = None
             elif name == "ThreadpoolListener::Record":
-                key = plane.stats(event).get("_p")
-                pool.schedule(key, task, begin, line)
-                for end, parts in begun:
-                    if begin < end:
+                key = _stats(event).get("_p")
+                pool.schedule(key, task, begin, line.name)
+                for until, parts in begun:
+                    if begin < until:
                         parts.append(key)
             elif name.endswith("::ExecuteHelper"):
                 pool.roots.add(task)
             elif name.startswith(_END):
                 # What a thread began, another one may end.
-                ends[plane.stats(event).get("_c")] = begin
+                ends[_stats(event).get("_c")] = begin
             else:
-                stats = plane.stats(event)
+                stats = _stats(event)
                 if stats.get("hlo_module") == module and "hlo_op" in stats:
                     # Who ends a task of one operation goes on with the next operation.
                     pool.end(task, begin)
-                    end = base + (event.offset_ps + event.duration_ps) // 1000
                     where, execution = stats.get("device_ordinal"), stats.get("run_id")
                     tasks: list[Any] = []
                     # What it schedules while it runs are parts of it.

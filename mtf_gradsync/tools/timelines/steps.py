@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any, Callable, NamedTuple, TypeVar
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from mtf_gradsync.extension import first_line, place_of, tf
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
@@ -17,7 +16,7 @@ from mtf_gradsync.runtimes.simd.facts import CalledBranch, GraphFacts
 from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
 from mtf_gradsync.runtimes.xla.gathering import OtherProcessError
 from mtf_gradsync.runtimes.xla.session import Dispatched, XlaSession
-from mtf_gradsync.tools._private.profiles import Profiler, profile_space
+from mtf_gradsync.tools._private.profiles import Profiler, profile_data
 from mtf_gradsync.tools.timelines.events import (
     Call,
     Collective,
@@ -330,13 +329,13 @@ class XlaRecorder(Recorder):
                 f"jax has no profile: {first_line(error)}. {_ADVICE_FOR_PROFILES}"
             ) from error
         try:
-            space = profile_space(profile)
-        except DecodeError as error:
+            data = profile_data(profile)
+        except ValueError as error:
             raise TimelineError(
                 f"The profile of jax, of {len(profile):,} bytes, cannot be read: "
                 f"{first_line(error)}. Perhaps it was cut off: record fewer steps."
             ) from error
-        return check_recorded(self._recorded(space), _ADVICE_FOR_PROFILES)
+        return check_recorded(self._recorded(data), _ADVICE_FOR_PROFILES)
 
     def _noted(self, dispatch: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Dispatched:
@@ -357,7 +356,7 @@ class XlaRecorder(Recorder):
             self._ends.append(now())
         return value
 
-    def _recorded(self, space: Any) -> Recording:
+    def _recorded(self, profile: Any) -> Recording:
         session = self._session
         cores = session.cores
         rows = list_collectives(session.program, lowering=self._lowering).rows
@@ -365,7 +364,7 @@ class XlaRecorder(Recorder):
             [(compiled_hlo(p.program.executable), p.replica) for p in session.compiled], rows
         )
         ordinals = [_ordinal(device) for device in cores.local_devices]
-        ran = leaves(read_profile(space, _MODULE, ordinals), operations.inside)
+        ran = leaves(read_profile(profile, _MODULE, ordinals), operations.inside)
         ran = until_used(ran, operations.users)
         events = tuple(
             Event(
