@@ -540,12 +540,10 @@ class RunConfig:
 
 def check_schedule(config: RunConfig) -> None:
     """Raises a ConfigError if a setting that `resolve_job` does not check cannot work."""
-    check_positive("save_checkpoints_steps", config.save_checkpoints_steps)
-    check_positive("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
-    check_positive("perplexity_eval_steps", config.perplexity_eval_steps)
-    check_positive("log_steps", config.log_steps)
-    check_positive("max_steps_without_decrease", config.max_steps_without_decrease, optional=True)
-    check_positive("watch_copies_steps", config.watch_copies_steps, optional=True)
+    for name in ("save_checkpoints_steps", "perplexity_eval_steps", "log_steps"):
+        check_positive(name, getattr(config, name))
+    for name in ("keep_checkpoint_max", "max_steps_without_decrease", "watch_copies_steps"):
+        check_positive(name, getattr(config, name), optional=True)
     for name in ("keep_best", "max_steps_without_decrease"):
         if getattr(config, name) and config.eval_dataset_fn is None:
             raise ConfigError(

@@ -135,7 +135,7 @@ class _Loop:
         self._runner, self._config, self._recorder = runner, config, recorder
         self._on_checkpoint = on_checkpoint
         self._on_first_step: Callable[[], None] | None = on_first_step
-        self._patience = Patience(graph.optimizers)
+        self._patience, self._parameters = Patience(graph.optimizers), graph.num_parameters
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
         self.step = self._saved_at = self._begun_at = runner.first_step
         self._saving: Future[str] | None = None
@@ -264,10 +264,10 @@ class _Loop:
     def _look_at_oldest(self) -> None:
         values = self._pending.popleft()()
         step, loss = int(values["step"]), float(values["loss"])
-        rate = values["reported"].get("learning_rate")
-        if rate is not None and not 0 <= rate < math.inf:
+        learning_rate = values["reported"].get("learning_rate")
+        if learning_rate is not None and not 0 <= learning_rate < math.inf:
             raise TrainingError(
-                f"The learning rate of step {step} is {float(rate):g}, by "
+                f"The learning rate of step {step} is {float(learning_rate):g}, by "
                 "train.run.learning_rate_schedule; it must be a finite number, not negative. "
                 f"{self._newest()}"
             )
@@ -279,15 +279,21 @@ class _Loop:
             )
         if self._config.timeline_steps and update_step is not None:
             self._updates.append(update_step)
-        measured = Measured(loss, values["tokens"], None if rate is None else float(rate))
+        learning_rate = None if learning_rate is None else float(learning_rate)
+        measured = Measured(loss, values["tokens"], learning_rate)
         self._means.add(measured, int(values["in_sums"]) if "in_sums" in values else None)
         means = self._means.values()
         self.progress.update(step, means.get("nats_per_token", loss), values["fields"])
         if step % self._config.log_steps == 0 or step == self._config.train_steps:
             # XLA drops the assertion with which a step on a placement mesh ends.
             self._check_waits()
-            tokens = round(self.progress.tokens_per_second(), 1)
-            self._recorder.write(step, {"tokens_per_second": tokens, **values["reported"], **means})
+            rate = self.progress.tokens_per_second()
+            speed = {"tokens_per_second": round(rate, 1)}
+            if self._runner.peak_flops:
+                # 6 operations for each parameter and token: Chowdhery et al. 2022 (PaLM), appendix
+                # B, without attention.
+                speed["mfu"] = 6 * self._parameters * rate / self._runner.peak_flops
+            self._recorder.write(step, {**speed, **values["reported"], **means})
             self._means.end_line()
         if self._on_first_step is not None:
             call, self._on_first_step = self._on_first_step, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -83,10 +83,102 @@ class Plot(NamedTuple):
     wide: str = ""
 
 
-class _Line(NamedTuple):
-    label: str
-    series: Series | None
-    is_points: bool = False
+class _OverSteps(NamedTuple):
+    """What a plot over steps shows: `lines` are names in the metrics file, by label in the legend.
+
+    With `by_shard` there is one name, of values with a number for each shard. An axis of counts
+    has whole numbers `from_zero`.
+    """
+
+    title: str
+    unit: str
+    caption: str
+    lines: Mapping[str, str]
+    from_zero: bool = False
+    is_count: bool = False
+    by_shard: bool = False
+
+
+_PLOTS = (
+    _OverSteps(
+        "Speed",
+        "tokens per second",
+        "Over the last seconds of training, without checkpoints and evaluations.",
+        {"training": "tokens_per_second"},
+        from_zero=True,
+    ),
+    _OverSteps(
+        "Learning rate",
+        "learning rate",
+        "As the optimizer was given it.",
+        {"learning rate": "learning_rate"},
+        from_zero=True,
+    ),
+    _OverSteps(
+        "Norm of the gradient",
+        "norm",
+        "Of all gradients together, summed over the mesh. Where several micro steps make an "
+        "update: of the newest update.",
+        {"before clipping": "gradient_norm/before_clipping", "applied": "gradient_norm/applied"},
+    ),
+    _OverSteps(
+        "Norms of the shards' gradients",
+        "norm",
+        "What each shard adds to the sum, before anything is clipped: for a mean over the batch, "
+        "its own gradient divided by the number of shards.",
+        {"": "gradient_norm/of_shards"},
+        by_shard=True,
+    ),
+    _OverSteps(
+        "Norms of the shards' gradients, clipped",
+        "norm",
+        "After each shard was clipped by its own norm.",
+        {"": "gradient_norm/of_shards_clipped"},
+        by_shard=True,
+    ),
+    _OverSteps(
+        "Gradient noise scale",
+        "sequences",
+        "About the batch size from which on a larger batch saves few steps; smoothed.",
+        {"noise scale": "gradient_noise_scale"},
+    ),
+    _OverSteps(
+        "Loss scale",
+        "factor",
+        "What the loss is multiplied by before gradients are computed.",
+        {"loss scale": "loss_scale/scale"},
+    ),
+    _OverSteps(
+        "Micro steps skipped",
+        "micro steps so far",
+        "By should_skip_update_fn of GradientAccumulationOptimizer.",
+        {"skipped": "accumulation/skipped"},
+        is_count=True,
+    ),
+    _OverSteps(
+        "Steps skipped",
+        "steps so far",
+        "By LossScaleOptimizer: a gradient was not finite.",
+        {"skipped": "loss_scale/skipped"},
+        is_count=True,
+    ),
+    _OverSteps(
+        "Steps without a contribution",
+        "steps so far",
+        "Replicas whose gradient was stale, not finite or masked, counted by replica.",
+        {"": "sync_replicas/dropped"},
+        is_count=True,
+        by_shard=True,
+    ),
+)
+_HELD_OUT = "held out"
+_LOSS = _OverSteps(
+    "Loss",
+    "nats per token",
+    "Cross entropy of the training batches, a mean over the steps since the last point, and of "
+    "held-out text.",
+    {},
+)
 
 
 def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
@@ -94,80 +186,15 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
 
     unigram_nats is a horizontal line beside the losses.
     """
-    others = [
-        _over_steps(
-            "Speed",
-            "tokens per second",
-            [_Line("training", series_of(rows, "tokens_per_second"))],
-            "Over the last seconds of training, without checkpoints and evaluations.",
-            from_zero=True,
-        ),
-        _over_steps(
-            "Learning rate",
-            "learning rate",
-            [_Line("learning rate", series_of(rows, "learning_rate"))],
-            "As the optimizer was given it.",
-            from_zero=True,
-        ),
-        _over_steps(
-            "Norm of the gradient",
-            "norm",
-            [
-                _Line("before clipping", series_of(rows, "gradient_norm/before_clipping")),
-                _Line("applied", series_of(rows, "gradient_norm/applied")),
-            ],
-            "Of all gradients together, summed over the mesh. Where several micro steps make an "
-            "update: of the newest update.",
-        ),
-        _by_shard(rows, "Norms of the shards' gradients", "gradient_norm/of_shards", "norm",
-            "What each shard adds to the sum, before anything is clipped: for a mean over the "
-            "batch, its own gradient divided by the number of shards."),
-        _by_shard(rows, "Norms of the shards' gradients, clipped",
-            "gradient_norm/of_shards_clipped", "norm", "After each shard was clipped by its own "
-            "norm."),
-        _over_steps(
-            "Gradient noise scale",
-            "sequences",
-            [_Line("noise scale", series_of(rows, "gradient_noise_scale"))],
-            "About the batch size from which on a larger batch saves few steps; smoothed.",
-        ),
-        _over_steps(
-            "Loss scale",
-            "factor",
-            [_Line("loss scale", series_of(rows, "loss_scale/scale"))],
-            "What the loss is multiplied by before gradients are computed.",
-        ),
-        _over_steps(
-            "Micro steps skipped",
-            "micro steps so far",
-            [_Line("skipped", series_of(rows, "accumulation/skipped"))],
-            "By should_skip_update_fn of GradientAccumulationOptimizer.",
-            from_zero=True,
-            is_count=True,
-        ),
-        _over_steps(
-            "Steps skipped",
-            "steps so far",
-            [_Line("skipped", series_of(rows, "loss_scale/skipped"))],
-            "By LossScaleOptimizer: a gradient was not finite.",
-            from_zero=True,
-            is_count=True,
-        ),
-        _by_shard(rows, "Steps without a contribution", "sync_replicas/dropped", "steps so far",
-            "Replicas whose gradient was stale, not finite or masked, counted by replica.",
-            is_count=True),
-    ]  # fmt: skip
+    others = []
+    for plot in _PLOTS:
+        found = {label: series_of(rows, name) for label, name in plot.lines.items()}
+        others.append(_by_shard(plot, found[""]) if plot.by_shard else _of_lines(plot, found))
     present = [plot for plot in others if plot]
-    # With it all columns are full.
-    is_wide = len(present) % 2 == 0
-    loss = _over_steps("Loss", _LOSS_UNIT, _losses(rows),
-        "Cross entropy of the training batches, a mean over the steps since the last point, and of "
-        "held-out text.", level=unigram_nats,
-        is_wide=is_wide)  # fmt: skip
+    losses = {"training": training_losses(rows), _HELD_OUT: series_of(rows, "held_out_nats")}
+    # With a wide one all columns are full.
+    loss = _of_lines(_LOSS, losses, unigram_nats, is_wide=len(present) % 2 == 0)
     return [loss, *present] if loss else present
-
-
-_LOSS_UNIT = "nats per token"
 
 
 def training_losses(rows: Rows) -> Series | None:
@@ -176,13 +203,6 @@ def training_losses(rows: Rows) -> Series | None:
     Of a file that was written before there were such, the model's own losses: means over positions.
     """
     return series_of(rows, "nats_per_token") or series_of(rows, "loss")
-
-
-def _losses(rows: Rows) -> list[_Line]:
-    return [
-        _Line("training", training_losses(rows)),
-        _Line("held out", series_of(rows, "held_out_nats"), is_points=True),
-    ]
 
 
 def kilobytes(size: int) -> str:
@@ -242,143 +262,115 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
     return Plot("Bytes by kind and mesh axis", drawn, caption)
 
 
-def _over_steps(
-    title: str,
-    unit: str,
-    lines: Sequence[_Line],
-    caption: str,
+def _of_lines(
+    plot: _OverSteps,
+    found: Mapping[str, Series | None],
     level: float | None = None,
-    from_zero: bool = False,
-    is_count: bool = False,
     is_wide: bool = False,
 ) -> Plot | None:
-    present = [(line.label, line.series) for line in lines if line.series is not None]
+    """Draws a line for each label that has a series, and a horizontal one at `level`."""
+    present = {label: series for label, series in found.items() if series is not None}
     if not present:
         return None
+    points = {
+        label: series if label == _HELD_OUT else thinned(series, plot.is_count)
+        for label, series in present.items()
+    }
 
     def draw(axes: Any) -> None:
-        _draw_lines(axes, lines, level, is_count)
-        if is_count:
-            _count_from_zero(axes, present[0][1])
-        elif from_zero:
-            axes.set_ylim(bottom=0)
+        for color, label in zip(_SERIES, found):
+            if label not in points:
+                continue
+            steps, values, _ = points[label]
+            form: dict[str, Any] = {"linewidth": 1.3}
+            if label == _HELD_OUT:
+                form = {"marker": "o", "linestyle": "none"}
+            elif len(steps) == 1:
+                form = {"marker": "o"}
+            axes.plot(steps, values, color=color, label=label, **form)
+        if level is not None:
+            form = {"color": figures.INK, "linestyle": "--", "linewidth": 1}
+            axes.axhline(level, label="unigram baseline", **form)
+        if len(axes.get_lines()) > 1:
+            axes.legend(fontsize=8)
 
-    values = [series for _, series in present]
-    words = "; ".join(f"{label}: {_in_words(series)}" for label, series in present)
+    words = "; ".join(f"{label}: {_in_words(series)}" for label, series in present.items())
     if level is not None:
         words += f"; unigram baseline: {_short(level)}"
-    caption += _of_means([thinned(s, is_count) for s in values])
-    svg = _to_svg(title, unit, draw, values, words, not from_zero)
-    wide = _to_svg(title, unit, draw, values, words, not from_zero, is_wide) if is_wide else ""
-    return Plot(title, svg, caption, wide)
+    values = list(present.values())
+    return Plot(
+        plot.title,
+        _to_svg(plot, draw, values, words),
+        plot.caption + _of_means(points.values()),
+        _to_svg(plot, draw, values, words, is_wide) if is_wide else "",
+    )
 
 
-def _draw_lines(
-    axes: Any,
-    lines: Sequence[_Line],
-    level: float | None,
-    is_count: bool = False,
-) -> None:
-    for color, line in zip(_SERIES, lines):
-        if line.series is None:
-            continue
-        points = line.series if line.is_points else thinned(line.series, is_count)
-        form: dict[str, Any] = (
-            {"marker": "o", "linestyle": "none"} if line.is_points else {"linewidth": 1.3}
-        )
-        if len(points.steps) == 1:
-            form = {"marker": "o"}
-        axes.plot(points.steps, points.values, color=color, label=line.label, **form)
-    if level is not None:
-        axes.axhline(
-            level, color=figures.INK, linestyle="--", linewidth=1, label="unigram baseline"
-        )
-    if len(axes.get_lines()) > 1:
-        axes.legend(fontsize=8)
-
-
-def _by_shard(
-    rows: Rows, title: str, name: str, unit: str, caption: str, is_count: bool = False
-) -> Plot | None:
-    series = series_of(rows, name)
+def _by_shard(plot: _OverSteps, series: Series | None) -> Plot | None:
+    """Draws a line for each shard; of many shards their range and median."""
     if series is None or series.values.ndim != 2:
         return None
-    points = thinned(series, is_count)
+    points = thinned(series, plot.is_count)
     shards = series.values.shape[1]
+    form: dict[str, Any] = {"marker": "o"} if len(points.steps) == 1 else {"linewidth": 1.2}
 
     def draw(axes: Any) -> None:
-        style = {"marker": "o"} if len(points.steps) == 1 else {"linewidth": 1.2}
         if shards <= _MOST_LINES:
-            for shard in range(shards):
-                axes.plot(points.steps, points.values[:, shard], color=_SERIES[shard],
-                    label=f"shard {shard}", **style)  # fmt: skip
+            for shard, color in zip(range(shards), _SERIES):
+                values = points.values[:, shard]
+                axes.plot(points.steps, values, color=color, label=f"shard {shard}", **form)
         else:
             low, high = points.values.min(axis=1), points.values.max(axis=1)
-            axes.fill_between(points.steps, low, high, color=_SERIES[0], alpha=0.3,
-                linewidth=0, label=f"range of {shards} shards")  # fmt: skip
+            fill = {"color": _SERIES[0], "alpha": 0.3, "linewidth": 0}
+            axes.fill_between(points.steps, low, high, label=f"range of {shards} shards", **fill)
             middle = np.median(points.values, axis=1)
-            axes.plot(points.steps, middle, color=_SERIES[0], label="median", **style)
+            axes.plot(points.steps, middle, color=_SERIES[0], label="median", **form)
         axes.legend(fontsize=8, ncols=2)
-        if is_count:
-            _count_from_zero(axes, series)
 
-    newest = ", ".join(f"shard {n} {_short(x)}" for n, x in enumerate(series.last[:_MOST_LINES]))
-    low, high = int(np.argmin(series.last)), int(np.argmax(series.last))
     words = f"{shards} shards from step {series.steps[0]} to {series.steps[-1]}; at the end "
     if shards <= _MOST_LINES:
-        words += newest
+        words += ", ".join(f"shard {n} {_short(x)}" for n, x in enumerate(series.last))
     else:
+        low, high = int(np.argmin(series.last)), int(np.argmax(series.last))
         words += f"from {_short(series.last[low])} (shard {low}) to "
         words += f"{_short(series.last[high])} (shard {high})"
-    caption += _of_means([points])
-    return Plot(title, _to_svg(title, unit, draw, [series], words, not is_count), caption)
+    svg = _to_svg(plot, draw, [series], words)
+    return Plot(plot.title, svg, plot.caption + _of_means([points]))
 
 
 def _to_svg(
-    title: str,
-    unit: str,
+    plot: _OverSteps,
     draw: Callable[[Any], None],
     values: Sequence[Series],
     words: str,
-    may_be_log: bool,
     is_wide: bool = False,
 ) -> str:
     with figures.style():
-        width = 2 * figures.WIDTH + 0.3 if is_wide else figures.WIDTH
-        figure = figures.figure(width=width)
+        figure = figures.figure(width=2 * figures.WIDTH + 0.3 if is_wide else figures.WIDTH)
         axes = figure.add_subplot()
         draw(axes)
-        _finish(axes, unit, values, may_be_log)
-        prefix = "".join(c if c.isalnum() else "-" for c in title.lower())
-        prefix += "-wide" if is_wide else ""
-        return figures.as_svg(figure, prefix, f"{title} over steps. {words}.")
-
-
-def _finish(axes: Any, unit: str, values: Sequence[Series], may_be_log: bool) -> None:
-    axes.grid()
-    axes.set_axisbelow(True)
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    if values:
+        axes.grid()
+        axes.set_axisbelow(True)
+        axes.set_xlabel("step")
+        axes.set_ylabel(plot.unit)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         lowest = min(s.values.min() for s in values)
         highest = max(s.values.max() for s in values)
-        if may_be_log and lowest > 0 and highest > _LOG_RATIO * lowest:
-            _use_log(axes)
+        if plot.is_count:
+            axes.set_ylim(0, max(1.0, 1.05 * highest))
+            axes.yaxis.get_major_locator().set_params(integer=True)
+        elif plot.from_zero:
+            axes.set_ylim(bottom=0)
+        elif lowest > 0 and highest > _LOG_RATIO * lowest:
+            from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-
-def _count_from_zero(axes: Any, series: Series) -> None:
-    axes.set_ylim(0, max(1.0, 1.05 * series.values.max()))
-    axes.yaxis.get_major_locator().set_params(integer=True)
-
-
-def _use_log(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        prefix = "".join(c if c.isalnum() else "-" for c in plot.title.lower())
+        prefix += "-wide" if is_wide else ""
+        return figures.as_svg(figure, prefix, f"{plot.title} over steps. {words}.")
 
 
 def _in_words(series: Series) -> str:
@@ -395,6 +387,6 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _of_means(series: Sequence[Series]) -> str:
+def _of_means(series: Iterable[Series]) -> str:
     most = max(s.steps_per_point for s in series)
     return f" Each point is the mean of {most} that were logged." if most > 1 else ""

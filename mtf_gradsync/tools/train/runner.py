@@ -144,11 +144,13 @@ class Runner(abc.ABC):
       first_step: steps made before, known once it is entered.
       is_alone: whether no other process has to take part in what this one does.
       steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
+      peak_flops: bfloat16 operations a second of all chips together; None where it is not known.
       copies_slices: whether the saver has to copy slices to masters before it saves.
     """
 
     first_step: int = 0
     is_alone: bool = True
+    peak_flops: float | None = None
     copies_slices: ClassVar[bool]
 
     def __init__(
@@ -370,6 +372,7 @@ class SimdProgramRunner(Runner):
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
             raise self._other_runtime(error) from error
         cores = getattr(self._session, "cores", None)
+        self.peak_flops = getattr(self._session, "peak_flops", None)
         self.is_alone = cores is None or cores.is_alone
         self._begin()
         if not self.is_alone:

@@ -13,14 +13,14 @@ from mtf_gradsync.tools.train import held_out, loop, run_files
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.tools.train.figures import check_library
-from mtf_gradsync.tools.train.metrics import MetricsRecorder
+from mtf_gradsync.tools.train.metrics import MetricsRecorder, read_metrics
 from mtf_gradsync.tools.train.run_files import REPORT_FILE
 
 
 class Ahead:
     """A runner that notes what is asked of it; two steps may be ahead."""
 
-    first_step, steps_ahead = 0, 2
+    first_step, steps_ahead, peak_flops = 0, 2, 100.0
 
     def __init__(self, notes):
         self.notes, self.made = notes, 0
@@ -64,7 +64,7 @@ def test_the_first_step_is_shown_before_another_begins(tmp_path):
     notes = []
     result = loop.train_loop(
         Ahead(notes),
-        types.SimpleNamespace(optimizers=(), loss_denominator=1.0),
+        types.SimpleNamespace(optimizers=(), loss_denominator=1.0, num_parameters=5),
         types.SimpleNamespace(
             train_steps=4,
             save_checkpoints_steps=100,
@@ -83,6 +83,8 @@ def test_the_first_step_is_shown_before_another_begins(tmp_path):
     assert notes[3:6] == ["begin 2", "begin 3", "begin 4"]
     assert notes[-1] == "checkpoint"
     assert result.seconds >= 0
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["mfu"] == pytest.approx(6 * 5 * row["tokens_per_second"] / 100.0, rel=1e-3)
 
 
 @pytest.mark.slow

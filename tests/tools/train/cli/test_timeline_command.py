@@ -10,7 +10,7 @@ import pytest
 
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.timelines import Table, Timeline
-from mtf_gradsync.tools.train import run
+from mtf_gradsync.tools.train import timed_run
 from mtf_gradsync.tools.train.cli.main import main
 from mtf_gradsync.tools.train.timed_run import TimedRun
 from tests.tools.planning.machines import interrupted_and_dropped
@@ -178,5 +178,5 @@ def test_a_ctrl_c_that_the_garbage_collector_drops_ends_the_steps():
     runner = mock.Mock(steps_ahead=0)
     runner.dispatch.side_effect = [dict, lambda: interrupted_and_dropped(signal.SIGINT) or {}, dict]
     with pytest.raises(KeyboardInterrupt), Interruption() as stop:
-        run._make(runner, 3, stop)
+        timed_run._make(runner, 3, stop)
     assert runner.dispatch.call_count == 2
