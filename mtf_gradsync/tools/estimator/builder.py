@@ -26,9 +26,8 @@ from mtf_gradsync.extension import (
     weight_now,
 )
 from mtf_gradsync.runtimes import simd
-from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.runtimes.simd.traffic import has_calls
-from mtf_gradsync.tools.estimator.host import MeanLossHook
+from mtf_gradsync.tools.estimator.host import MeanLossHook, add_saver, saving_period
 
 _Modes = tf.estimator.ModeKeys
 # Bytes that the first host keeps free for each core's programs.
@@ -168,28 +167,12 @@ class SpecBuilder:
         with _outside_programs():
             # Estimator makes a saving hook of its own where the spec has none, and that knows of
             # no slices.
-            saver = RunSaver(
-                lowering,
-                sharded=True,
-                max_to_keep=getattr(config, "keep_checkpoint_max", None) or 0,
-                keep_checkpoint_every_n_hours=getattr(
-                    config, "keep_checkpoint_every_n_hours", 10000
-                ),
-            )
-            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+            saver = add_saver(config, lowering)
             restore = mtf.MtfRestoreHook(lowering)
+            period = saving_period(config) if model_dir else {}
             saving = []
-            steps = getattr(config, "save_checkpoints_steps", None)
-            seconds = getattr(config, "save_checkpoints_secs", None)
-            if model_dir and (steps or seconds):
-                saving.append(
-                    tf.train.CheckpointSaverHook(
-                        model_dir,
-                        save_steps=steps,
-                        save_secs=None if steps else seconds,
-                        saver=saver,
-                    )
-                )
+            if period:
+                saving.append(tf.train.CheckpointSaverHook(model_dir, saver=saver, **period))
 
         def scaffold() -> tf.train.Scaffold:
             # The saving hook that Estimator makes where there is none writes a checkpoint of the

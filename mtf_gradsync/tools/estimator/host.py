@@ -13,11 +13,32 @@ import numpy as np
 
 from mtf_gradsync.extension import mtf, restored_lowering, tf
 from mtf_gradsync.runtimes.means import Measured, StepMeans
+from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.tools._private.tensorflow import add_saving_listeners, summary_writers
 
 _logger = logging.getLogger(__name__)
 
 Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
+
+
+def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.train.Saver:
+    """Adds a saver to the default graph, which keeps as many checkpoints as a RunConfig says."""
+    saver = RunSaver(
+        *lowering,
+        **variables,
+        sharded=True,
+        max_to_keep=getattr(config, "keep_checkpoint_max", None) or 0,
+        keep_checkpoint_every_n_hours=getattr(config, "keep_checkpoint_every_n_hours", 0) or 10000,
+    )
+    tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+    return saver
+
+
+def saving_period(config: Any) -> dict[str, Any]:
+    """Returns how often a RunConfig saves, as arguments of a CheckpointSaverHook; {} for never."""
+    steps = getattr(config, "save_checkpoints_steps", None)
+    seconds = None if steps else getattr(config, "save_checkpoints_secs", None)
+    return {"save_steps": steps, "save_secs": seconds} if steps or seconds else {}
 
 
 def training_hooks(
@@ -41,22 +62,14 @@ def training_hooks(
     made += of_spec
     if getattr(spec, "host_call", None):
         made.append(HostCallHook(spec.host_call))
-    steps = getattr(config, "save_checkpoints_steps", None)
-    seconds = None if steps else getattr(config, "save_checkpoints_secs", None)
     savers = [h for h in (*given, *made) if isinstance(h, tf.train.CheckpointSaverHook)]
-    if not savers and (steps or seconds):
+    period = saving_period(config)
+    if not savers and period:
         restores = [hook for hook in (*given, *made) if isinstance(hook, mtf.MtfRestoreHook)]
+        copying = [mtf.MtfCheckpointSaverListener(restored_lowering(hook)) for hook in restores]
         saver = (scaffold and scaffold.saver) or tf.get_collection(tf.GraphKeys.SAVERS)[0]
         savers = [
-            tf.train.CheckpointSaverHook(
-                config.model_dir,
-                save_secs=seconds,
-                save_steps=steps,
-                saver=saver,
-                listeners=[
-                    mtf.MtfCheckpointSaverListener(restored_lowering(hook)) for hook in restores
-                ],
-            )
+            tf.train.CheckpointSaverHook(config.model_dir, saver=saver, listeners=copying, **period)
         ]
         made += savers
     if every:

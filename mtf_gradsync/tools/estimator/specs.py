@@ -16,8 +16,8 @@ import time
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.extension import did_you_mean, some_of, tf, warn_of_unmatched
-from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+from mtf_gradsync.tools.estimator.host import add_saver
 
 
 class ModelFn(NamedTuple):
@@ -57,12 +57,7 @@ class ModelFn(NamedTuple):
         has_saver = scaffold is not None and scaffold.saver is not None
         is_training = mode == tf.estimator.ModeKeys.TRAIN
         if is_training and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
-            keep = getattr(config, "keep_checkpoint_max", None) or 0
-            hours = getattr(config, "keep_checkpoint_every_n_hours", None) or 10000
-            saver = RunSaver(
-                var_list=None, sharded=True, max_to_keep=keep, keep_checkpoint_every_n_hours=hours
-            )
-            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+            add_saver(config, var_list=None)
         return spec, scaffold, hooks
 
     def call(self, features: Any, labels: Any, mode: str, params: Any, config: Any) -> Any:
