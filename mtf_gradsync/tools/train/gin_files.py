@@ -17,7 +17,7 @@ import gin
 import mtf_gradsync.tools.islands.elastic
 import mtf_gradsync.tools.train.data.datasets
 import mtf_gradsync.tools.train.data.vocabulary
-import mtf_gradsync.tools.train.evaluation
+import mtf_gradsync.tools.train.sampling
 import mtf_gradsync.tools.train.train_graph  # noqa: F401
 from mtf_gradsync.extension import ConfigError, configs_dir, did_you_mean
 from mtf_gradsync.tools._private.gin import (

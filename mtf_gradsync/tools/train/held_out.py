@@ -12,18 +12,11 @@ from mtf_gradsync.runtimes.starting import write_json, write_text
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data import datasets as data
 from mtf_gradsync.tools.train.data.batches import wrong_id
-from mtf_gradsync.tools.train.evaluation import (
-    Batches,
-    Evaluator,
-    Sampling,
-    Score,
-    sample,
-    unigram_score,
-    visible,
-)
+from mtf_gradsync.tools.train.evaluation import Batches, Evaluator, Score, unigram_score
 from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress
 from mtf_gradsync.tools.train.model import ModelSettings
 from mtf_gradsync.tools.train.run_files import RESULT_FILE, SAMPLES_FILE
+from mtf_gradsync.tools.train.sampling import Sampling, sample, visible
 
 # Fields of the result file of a run that has made steps.
 SPEED = ("seconds", "tokens_per_second")

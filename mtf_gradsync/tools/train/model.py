@@ -6,26 +6,25 @@ import functools
 from types import SimpleNamespace
 from typing import Any, Callable, Collection, NamedTuple, get_args
 
-from mtf_gradsync.extension import ConfigError, mtf, tf
+from mtf_gradsync.extension import ConfigError, is_whole_number, mtf, tf
 from mtf_gradsync.tools.islands.elastic import ALL_DATA, DataPart
 from mtf_gradsync.tools.train.config import (
+    BatchSize,
     LearningRate,
-    MeshSettings,
     ModelType,
     RunConfig,
+    SequenceLength,
     VariableFilter,
     check_callable,
     check_flags_and_seed,
     check_positive,
     check_vocabulary,
-    resolve_batch_size,
-    resolve_learning_rate,
-    resolve_mesh,
-    resolve_sequence_length,
     transformer_models,
     transformer_utils,
 )
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
+from mtf_gradsync.tools.train.learning_rate import resolve_learning_rate
+from mtf_gradsync.tools.train.mesh_settings import MeshSettings, resolve_mesh
 
 MODEL_TYPES = get_args(ModelType)
 
@@ -297,6 +296,59 @@ def resolve_job(config: RunConfig) -> TrainingJob:
         train_steps=config.train_steps,
         schedule_step=config.schedule_step,
     )
+
+
+def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
+    """Returns the length of every feature, by its name."""
+    if is_whole_number(sequence_length):
+        return {"inputs": sequence_length, "targets": sequence_length}
+    if (
+        isinstance(sequence_length, dict)
+        and "targets" in sequence_length
+        and all(map(is_whole_number, sequence_length.values()))
+    ):
+        return dict(sequence_length)
+    raise ConfigError(
+        "train.run.sequence_length must be a positive integer or a dict such as "
+        f'{{"inputs": 64, "targets": 64}}; got {sequence_length!r}'
+    )
+
+
+def resolve_batch_size(
+    batch_size: BatchSize,
+    sequence_length: dict[str, int],
+    mesh: MeshSettings,
+    outer_batch_size: int,
+) -> int:
+    """Returns the number of sequences in a global batch, which the mesh can split evenly.
+
+    A pair is that of ``mesh_tensorflow.transformer.utils.compute_batch_size``; an outer_batch_size
+    of 0 is none.
+    """
+    given = batch_size
+    if is_whole_number(given):
+        size = given
+    else:
+        try:
+            size = transformer_utils().compute_batch_size(
+                sequence_length, mesh.shape, mesh.layout, batch_size
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                "train.run.batch_size must be a positive integer or a pair such as "
+                f'("tokens_per_replica", 2048); got {given!r} ({error})'
+            ) from error
+    parts = mesh.split("batch")
+    inner = size // max(1, outer_batch_size)
+    if inner * max(1, outer_batch_size) != size or inner < 1 or inner % parts:
+        outer = f" in {outer_batch_size} outer batches" if outer_batch_size else ""
+        raise ConfigError(
+            f"train.run.batch_size = {given!r} gives batches of {size} sequences{outer}, "
+            f"which the mesh cannot split evenly: train.run.layout_rules and "
+            f'train.run.mesh_shape split "batch" into {parts} parts. Use a multiple of '
+            f"{parts * max(1, outer_batch_size)}."
+        )
+    return size
 
 
 def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:

@@ -13,12 +13,8 @@ from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.cluster import Task, join_cluster
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.tools.train.config import (
-    RunConfig,
-    check_positive,
-    check_schedule,
-    resolve_mesh,
-)
+from mtf_gradsync.tools.train.config import RunConfig, check_positive, check_schedule
+from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
 from mtf_gradsync.tools.train.run import NOTHING, Accepted, RunPart, run
 from mtf_gradsync.tools.train.runner import choose_runtime
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
@@ -21,14 +20,13 @@ from mtf_gradsync.extension import (
     gradient_noise_scale,
     in_sums_now,
     mtf,
-    rate_at,
     reported,
     tf,
-    updates_before,
 )
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
-from mtf_gradsync.tools.train.config import VariableFilter, rate_of_step, transformer_utils
+from mtf_gradsync.tools.train.config import VariableFilter, transformer_utils
+from mtf_gradsync.tools.train.learning_rate import adafactor_counts, rate_on_mesh
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, placeholders
 
 # The variable that counts the examples of all steps made, by which a run goes on with its data.
@@ -202,64 +200,12 @@ def model_and_optimizer(
             f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
             f"names look like {names[0]!r}{hint}"
         )
-    stack: list[Any] = []
-    schedule = job.learning_rate
-    if job.schedule_step is None or not isinstance(schedule, functools.partial):
-        rate = rate_of_step(schedule, step)
-    else:
-        # How many updates a run makes is known when the optimizer is.
-        total = schedule.keywords["total_train_steps"]
-        rate = rate_at(
-            lambda step, **length: rate_of_step(functools.partial(schedule, **length), step),
-            job.schedule_step(loss.mesh),
-            lambda: _updates_in(total, stack),
-        )
-    with _adafactor_counts(job.schedule_step, loss.mesh):
+    stack: list[Any] = []  # filled when the optimizer is there, which takes the rate
+    rate = rate_on_mesh(job.learning_rate, step, job.schedule_step, loss.mesh, stack)
+    with adafactor_counts(job.schedule_step, loss.mesh):
         opt = _make_optimizer(job.optimizer, rate)
     stack += (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
     return loss, pairs, opt, rate
-
-
-@contextlib.contextmanager
-def _adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh) -> Iterator[None]:
-    """Gives Adafactors that are made inside a default decay rate that counts as schedules.
-
-    `schedule_step` gives the step on the mesh; None for the global step, which it is without this.
-    """
-    if schedule_step is None:
-        yield
-        return
-    count = schedule_step
-
-    def decay(step: tf.Tensor, **length: Any) -> tf.Tensor:
-        del length
-        with _replaced(tf.train, "get_or_create_global_step", lambda: step):
-            return mtf.optimize.adafactor_decay_rate_pow()
-
-    def default(self: Any) -> mtf.Tensor:
-        del self
-        return rate_at(decay, count(mesh), lambda: None)
-
-    with _replaced(mtf.optimize.AdafactorOptimizer, "_decay_rate_default", default):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def _updates_in(steps: int, stack: Sequence[Any]) -> int:
-    """Returns how many updates a stack makes in some steps, none of them skipped."""
-    for one in stack:
-        if isinstance(one, GradientAccumulationOptimizer):
-            steps, _ = updates_before([steps, None], one.backward_passes_per_step, steps)
-    return steps
 
 
 def build_on(

@@ -9,7 +9,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.tools.train import gin_files
-from mtf_gradsync.tools.train.config import resolve_mesh
+from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
 from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
 from tests import harness, models
 from tests.sessions import session_of, train

@@ -146,7 +146,7 @@ def plan_config(
     from mtf_gradsync.runtimes import xla
     from mtf_gradsync.tools import planning
     from mtf_gradsync.tools.train import gin_files
-    from mtf_gradsync.tools.train.config import axes_of
+    from mtf_gradsync.tools.train.mesh_settings import axes_of
     from mtf_gradsync.tools.train.model import TrainingJob, resolve_job
     from mtf_gradsync.tools.train.train_graph import build_simd, forward_loss, steps_per_update
 

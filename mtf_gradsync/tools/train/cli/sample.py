@@ -86,8 +86,8 @@ def main(args: argparse.Namespace) -> int:
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.runtimes.starting import latest_checkpoint
         from mtf_gradsync.tools.train import gin_files
-        from mtf_gradsync.tools.train.evaluation import Sampling, sample_after, visible
         from mtf_gradsync.tools.train.model import resolve_job
+        from mtf_gradsync.tools.train.sampling import Sampling, sample_after, visible
 
         path = latest_checkpoint(args.model_dir)
         if path is None:

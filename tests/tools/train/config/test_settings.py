@@ -3,10 +3,9 @@ import pytest
 from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
-from mtf_gradsync.tools.train import config
-from mtf_gradsync.tools.train.config import resolve_mesh
+from mtf_gradsync.tools.train import config, learning_rate, model
 from mtf_gradsync.tools.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.tools.train.model import resolve_job
+from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
 
 MESH = "batch:4;model:2"
 LAYOUT = "batch:batch,d_ff:model"
@@ -59,7 +58,7 @@ def test_rules_for_other_meshes_have_no_effect():
 
 
 def test_layouts_are_checked_against_the_tensors_of_a_model(caplog):
-    caplog.set_level("INFO", "mtf_gradsync.tools.train.config")
+    caplog.set_level("INFO", "mtf_gradsync.tools.train.mesh_settings")
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     dims = [mtf.Dimension("vocab", 260), mtf.Dimension("d_ff", 12)]
@@ -115,24 +114,24 @@ def test_switches_and_seeds_are_checked(name, value, message):
     )
     run_config = config.RunConfig(**{**given, "train_steps": 1, "optimizer": None, name: value})
     with pytest.raises(ConfigError, match=f"train.run.{message}"):
-        resolve_job(run_config)
+        model.resolve_job(run_config)
 
 
 def test_a_schedule_must_return_one_number():
     def vector(step, total_train_steps):
         return tf.cast(step, tf.float32) * tf.ones([2])
 
-    rate = config.resolve_learning_rate([2.0, vector], 10)
+    rate = learning_rate.resolve_learning_rate([2.0, vector], 10)
     with tf.Graph().as_default():
         with pytest.raises(ConfigError, match=r"learning_rate_schedule.*shape \[2\].*one number"):
-            config.rate_of_step(rate, tf.constant(3))
+            learning_rate.rate_of_step(rate, tf.constant(3))
 
 
 def test_batch_size_may_be_given_per_replica():
     mesh = resolve_mesh(MESH, LAYOUT, None)
-    lengths = config.resolve_sequence_length(64)
-    assert config.resolve_batch_size(("tokens_per_replica", 128), lengths, mesh, 0) == 8
-    assert config.resolve_batch_size(24, lengths, mesh, 2) == 24
+    lengths = model.resolve_sequence_length(64)
+    assert model.resolve_batch_size(("tokens_per_replica", 128), lengths, mesh, 0) == 8
+    assert model.resolve_batch_size(24, lengths, mesh, 2) == 24
 
 
 @pytest.mark.parametrize(
@@ -148,30 +147,30 @@ def test_batch_size_may_be_given_per_replica():
 def test_batch_size_errors(batch_size, outer, message):
     mesh = resolve_mesh(MESH, LAYOUT, None)
     with pytest.raises(ConfigError, match=f"train.run.batch_size.*{message}"):
-        config.resolve_batch_size(batch_size, {"targets": 64}, mesh, outer)
+        model.resolve_batch_size(batch_size, {"targets": 64}, mesh, outer)
 
 
 @pytest.mark.parametrize("length", [0, "64", {"inputs": 64}, {"targets": -1}, True])
 def test_sequence_length_errors(length):
     with pytest.raises(ConfigError, match="sequence_length must be a positive integer or a dict"):
-        config.resolve_sequence_length(length)
+        model.resolve_sequence_length(length)
 
 
 def test_learning_rate_forms():
     def double(step, total_train_steps):
         return 2.0 * step / total_train_steps
 
-    assert config.resolve_learning_rate(None, 10) is None
-    assert config.resolve_learning_rate(0.1, 10) == 0.1
-    assert config.resolve_learning_rate(double, 10)(step=5) == 1.0
-    assert config.resolve_learning_rate([3.0, double], 10)(step=5) == 3.0
+    assert learning_rate.resolve_learning_rate(None, 10) is None
+    assert learning_rate.resolve_learning_rate(0.1, 10) == 0.1
+    assert learning_rate.resolve_learning_rate(double, 10)(step=5) == 1.0
+    assert learning_rate.resolve_learning_rate([3.0, double], 10)(step=5) == 3.0
     with pytest.raises(ConfigError, match=r"learning_rate_schedule must be a number.*'fast'"):
-        config.resolve_learning_rate("fast", 10)
+        learning_rate.resolve_learning_rate("fast", 10)
     with pytest.raises(ConfigError, match="learning_rate_schedule"):
-        config.resolve_learning_rate([0.1, "fast"], 10)
+        learning_rate.resolve_learning_rate([0.1, "fast"], 10)
     for empty in ([], ()):
         with pytest.raises(ConfigError, match="learning_rate_schedule needs factors"):
-            config.resolve_learning_rate(empty, 10)
+            learning_rate.resolve_learning_rate(empty, 10)
 
 
 def test_a_schedule_that_cannot_be_called_is_named():
@@ -184,11 +183,11 @@ def test_a_schedule_that_cannot_be_called_is_named():
     takes = "train.run.learning_rate_schedule: a schedule takes the arguments step and total_train_"
     for schedule in (of_step, [0.1, of_step], positional):
         with pytest.raises(ConfigError, match=takes) as error:
-            config.resolve_learning_rate(schedule, 10)
+            learning_rate.resolve_learning_rate(schedule, 10)
         assert "of_step(step): " in str(error.value) or "positional(now, total)" in str(error.value)
         assert " at 0x" not in str(error.value)
     # Factors are called by position.
-    assert config.resolve_learning_rate([positional], 10)(step=5) == 0.5
+    assert learning_rate.resolve_learning_rate([positional], 10)(step=5) == 0.5
 
 
 @pytest.mark.parametrize("vocabulary", [ByteVocabulary, "bytes", (ByteVocabulary(), None), ()])

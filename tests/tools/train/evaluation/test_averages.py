@@ -11,9 +11,10 @@ from mtf_gradsync.session import session_config
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.data import datasets
-from mtf_gradsync.tools.train.evaluation import Sampling, build_eval_graph, sample_after
+from mtf_gradsync.tools.train.evaluation import build_eval_graph
 from mtf_gradsync.tools.train.model import resolve_job
 from mtf_gradsync.tools.train.run import run
+from mtf_gradsync.tools.train.sampling import Sampling, sample_after
 from tests.tools.train.conftest import NO_EVAL, QUICK, TINY
 
 pytestmark = pytest.mark.slow

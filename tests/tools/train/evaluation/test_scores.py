@@ -6,10 +6,10 @@ import pytest
 from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults, session_config
 from mtf_gradsync.tools.train import evaluation
-from mtf_gradsync.tools.train.config import resolve_mesh
 from mtf_gradsync.tools.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.tools.train.evaluation import Sampling, sample, visible
+from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
 from mtf_gradsync.tools.train.model import ModelSettings
+from mtf_gradsync.tools.train.sampling import Sampling, sample, visible
 from tests.tools.train.conftest import ATTENTION, NO_EVAL, train_tiny
 
 

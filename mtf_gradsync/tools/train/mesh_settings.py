@@ -1,0 +1,213 @@
+"""The mesh of a run: its shape, layout and devices, checked against each other and the model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any, Callable, Collection, NamedTuple, Sequence
+
+from mtf_gradsync.extension import (
+    ConfigError,
+    LayoutLike,
+    MeshShapeLike,
+    close_to,
+    mesh_text,
+    mtf,
+    tf,
+)
+from mtf_gradsync.tools.train.config import check_callable
+
+_logger = logging.getLogger(__name__)
+
+
+class MeshSettings(NamedTuple):
+    """A mesh, a device for each of its processors, and how many CPU devices the session needs.
+
+    `mesh_impl` makes a placement mesh of shape, layout and devices; `rules` are the layout's pairs
+    of a tensor dimension and a mesh dimension, none where they are not known.
+    """
+
+    shape: mtf.Shape
+    layout: mtf.LayoutRules
+    devices: list[str]
+    num_cpu_devices: int
+    mesh_impl: Callable[..., Any] = mtf.placement_mesh_impl.PlacementMeshImpl
+    rules: Sequence[tuple[str, str]] = ()
+
+    def placement_mesh(self, devices: Sequence[str] | None = None) -> Any:
+        """Makes the placement mesh, on its own devices or on others."""
+        return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
+
+    def on_one_process(self) -> MeshSettings:
+        """Returns the same mesh on the devices of each process, without a cluster's tasks."""
+        devices = [
+            tf.DeviceSpec.from_string(device).replace(job=None, replica=None, task=None).to_string()
+            for device in self.devices
+        ]
+        return self._replace(devices=devices)
+
+    def check_devices(self) -> None:
+        """Raises ConfigError for a GPU of this process that TensorFlow does not see."""
+        specs = map(tf.DeviceSpec.from_string, self.devices)
+        wanted = [spec for spec in specs if spec.device_type == "GPU" and spec.job is None]
+        there = len(tf.config.list_physical_devices("GPU")) if wanted else 0
+        for spec in wanted:
+            if (spec.device_index or 0) >= there:
+                raise ConfigError(
+                    f"train.run.mesh_devices names {spec.to_string()}, and TensorFlow "
+                    f"{tf.__version__} sees {there or 'no'} GPU{'s' if there != 1 else ''} here. "
+                    "Name devices that are there; without the binding the run is on virtual CPU "
+                    "devices, or on the devices that jax has."
+                )
+
+    def split(self, dimension: str) -> int:
+        """Returns into how many parts the mesh splits tensor dimensions of a name."""
+        return mtf.tensor_dim_to_mesh_dim_size(self.layout, self.shape, mtf.Dimension(dimension, 0))
+
+    def check_splits(self, graph: mtf.Graph, inputs: Collection[str]) -> None:
+        """Checks the layout against the dimensions of a model's tensors.
+
+        `inputs` are the names of the dimensions of its inputs.
+
+        Raises ConfigError for a dimension that the mesh cannot split evenly, and where the rules
+        for a mesh dimension split no variable and no input over it: each of its processors would
+        compute the same, but for attention, which takes any rule's name to split its own tensors.
+        Other rules that split no variable and no input are logged.
+        """
+        dims = sorted({dim for op in graph.operations for x in op.outputs for dim in x.shape.dims})
+        variables = {dim.name for v in graph.all_variables for dim in v.shape.dims}
+        given = sorted(variables.union(inputs))
+        sizes = {axis.name: axis.size for axis in self.shape.dims}
+        axes = {name: axis for name, axis in self.rules if axis in sizes}
+        uneven = [dim for dim in dims if dim.size % self.split(dim.name)]
+        if uneven:
+            over = {axes.get(dim.name, "?"): self.split(dim.name) for dim in uneven}
+            hint = "Change one of the two"
+            if "vocab" in (dim.name for dim in uneven):
+                hint += (
+                    f"; Unitransformer.vocab_divisor = {self.split('vocab')} pads the vocabulary"
+                )
+            raise ConfigError(
+                f'train.run.mesh_shape = "{mesh_text(self.shape)}" splits by '
+                f"{' and '.join(f'{axis}:{size}' for axis, size in over.items())}, which does not "
+                f"divide {', '.join(f'{dim.name} = {dim.size}' for dim in uneven)} of the model "
+                f"(train.run.layout_rules). {hint}."
+            )
+        for name, axis in self.rules:
+            if name in given or axis not in sizes:
+                continue
+            close = close_to(name, given, 1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            if sizes[axis] > 1 and not any(axes.get(one) == axis for one in given):
+                raise ConfigError(
+                    f"train.run.layout_rules: no variable and no input of this model has the "
+                    f'dimension "{name}"{hint}, and no other rule splits one over the '
+                    f'{sizes[axis]} parts of the mesh dimension "{axis}": they would all compute '
+                    f"the same. There are {', '.join(given)}."
+                )
+            _logger.info(
+                "The layout rule %s:%s splits no variable and no input: none has this dimension%s",
+                name, axis, hint,
+            )  # fmt: skip
+
+
+def resolve_mesh(
+    mesh_shape: MeshShapeLike,
+    layout_rules: LayoutLike,
+    mesh_devices: Sequence[str] | None,
+    mesh_impl: Callable[..., Any] | None = None,
+) -> MeshSettings:
+    """Checks the mesh, the layout and the devices of a `RunConfig` against each other."""
+    shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
+    layout = _convert(
+        mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"
+    )
+    rules = _layout_pairs(layout_rules)
+    _check_rules(rules, shape)
+    if mesh_devices is None:
+        mesh_devices = [f"/device:CPU:{i}" for i in range(shape.size)]
+    if isinstance(mesh_devices, str) or len(mesh_devices) != shape.size:
+        given = repr(mesh_devices) if isinstance(mesh_devices, str) else f"{len(mesh_devices)}"
+        raise ConfigError(
+            f"train.run.mesh_devices must list {shape.size} devices, one for each processor of "
+            f'the mesh "{mesh_text(shape)}"; got {given}. Give None to run on '
+            f"{shape.size} virtual CPU devices."
+        )
+    check_callable("mesh_impl", mesh_impl, "@placement_mesh_impl", optional=True)
+    return MeshSettings(
+        shape,
+        layout,
+        list(mesh_devices),
+        _num_cpu_devices(mesh_devices),
+        mesh_impl or mtf.placement_mesh_impl.PlacementMeshImpl,
+        rules,
+    )
+
+
+def axes_of(mesh_shape: MeshShapeLike) -> list[str]:
+    """Returns the names of a mesh's axes."""
+    shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
+    return [dim.name for dim in shape.dims]
+
+
+def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str) -> Any:
+    try:
+        converted = convert(value)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f'train.run.{name} = {value!r} cannot be read; write it like "{example}" ({error})'
+        ) from error
+    if converted is None:
+        raise ConfigError(f'train.run.{name} must be given, for example "{example}"')
+    return converted
+
+
+def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
+    """Raises an error for a rule with a misspelt mesh dimension; allows rules for other meshes.
+
+    T5's layouts have rules for other meshes ("ensemble:ensemble"), which Mesh-TensorFlow ignores;
+    so one counts as misspelt only if the mesh has a dimension without any rule.
+    """
+    names = [dim.name for dim in mesh_shape.dims]
+    absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]
+    used = {mesh_dim for _, mesh_dim in rules}
+    idle = [dim.name for dim in mesh_shape.dims if dim.size > 1 and dim.name not in used]
+    if absent and idle:
+        tensor_dim, mesh_dim = absent[0]
+        raise ConfigError(
+            f'train.run.layout_rules maps "{tensor_dim}" to the mesh dimension "{mesh_dim}", '
+            f"which the mesh does not have: train.run.mesh_shape has {names}, and no rule uses "
+            f'{idle}. Take the rule "{tensor_dim}:{mesh_dim}" out, or name one of those.'
+        )
+    for tensor_dim, mesh_dim in absent:
+        _logger.info(
+            "The layout rule %s:%s has no effect: the mesh has no such dimension.",
+            tensor_dim,
+            mesh_dim,
+        )
+
+
+def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
+    """Returns the rules as given; none for an mtf.LayoutRules, which has no public list of them."""
+    if isinstance(layout_rules, mtf.LayoutRules):
+        return []
+    if isinstance(layout_rules, str):
+        rules = [rule for rule in re.split("[,;]", layout_rules) if rule]
+        return [tuple(rule.split(":")) for rule in rules]
+    return list(layout_rules)
+
+
+def _num_cpu_devices(mesh_devices: Sequence[str]) -> int:
+    """Returns one more than the largest CPU number that a device string names."""
+    highest = 0
+    for device in mesh_devices:
+        try:
+            spec = tf.DeviceSpec.from_string(device)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"train.run.mesh_devices names {device!r}, which is not a device; write it like "
+                f'"cpu:0", "gpu:0" or "/job:worker/task:1/device:CPU:0" ({error})'
+            ) from error
+        if spec.device_type in (None, "CPU"):
+            highest = max(highest, spec.device_index or 0)
+    return highest + 1
