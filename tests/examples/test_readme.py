@@ -18,7 +18,7 @@ from tests import documents
 def test_quickstart_prints_its_numbers_and_goes_on_in_another_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     documents.run("README.md")
-    train, evaluate = documents.blocks("README.md")
+    _, train, evaluate = documents.blocks("README.md")
     # As a reader writes the second program: all but the session of the first.
     model, _, _ = train.code.partition("with tf.Session")
     (tmp_path / "evaluate.py").write_text(f"{model}{evaluate.code}", encoding="utf-8")
@@ -31,8 +31,9 @@ def test_quickstart_prints_its_numbers_and_goes_on_in_another_process(tmp_path, 
 
 def test_readme_is_short():
     readme = (documents.ROOT / "README.md").read_text(encoding="utf-8")
-    quickstart, evaluate = documents.blocks("README.md")
+    describe, quickstart, evaluate = documents.blocks("README.md")
     assert len(readme.splitlines()) <= 175
+    assert len(describe.code.splitlines()) <= 6
     assert len(quickstart.code.splitlines()) <= 34
     assert len(evaluate.code.splitlines()) <= 10
 
