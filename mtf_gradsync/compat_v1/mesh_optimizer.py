@@ -18,7 +18,8 @@ from mtf_gradsync.compat_v1.rules import (
     given_optimizer,
     rule_of,
 )
-from mtf_gradsync.gradients.stage import check_grads_and_variables, on_mesh
+from mtf_gradsync.gradients.arguments import check_grads_and_variables
+from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.session import root_scope
 from mtf_gradsync.step import StepPlan, gated_update
 

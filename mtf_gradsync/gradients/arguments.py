@@ -1,17 +1,172 @@
-"""Scalar arguments that a program gives as tensors or variables, checked in every step."""
+"""Checks of what a program gives: gradients and variables at once, scalar tensors in every step."""
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
+from mtf_gradsync._common import elements
 from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs
 from mtf_gradsync._private.tensorflow import in_loop_or_branch
-from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.step import PlanPart, StepPlan, Watched
+
+GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
+
+
+def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
+    """Returns grads as a new list.
+
+    Raises:
+      TypeError: something is neither an mtf tensor nor None.
+      ValueError: gradients are of several mtf graphs.
+    """
+    found = elements(grads)
+    if found is None:
+        raise TypeError(f"grads must be a list of mtf.Tensor or None, got {grads!r}.")
+    grads = found
+    for index, grad in enumerate(grads):
+        if grad is not None and not isinstance(grad, mtf.Tensor):
+            raise TypeError(f"grads must hold mtf.Tensor or None, but grads[{index}] is {grad!r}.")
+    if len({g.graph for g in grads if g is not None}) > 1:
+        raise ValueError(f"grads must be of one mtf graph, got those of several: {grads!r}.")
+    return grads
+
+
+def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
+    """Returns those gradients that are not None, for what needs one at least.
+
+    Raises:
+      TypeError: as `check_gradients`, or a gradient is of whole numbers.
+      ValueError: as `check_gradients`, or there is no gradient.
+    """
+    grads = check_gradients(grads)
+    present = [g for g in grads if g is not None]
+    if not present:
+        raise ValueError(f"grads must have a gradient that is not None, got {grads!r}.")
+    for grad in present:
+        if not grad.dtype.is_floating:
+            raise TypeError(f"grads must be of floating dtypes, got {grad!r} of {grad.dtype.name}.")
+    return present
+
+
+def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
+    """Returns variables, or variables of given values, as a new list of mtf.Variable."""
+    found = elements(variables)
+    if found is None:
+        raise TypeError(f"variables must be a list of mtf.Variable, got {variables!r}.")
+    result = []
+    for index, variable in enumerate(found):
+        if isinstance(variable, mtf.Tensor) and isinstance(variable.operation, mtf.Variable):
+            variable = variable.operation
+        if not isinstance(variable, mtf.Variable):
+            raise TypeError(
+                f"variables must hold mtf.Variable, but variables[{index}] is {variable!r}."
+            )
+        result.append(variable)
+    return result
+
+
+def check_grads_and_variables(
+    grads: Sequence[Any], variables: Sequence[Any], same_shapes: bool = False
+) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
+    """Returns gradients and variables as new lists, which belong together.
+
+    With `same_shapes`, gradients of an optimizer without shards, their shapes are checked, too.
+
+    Raises:
+      TypeError: something is no gradient, no variable, or a gradient of integers.
+      ValueError: lengths differ, a variable is listed twice, a gradient is on another mesh than
+        its variable or (with `same_shapes`) of another shape, or there are several graphs.
+    """
+    variables = check_variables(variables)
+    count = len({v.graph for v in variables})
+    if count > 1:
+        raise ValueError(
+            f"The variables are of several mtf graphs, {count}: apply those of each by itself."
+        )
+    grads = check_gradients(grads)
+    if len(grads) != len(variables):
+        raise ValueError(
+            f"grads and variables must have the same length, got {len(grads)} gradients for "
+            f"{len(variables)} variables."
+        )
+    seen = set()
+    for grad, variable in zip(grads, variables):
+        if grad is not None and not grad.dtype.is_floating:
+            raise TypeError(
+                f"The gradient of {variable.name!r} must be of a floating dtype, got {grad.dtype}."
+            )
+        if variable in seen:
+            raise ValueError(f"Variable {variable.name!r} is twice in variables; give it once.")
+        seen.add(variable)
+        if grad is not None and grad.mesh is not variable.mesh:
+            raise ValueError(
+                f"The gradient {grad.name!r} and its variable {variable.name!r} are on different "
+                "meshes."
+            )
+        if same_shapes and grad is not None and grad.shape != variable.shape:
+            raise ValueError(
+                f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but the "
+                f"variable has {variable.shape.to_string}."
+            )
+    return grads, variables
+
+
+def check_one_mesh(grads: MaybeGradients, what: str) -> None:
+    """Raises ValueError if gradients are on several meshes; `what` needs those of one mesh."""
+    first: dict[mtf.Mesh, str] = {}
+    for grad in grads:
+        if grad is not None:
+            first.setdefault(grad.mesh, grad.name)
+    if len(first) > 1:
+        raise ValueError(
+            f"{what} needs gradients of one mesh, because shards are of one mesh, but "
+            f"{' and '.join(map(repr, first.values()))} are on different ones: call it for those "
+            "of each mesh."
+        )
+
+
+def check_pairs(grads_and_vars: Any) -> GradsAndVars:
+    """Returns the argument of apply_gradients as a new list of (gradient or None, variable).
+
+    Raises:
+      TypeError: as `check_grads_and_variables`.
+      ValueError: it is not a list of pairs, or empty, or as `check_grads_and_variables`.
+    """
+    wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
+    pairs = elements(grads_and_vars)
+    if pairs is None:
+        raise ValueError(f"grads_and_vars must be {wanted}, got {grads_and_vars!r}.")
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ValueError(f"grads_and_vars must be {wanted}, but item {index} is {pair!r}.")
+    if not pairs:
+        raise ValueError(f"grads_and_vars must be {wanted}, got no pair at all.")
+    given, owners = zip(*pairs)
+    grads, variables = check_grads_and_variables(given, owners)
+    return list(zip(grads, variables))
+
+
+def check_step(global_step: Any) -> None:
+    """Raises TypeError if global_step is neither None nor a scalar mtf or tf variable."""
+    if global_step is None:
+        return
+    if isinstance(global_step, mtf.Tensor):
+        global_step = global_step.operation
+    if isinstance(global_step, mtf.Variable):
+        shape = global_step.shape.to_integer_list
+    elif callable(getattr(global_step, "assign_add", None)):  # every kind of tf variable
+        shape = global_step.shape.as_list()
+    else:
+        raise TypeError(
+            f"global_step must be an mtf.Variable or a tf.Variable, got {global_step!r}."
+        )
+    if shape:
+        raise ValueError(f"global_step must be a scalar variable, got shape {shape}.")
 
 
 def is_tensor(value: Any) -> bool:

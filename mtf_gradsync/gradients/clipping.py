@@ -10,18 +10,24 @@ import numpy as np
 from mtf_gradsync._common import FLOAT32_MAX, check_flag, check_number, is_number, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
-from mtf_gradsync.gradients.arguments import Bounds, is_tensor, scalar_of_step
-from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
-from mtf_gradsync.gradients.pending import gradient_name
-from mtf_gradsync.gradients.stage import (
-    MaybeGradients,
-    StageOperation,
+from mtf_gradsync.gradients.arguments import (
+    Bounds,
     check_gradients,
     check_one_mesh,
+    is_tensor,
+    scalar_of_step,
+)
+from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
+from mtf_gradsync.gradients.operations import (
+    MaybeGradients,
+    StageOperation,
+    each_mesh,
+    gradient_name,
     on_mesh,
+    on_present,
     reduced_values,
 )
-from mtf_gradsync.gradients.stages import each_mesh, on_present, per_shard, sum_shards
+from mtf_gradsync.gradients.shards import per_shard, sum_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import PlanPart, StepPlan

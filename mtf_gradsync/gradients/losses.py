@@ -8,9 +8,8 @@ from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple, Seq
 from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Seed, computed_from, gradients_calls, loop_body
-from mtf_gradsync.gradients.pending.linear import linear_positions
-from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
-from mtf_gradsync.gradients.stages import on_present
+from mtf_gradsync.gradients.linear import linear_positions
+from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh, on_present
 from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 from mtf_gradsync.step.plan import flat
 

@@ -7,19 +7,19 @@ import math
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.stage import (
+from mtf_gradsync.gradients.arguments import check_one_mesh, check_present
+from mtf_gradsync.gradients.operations import (
     MaybeGradients,
     PartialSum,
     StageOperation,
-    check_one_mesh,
-    check_present,
+    each_mesh,
     on_mesh,
     partial_sum,
     reduce_partial_sums,
     reduced_values,
 )
-from mtf_gradsync.gradients.stages import each_mesh, shard_dims_in
+from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.gradients.shards import shard_dims_in
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import CompressedAllReduce, GradientStrategy

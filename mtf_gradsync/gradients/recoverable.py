@@ -6,19 +6,15 @@ from typing import NoReturn, Sequence
 
 from mtf_gradsync._common import some_lines
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.pending import (
-    Axes,
-    Cause,
-    Flow,
-    Layout,
-    Mixing,
-    check_batch_dims,
+from mtf_gradsync.gradients.flow import Cause, Flow, Mixing
+from mtf_gradsync.gradients.layout import Axes, Layout, check_batch_dims, names_of_batch, own_slices
+from mtf_gradsync.gradients.linear import linear_positions, passes_on
+from mtf_gradsync.gradients.operations import (
+    MaybeGradients,
+    StageOperation,
     gradient_name,
-    names_of_batch,
-    own_slices,
+    reduced_values,
 )
-from mtf_gradsync.gradients.pending.linear import linear_positions, passes_on
-from mtf_gradsync.gradients.stage import MaybeGradients, StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
 from mtf_gradsync.step.plan import flat

@@ -7,9 +7,9 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scalar_of, slice_function
-from mtf_gradsync.gradients.pending import PendingSum, PendingSums
-from mtf_gradsync.gradients.pending.linear import linear_positions
-from mtf_gradsync.gradients.stage import (
+from mtf_gradsync.gradients.linear import linear_positions
+from mtf_gradsync.gradients.operations import (
+    PendingSum,
     StageOperation,
     dims_to_sum,
     partial_sum,
@@ -17,6 +17,7 @@ from mtf_gradsync.gradients.stage import (
     reshaped,
     terms_of_processors,
 )
+from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.mesh.axes import ProcessorGroups, ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.one_level import PLACEMENT_BUCKET_BYTES

@@ -10,8 +10,12 @@ from typing import Any, Sequence
 from mtf_gradsync._common import check_number, elements, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
-from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
-from mtf_gradsync.gradients.stage import check_grads_and_variables
+from mtf_gradsync.gradients.arguments import (
+    Bounds,
+    check_grads_and_variables,
+    is_scalar,
+    scalar_of_step,
+)
 from mtf_gradsync.optimizers.state.slots import check_bare_update
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.step import gated_update

@@ -16,8 +16,8 @@ from mtf_gradsync._common import is_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import moving_average_settings
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.arguments import Bounds, is_scalar, scalar_of_step
-from mtf_gradsync.gradients.stage import check_variables, on_mesh
+from mtf_gradsync.gradients.arguments import Bounds, check_variables, is_scalar, scalar_of_step
+from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import (
     About,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
-from mtf_gradsync.gradients.pending import find_axes
-from mtf_gradsync.gradients.stage import check_variables
+from mtf_gradsync.gradients.arguments import check_variables
+from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.mesh.axes import (
     LayoutLike,
     MeshShapeLike,

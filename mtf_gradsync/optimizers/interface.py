@@ -8,9 +8,9 @@ from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync.compat_v1 import Reduction
-from mtf_gradsync.gradients import stage
+from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.copies import check_groups_cover
-from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.optimizers.pipeline import OwnArguments
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
@@ -48,7 +48,7 @@ class TrainOptimizerInterface:
 
     def _check_step(self, global_step: Any, name: Any) -> None:
         """Raises TypeError or ValueError for a step that cannot count updates, or a wrong name."""
-        stage.check_step(global_step)
+        arguments.check_step(global_step)
         if name is not None:
             check_name(name)
 
@@ -57,7 +57,7 @@ class TrainOptimizerInterface:
         loss: mtf.Tensor,
         var_list: Sequence[mtf.Variable] | None = None,
         weights: Any = None,
-    ) -> stage.GradsAndVars:
+    ) -> arguments.GradsAndVars:
         """Differentiates a loss, or the mean of one loss for each shard.
 
         It is their sum if the stack has a `CrossShardOptimizer` with `reduction=SUM`. Which wrapper
@@ -81,7 +81,7 @@ class TrainOptimizerInterface:
         _check_loss(loss)
         if var_list is None:
             var_list = loss.graph.trainable_variables
-        variables = stage.check_variables(var_list)
+        variables = arguments.check_variables(var_list)
         if not variables:
             raise ValueError(f"There are no variables to differentiate: got var_list={var_list!r}.")
         for wrapper in self._wrappers():
@@ -106,7 +106,7 @@ class TrainOptimizerInterface:
 
     def apply_gradients(
         self,
-        grads_and_vars: stage.GradsAndVars,
+        grads_and_vars: arguments.GradsAndVars,
         global_step: Any = None,
         name: Any = None,
         weights: Any = None,
@@ -129,7 +129,7 @@ class TrainOptimizerInterface:
           ValueError: grads_and_vars is malformed, or a gradient does not fit its variable.
         """
         self._check_step(global_step, name)
-        pairs = stage.check_pairs(grads_and_vars)
+        pairs = arguments.check_pairs(grads_and_vars)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         if weights is not None:
             kwargs = {**kwargs, "weights": weights}

@@ -15,7 +15,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     master_of,
 )
 from mtf_gradsync.gradients.measures import NotFinite
-from mtf_gradsync.gradients.stage import (
+from mtf_gradsync.gradients.operations import (
     PartialSum,
     StageOperation,
     reduce_partial_sums,

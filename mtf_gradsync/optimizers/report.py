@@ -15,10 +15,9 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, joined_norm, shard_norms
-from mtf_gradsync.gradients.pending import gradient_name
+from mtf_gradsync.gradients.operations import gradient_name, on_mesh
 from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
-from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.gradients.stages import per_shard, shard_dims_in, split_into_shards
+from mtf_gradsync.gradients.shards import per_shard, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline import GradientSet, Reduced, StepBuilder
 from mtf_gradsync.optimizers.state.variables import check_name, named_state, scalar_state

@@ -16,10 +16,12 @@ from mtf_gradsync._private.mesh_tensorflow import (
     reassign,
     take_over,
 )
-from mtf_gradsync.gradients.pending import Flow, Layout, PendingSums
-from mtf_gradsync.gradients.pending.linear import is_product_or_sum
+from mtf_gradsync.gradients.flow import Flow
+from mtf_gradsync.gradients.layout import Layout
+from mtf_gradsync.gradients.linear import is_product_or_sum
+from mtf_gradsync.gradients.operations import StageOperation, reduced_values
+from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts, TakePart
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import StepPlan

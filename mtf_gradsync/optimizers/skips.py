@@ -23,7 +23,7 @@ from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients import global_norm, not_finite
 from mtf_gradsync.gradients.clipping import unclipped
 from mtf_gradsync.gradients.measures import which_not_finite
-from mtf_gradsync.gradients.stage import on_mesh
+from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.optimizers.pipeline import GradientSet
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state

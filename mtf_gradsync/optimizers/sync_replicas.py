@@ -12,10 +12,10 @@ from mtf_gradsync._common import check_flag, check_whole_number, counted, elemen
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
-from mtf_gradsync.gradients import stage
+from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.recoverable import MadeOfSums, check_recoverable
-from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
+from mtf_gradsync.gradients.shards import SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import replicas
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
@@ -206,7 +206,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     def apply_gradients(
         self,
-        grads_and_vars: stage.GradsAndVars,
+        grads_and_vars: arguments.GradsAndVars,
         global_step: Any = None,
         name: Any = None,
         weights: Any = None,
@@ -232,7 +232,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         if listed == []:
             raise ValueError(f"Must supply at least one variable, got grads_and_vars={listed!r}.")
         self._check_step(global_step, name)
-        pairs = stage.check_pairs(grads_and_vars if listed is None else listed)
+        pairs = arguments.check_pairs(grads_and_vars if listed is None else listed)
         if all(grad is None for grad, _ in pairs):
             return self.apply_grads(*zip(*pairs), weights=weights, **kwargs)
         return super().apply_gradients(pairs, global_step, name, weights, **kwargs)

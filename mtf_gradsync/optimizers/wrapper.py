@@ -15,9 +15,9 @@ from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scale_setting
 from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
-from mtf_gradsync.gradients import stage
+from mtf_gradsync.gradients import arguments
+from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.gradients.losses import take_without_scale
-from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline import (
@@ -337,7 +337,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self, grads: Any, variables: Any, own: OwnArguments
     ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
         self._check_arguments(own)
-        grads, variables = stage.check_grads_and_variables(grads, variables)
+        grads, variables = arguments.check_grads_and_variables(grads, variables)
         self._check_shapes(grads, variables)
         return grads, variables
 

@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.pending import Cause
+from mtf_gradsync.gradients.flow import Cause
 from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
 from tests.programs import mixture
 

@@ -73,7 +73,7 @@ CASES.append(pytest.param("xla", True, marks=pytest.mark.xla))
 @pytest.mark.mostly_slow
 def test_it_trains_as_numpy_does_in_one_group_of_sums(kind, autostack, names, monkeypatch):
     counted = Counted()
-    monkeypatch.setattr("mtf_gradsync.gradients.stages.FusedAllReduce", lambda: counted)
+    monkeypatch.setattr("mtf_gradsync.gradients.shards.FusedAllReduce", lambda: counted)
     made = harness.built(kind, SHAPE, LAYOUT, build(names), feeds()[0], autostack)
     assert counted.calls == [((0,), 3)]  # all three gradients, over the axis of the batch
     assert not made.races()

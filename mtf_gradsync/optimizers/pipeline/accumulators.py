@@ -6,8 +6,13 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
-from mtf_gradsync.gradients.stages import each_mesh, on_present
+from mtf_gradsync.gradients.operations import (
+    StageOperation,
+    each_mesh,
+    on_mesh,
+    on_present,
+    reduced_values,
+)
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided

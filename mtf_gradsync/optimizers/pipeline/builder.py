@@ -8,11 +8,11 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from mtf_gradsync._common import counted, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.pending import Cause
+from mtf_gradsync.gradients.flow import Cause
+from mtf_gradsync.gradients.operations import dims_to_sum
 from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
 from mtf_gradsync.gradients.reduce_gradients import scatter_gradients
-from mtf_gradsync.gradients.stage import dims_to_sum
-from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards, sum_gradients
+from mtf_gradsync.gradients.shards import shard_dims_in, split_into_shards, sum_gradients
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import (
     Form,

@@ -9,9 +9,8 @@ from typing import Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequen
 
 from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.operations import on_mesh, on_present
 from mtf_gradsync.gradients.recoverable import MadeOfSums
-from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, StepPlan

@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Seque
 
 from mtf_gradsync._common import is_number
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.pending import find_axes
+from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
 from mtf_gradsync.reduce import Strategy

@@ -9,10 +9,10 @@ import logging
 from typing import Any, Collection, NamedTuple, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.pending import find_axes
+from mtf_gradsync.gradients.layout import find_axes
+from mtf_gradsync.gradients.operations import StageOperation, reduced_values
 from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.stack import Reduction

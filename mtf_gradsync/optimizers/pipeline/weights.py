@@ -9,9 +9,9 @@ from mtf_gradsync._common import check_number, is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import computed_from, gradients_calls
 from mtf_gradsync.gradients.arguments import is_tensor
+from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.recoverable import Apart
-from mtf_gradsync.gradients.stage import MaybeGradients, on_mesh
-from mtf_gradsync.gradients.stages import shard_dims_in, split_into_shards
+from mtf_gradsync.gradients.shards import shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import PlanPart, StepPlan

@@ -7,85 +7,24 @@ shards share. So they can run on each processor's partial sum, and the reduction
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections import Counter
-from typing import Callable, Collection, Iterable, NamedTuple
+from typing import Any, Collection, Iterable, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync._common import walk
+from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import custom_gradient_results, loop_body
-from mtf_gradsync.gradients.pending.linear import (
+from mtf_gradsync.gradients.layout import Axes, Layout
+from mtf_gradsync.gradients.linear import (
     is_product_or_sum,
     linear_positions,
     passes_on,
     runs_on_slices,
     sums_before_broadcast,
 )
-from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.gradients.operations import StageOperation, gradient_name
 from mtf_gradsync.step.plan import flat
-
-Axes = frozenset
-
-
-class Layout(NamedTuple):
-    """The layout of tensors, before or while a graph is lowered.
-
-    Attributes:
-      axis_of: the mesh axis that a dimension of a tensor of a mesh is split over, or None.
-      replica_axes: the mesh axes of a mesh that the batch is split over.
-      own: the replica axes along which each shard's slice of a tensor is of that shard's data alone
-        (see `own_slices`). None takes all axes that split the tensor, which is enough where shards
-        are only added up.
-    """
-
-    axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
-    replica_axes: Callable[[mtf.Mesh], Axes]
-    own: Callable[[mtf.Tensor], Axes] | None = None
-
-    @classmethod
-    def of(cls, axes: ReplicaAxes, of_mesh: mtf.Mesh) -> Layout:
-        """Makes the layout of a graph of which a mesh is to be lowered on that of replica axes.
-
-        How tensors of other meshes are split is not known: it is as if nothing split them.
-        """
-
-        def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
-            if mesh is not of_mesh:
-                return None
-            return axes.layout.tensor_dimension_to_mesh_axis(dim, axes.mesh_shape)
-
-        return cls(axis_of, lambda mesh: Axes(axes.mesh_axes if mesh is of_mesh else ()))
-
-    def split(self, tensor: mtf.Tensor) -> Axes:
-        """The mesh axes that a tensor is split over."""
-        axes = {self.axis_of(tensor.mesh, d) for d in tensor.shape.dims}
-        return Axes(axes - {None})
-
-    def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
-        """The replica axes along which each shard has its own slice of a tensor."""
-        split = self.split(tensor) & self.replica_axes(tensor.mesh)
-        return split & self.own(tensor) if split and self.own else split
-
-    def of_shards(self, tensor: mtf.Tensor) -> bool:
-        """Whether each shard holds its own part of a tensor."""
-        replica_axes = self.replica_axes(tensor.mesh)
-        return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
-
-    def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """For each mesh axis that splits a shape, the product of dimensions before that one."""
-        before, found = 1, {}
-        for dim in shape.dims:
-            axis = self.axis_of(mesh, dim)
-            if axis is not None:
-                found[axis] = before
-            before *= dim.size
-        return found
-
-    def stays_in_place(self, operation: mtf.ReshapeOperation) -> bool:
-        """Whether a reshape moves nothing between processors."""
-        (source,), (result,) = operation.inputs, operation.outputs
-        mesh = operation.mesh
-        return self.order(source.shape, mesh) == self.order(result.shape, mesh)
 
 
 class Use(NamedTuple):
@@ -406,3 +345,75 @@ def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
     if isinstance(operation, mtf.CustomGradientOperation):
         return custom_gradient_results(operation)
     return operation.inputs
+
+
+# The methods that communicate; all others of `mtf.MeshImpl` are made of these.
+_COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_processors")
+
+
+class Unsummed:
+    """Warns where an operation behind a gradient drops the sum over the shards."""
+
+    def __init__(self, flow: Flow, targets: Sequence[mtf.Tensor]):
+        """Looks for such operations behind the targets, which are gradients."""
+        self._found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
+        for target in targets if flow.any_gathers else ():
+            mixing = flow.mixes_shards(target, (Cause.DROPS_SUM, Cause.GATHERS))
+            if mixing is not None and _is_suspect(mixing.operation, mixing.cause):
+                self._found.setdefault(mixing.operation, (mixing.cause, target))
+
+    @contextlib.contextmanager
+    def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
+        """Warns, unless the operation that is lowered inside of the block sums by itself."""
+        if operation not in self._found:
+            yield
+            return
+        cause, target = self._found[operation]
+        with _noting_collectives(lowering.mesh_impl(operation)) as sent:
+            yield
+        is_left = any(
+            isinstance(lowering.tensors.get(t), mtf.LazyAllreduceSum) for t in operation.outputs
+        )
+        if cause is Cause.DROPS_SUM or not (sent or is_left):
+            warn_once(
+                f"unsummed {operation.name}",
+                "%s %r drops a dimension that the shards split, and nothing sums over it: each "
+                "shard has other values of %s, and the replicas of its variable differ after an "
+                "update. Give the result that dimension, of the size of its mesh axis, and sum "
+                "over it with mtf.reduce_sum.",
+                type(operation).__name__,
+                operation.name,
+                gradient_name(target),
+            )
+
+
+def _is_suspect(operation: mtf.Operation, cause: Cause) -> bool:
+    if is_between_meshes(operation):
+        return False  # it communicates by itself, in a way that the dimensions do not show
+    of_mesh_tf = type(operation).__module__.startswith("mesh_tensorflow")
+    is_own = not of_mesh_tf and not isinstance(operation, StageOperation)
+    return cause is Cause.DROPS_SUM or is_own
+
+
+@contextlib.contextmanager
+def _noting_collectives(mesh_impl: Any) -> Iterator[list[str]]:
+    """Lists the collectives that are made inside the block."""
+    sent: list[str] = []
+
+    def noting(name: str) -> Any:
+        made = getattr(mesh_impl, name)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            sent.append(name)
+            return made(*args, **kwargs)
+
+        return make
+
+    names = [name for name in _COLLECTIVES if hasattr(mesh_impl, name)]
+    for name in names:
+        vars(mesh_impl)[name] = noting(name)
+    try:
+        yield sent
+    finally:
+        for name in names:
+            del vars(mesh_impl)[name]

@@ -1,4 +1,4 @@
-"""Finds what the batch of a program is split along: its mesh axes, dimensions and own slices."""
+"""How a program is split: its tensors over the mesh, its batch along axes, and what shards hold."""
 
 from __future__ import annotations
 
@@ -7,12 +7,75 @@ from typing import Callable, Collection, Iterable, NamedTuple, Sequence
 from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body, meshes_made
-from mtf_gradsync.gradients.pending.flow import Axes, Layout
-from mtf_gradsync.gradients.pending.linear import passes_on
-from mtf_gradsync.gradients.stage import StageOperation
+from mtf_gradsync.gradients.linear import passes_on
+from mtf_gradsync.gradients.operations import StageOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
 from mtf_gradsync.step.plan import flat
+
+Axes = frozenset
+
+
+class Layout(NamedTuple):
+    """The layout of tensors, before or while a graph is lowered.
+
+    Attributes:
+      axis_of: the mesh axis that a dimension of a tensor of a mesh is split over, or None.
+      replica_axes: the mesh axes of a mesh that the batch is split over.
+      own: the replica axes along which each shard's slice of a tensor is of that shard's data alone
+        (see `own_slices`). None takes all axes that split the tensor, which is enough where shards
+        are only added up.
+    """
+
+    axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
+    replica_axes: Callable[[mtf.Mesh], Axes]
+    own: Callable[[mtf.Tensor], Axes] | None = None
+
+    @classmethod
+    def of(cls, axes: ReplicaAxes, of_mesh: mtf.Mesh) -> Layout:
+        """Makes the layout of a graph of which a mesh is to be lowered on that of replica axes.
+
+        How tensors of other meshes are split is not known: it is as if nothing split them.
+        """
+
+        def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
+            if mesh is not of_mesh:
+                return None
+            return axes.layout.tensor_dimension_to_mesh_axis(dim, axes.mesh_shape)
+
+        return cls(axis_of, lambda mesh: Axes(axes.mesh_axes if mesh is of_mesh else ()))
+
+    def split(self, tensor: mtf.Tensor) -> Axes:
+        """The mesh axes that a tensor is split over."""
+        axes = {self.axis_of(tensor.mesh, d) for d in tensor.shape.dims}
+        return Axes(axes - {None})
+
+    def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
+        """The replica axes along which each shard has its own slice of a tensor."""
+        split = self.split(tensor) & self.replica_axes(tensor.mesh)
+        return split & self.own(tensor) if split and self.own else split
+
+    def of_shards(self, tensor: mtf.Tensor) -> bool:
+        """Whether each shard holds its own part of a tensor."""
+        replica_axes = self.replica_axes(tensor.mesh)
+        return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
+
+    def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
+        """For each mesh axis that splits a shape, the product of dimensions before that one."""
+        before, found = 1, {}
+        for dim in shape.dims:
+            axis = self.axis_of(mesh, dim)
+            if axis is not None:
+                found[axis] = before
+            before *= dim.size
+        return found
+
+    def stays_in_place(self, operation: mtf.ReshapeOperation) -> bool:
+        """Whether a reshape moves nothing between processors."""
+        (source,), (result,) = operation.inputs, operation.outputs
+        mesh = operation.mesh
+        return self.order(source.shape, mesh) == self.order(result.shape, mesh)
+
 
 # Operations without inputs that bring no data of the batch.
 _WITHOUT_DATA = (

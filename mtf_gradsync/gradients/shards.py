@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from typing import Sequence
 
 from mtf_gradsync._common import check_flag, warn_once
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
-from mtf_gradsync.gradients.recoverable import check_recoverable
-from mtf_gradsync.gradients.stage import (
+from mtf_gradsync.gradients.arguments import check_gradients, check_one_mesh
+from mtf_gradsync.gradients.layout import check_batch_dims
+from mtf_gradsync.gradients.operations import (
     MaybeGradients,
     StageOperation,
     by_key,
-    check_gradients,
-    check_one_mesh,
+    gradient_name,
+    on_present,
     partial_sum,
     reduce_partial_sums,
     reshaped,
     terms_of_processors,
 )
+from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import OwnWrites
-
-
-def on_present(
-    grads: MaybeGradients, make: Callable[[list[mtf.Tensor]], Sequence[mtf.Tensor]]
-) -> list[mtf.Tensor | None]:
-    """Applies `make` to the gradients that are not None and puts the Nones back."""
-    present = [g for g in grads if g is not None]
-    if not present:
-        return list(grads)
-    results = iter(make(present))
-    return [None if g is None else next(results) for g in grads]
-
-
-def each_mesh(
-    grads: Sequence[mtf.Tensor],
-    make: Callable[[mtf.Mesh, list[mtf.Tensor]], Sequence[mtf.Tensor]],
-) -> list[mtf.Tensor]:
-    """Calls `make` for the gradients of each mesh, and returns a result for each, in order."""
-
-    def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
-        return make(mesh, [grads[i] for i in some])
-
-    return by_key([g.mesh for g in grads], of_mesh)
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:

@@ -1,4 +1,4 @@
-"""The part of a step that keeps sums pending, and its lowering."""
+"""Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from mtf_gradsync._private.mesh_tensorflow import (
     loop_condition,
     scalar_of,
 )
-from mtf_gradsync.gradients.pending.flow import Axes, Flow, Layout, Use
-from mtf_gradsync.gradients.pending.layout import used_axes
-from mtf_gradsync.gradients.pending.linear import sums_before_broadcast
-from mtf_gradsync.gradients.pending.sums import PendingSum, Unsummed, current_context
-from mtf_gradsync.gradients.stage import PartialSum, StageOperation, reduce_partial_sums, share
+from mtf_gradsync.gradients.flow import Flow, Unsummed, Use
+from mtf_gradsync.gradients.layout import Axes, Layout, used_axes
+from mtf_gradsync.gradients.linear import sums_before_broadcast
+from mtf_gradsync.gradients.operations import (
+    PartialSum,
+    PendingSum,
+    StageOperation,
+    current_context,
+    reduce_partial_sums,
+    share,
+)
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
 from mtf_gradsync.step.plan import flat

@@ -1,4 +1,4 @@
-"""Checks of gradients and variables, operations on sets of gradients, and their partial sums."""
+"""What operations on lists of gradients are made of: their class, and the sums behind gradients."""
 
 from __future__ import annotations
 
@@ -7,177 +7,27 @@ from typing import (
     Callable,
     Collection,
     Hashable,
-    Iterable,
-    List,
     NamedTuple,
     Optional,
     Sequence,
-    Tuple,
     TypeVar,
 )
 
-from mtf_gradsync._common import elements
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_outputs, lowered_on
+from mtf_gradsync._private.mesh_tensorflow import (
+    give_outputs,
+    gradients_calls,
+    loop_body,
+    lowered_on,
+    sum_made_by,
+)
+from mtf_gradsync._private.tensorflow import control_flow_context
 from mtf_gradsync.mesh.axes import ProcessorGroups
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.parts import Cuts, take_parts
 from mtf_gradsync.reduce.strategy import reduce_scatter_by
 
 MaybeGradients = Sequence[Optional[mtf.Tensor]]
-GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
-
-
-def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
-    """Returns grads as a new list.
-
-    Raises:
-      TypeError: something is neither an mtf tensor nor None.
-      ValueError: gradients are of several mtf graphs.
-    """
-    found = elements(grads)
-    if found is None:
-        raise TypeError(f"grads must be a list of mtf.Tensor or None, got {grads!r}.")
-    grads = found
-    for index, grad in enumerate(grads):
-        if grad is not None and not isinstance(grad, mtf.Tensor):
-            raise TypeError(f"grads must hold mtf.Tensor or None, but grads[{index}] is {grad!r}.")
-    if len({g.graph for g in grads if g is not None}) > 1:
-        raise ValueError(f"grads must be of one mtf graph, got those of several: {grads!r}.")
-    return grads
-
-
-def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
-    """Returns those gradients that are not None, for what needs one at least.
-
-    Raises:
-      TypeError: as `check_gradients`, or a gradient is of whole numbers.
-      ValueError: as `check_gradients`, or there is no gradient.
-    """
-    grads = check_gradients(grads)
-    present = [g for g in grads if g is not None]
-    if not present:
-        raise ValueError(f"grads must have a gradient that is not None, got {grads!r}.")
-    for grad in present:
-        if not grad.dtype.is_floating:
-            raise TypeError(f"grads must be of floating dtypes, got {grad!r} of {grad.dtype.name}.")
-    return present
-
-
-def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
-    """Returns variables, or variables of given values, as a new list of mtf.Variable."""
-    found = elements(variables)
-    if found is None:
-        raise TypeError(f"variables must be a list of mtf.Variable, got {variables!r}.")
-    result = []
-    for index, variable in enumerate(found):
-        if isinstance(variable, mtf.Tensor) and isinstance(variable.operation, mtf.Variable):
-            variable = variable.operation
-        if not isinstance(variable, mtf.Variable):
-            raise TypeError(
-                f"variables must hold mtf.Variable, but variables[{index}] is {variable!r}."
-            )
-        result.append(variable)
-    return result
-
-
-def check_grads_and_variables(
-    grads: Sequence[Any], variables: Sequence[Any], same_shapes: bool = False
-) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
-    """Returns gradients and variables as new lists, which belong together.
-
-    With `same_shapes`, gradients of an optimizer without shards, their shapes are checked, too.
-
-    Raises:
-      TypeError: something is no gradient, no variable, or a gradient of integers.
-      ValueError: lengths differ, a variable is listed twice, a gradient is on another mesh than
-        its variable or (with `same_shapes`) of another shape, or there are several graphs.
-    """
-    variables = check_variables(variables)
-    count = len({v.graph for v in variables})
-    if count > 1:
-        raise ValueError(
-            f"The variables are of several mtf graphs, {count}: apply those of each by itself."
-        )
-    grads = check_gradients(grads)
-    if len(grads) != len(variables):
-        raise ValueError(
-            f"grads and variables must have the same length, got {len(grads)} gradients for "
-            f"{len(variables)} variables."
-        )
-    seen = set()
-    for grad, variable in zip(grads, variables):
-        if grad is not None and not grad.dtype.is_floating:
-            raise TypeError(
-                f"The gradient of {variable.name!r} must be of a floating dtype, got {grad.dtype}."
-            )
-        if variable in seen:
-            raise ValueError(f"Variable {variable.name!r} is twice in variables; give it once.")
-        seen.add(variable)
-        if grad is not None and grad.mesh is not variable.mesh:
-            raise ValueError(
-                f"The gradient {grad.name!r} and its variable {variable.name!r} are on different "
-                "meshes."
-            )
-        if same_shapes and grad is not None and grad.shape != variable.shape:
-            raise ValueError(
-                f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but the "
-                f"variable has {variable.shape.to_string}."
-            )
-    return grads, variables
-
-
-def check_one_mesh(grads: MaybeGradients, what: str) -> None:
-    """Raises ValueError if gradients are on several meshes; `what` needs those of one mesh."""
-    first: dict[mtf.Mesh, str] = {}
-    for grad in grads:
-        if grad is not None:
-            first.setdefault(grad.mesh, grad.name)
-    if len(first) > 1:
-        raise ValueError(
-            f"{what} needs gradients of one mesh, because shards are of one mesh, but "
-            f"{' and '.join(map(repr, first.values()))} are on different ones: call it for those "
-            "of each mesh."
-        )
-
-
-def check_pairs(grads_and_vars: Any) -> GradsAndVars:
-    """Returns the argument of apply_gradients as a new list of (gradient or None, variable).
-
-    Raises:
-      TypeError: as `check_grads_and_variables`.
-      ValueError: it is not a list of pairs, or empty, or as `check_grads_and_variables`.
-    """
-    wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
-    pairs = elements(grads_and_vars)
-    if pairs is None:
-        raise ValueError(f"grads_and_vars must be {wanted}, got {grads_and_vars!r}.")
-    for index, pair in enumerate(pairs):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ValueError(f"grads_and_vars must be {wanted}, but item {index} is {pair!r}.")
-    if not pairs:
-        raise ValueError(f"grads_and_vars must be {wanted}, got no pair at all.")
-    given, owners = zip(*pairs)
-    grads, variables = check_grads_and_variables(given, owners)
-    return list(zip(grads, variables))
-
-
-def check_step(global_step: Any) -> None:
-    """Raises TypeError if global_step is neither None nor a scalar mtf or tf variable."""
-    if global_step is None:
-        return
-    if isinstance(global_step, mtf.Tensor):
-        global_step = global_step.operation
-    if isinstance(global_step, mtf.Variable):
-        shape = global_step.shape.to_integer_list
-    elif callable(getattr(global_step, "assign_add", None)):  # every kind of tf variable
-        shape = global_step.shape.as_list()
-    else:
-        raise TypeError(
-            f"global_step must be an mtf.Variable or a tf.Variable, got {global_step!r}."
-        )
-    if shape:
-        raise ValueError(f"global_step must be a scalar variable, got shape {shape}.")
 
 
 class StageOperation(mtf.Operation):
@@ -239,6 +89,29 @@ def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
     return x if x.mesh is mesh else _OnMesh(x, mesh).outputs[0]
 
 
+def gradient_name(grad: mtf.Tensor) -> str:
+    """Names a gradient by its variable, if it comes from `mtf.gradients`."""
+    variable_of = {
+        y: x
+        for call in gradients_calls(grad.graph)
+        for y, x in zip(call.outputs, call.inputs)
+        if isinstance(x.operation, mtf.Variable)
+    }
+    tensor = grad
+    while tensor not in variable_of:
+        operation = tensor.operation
+        if tensor not in operation.outputs or not operation.inputs:
+            return f"gradient {grad.name!r}"
+        position = operation.outputs.index(tensor)
+        if isinstance(operation, mtf.WhileLoopOperation):
+            tensor = loop_body(operation).outputs[position]
+        else:
+            # A list of gradients, or a gradient and what it is multiplied by.
+            inputs = operation.inputs
+            tensor = inputs[position if len(inputs) >= len(operation.outputs) else 0]
+    return f"the gradient of variable {variable_of[tensor].operation.name!r}"
+
+
 def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
     """Returns the lowered values of tensors, reduced over all of their pending axes."""
     return [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
@@ -249,6 +122,46 @@ def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
     return mesh_impl.slicewise(lambda x: tf.reshape(x, shape), value)
 
 
+_K = TypeVar("_K", bound=Hashable)
+
+
+def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
+    """Calls `make` once for each different key, and returns a result for each position in `keys`.
+
+    `make` gets a key and all positions that have it, and returns a result for each of them.
+    """
+    positions: dict[_K, list[int]] = {}
+    for position, key in enumerate(keys):
+        positions.setdefault(key, []).append(position)
+    results: dict[int, Any] = {}
+    for key, some in positions.items():
+        results.update(zip(some, make(key, some)))
+    return [results[position] for position in range(len(keys))]
+
+
+def on_present(
+    grads: MaybeGradients, make: Callable[[list[mtf.Tensor]], Sequence[mtf.Tensor]]
+) -> list[mtf.Tensor | None]:
+    """Applies `make` to the gradients that are not None and puts the Nones back."""
+    present = [g for g in grads if g is not None]
+    if not present:
+        return list(grads)
+    results = iter(make(present))
+    return [None if g is None else next(results) for g in grads]
+
+
+def each_mesh(
+    grads: Sequence[mtf.Tensor],
+    make: Callable[[mtf.Mesh, list[mtf.Tensor]], Sequence[mtf.Tensor]],
+) -> list[mtf.Tensor]:
+    """Calls `make` for the gradients of each mesh, and returns a result for each, in order."""
+
+    def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
+        return make(mesh, [grads[i] for i in some])
+
+    return by_key([g.mesh for g in grads], of_mesh)
+
+
 def dims_to_sum(
     grads: Sequence[mtf.Tensor], variables: Sequence[mtf.Variable]
 ) -> list[list[mtf.Dimension]]:
@@ -256,7 +169,100 @@ def dims_to_sum(
     return [[d for d in g.shape.dims if d not in v.shape.dims] for g, v in zip(grads, variables)]
 
 
-_K = TypeVar("_K", bound=Hashable)
+class PendingSum(mtf.LazyAllreduceSum):
+    """A lowered tensor that is the sum of a part on each processor.
+
+    Parts and sum are made when they are first used, so that nothing unused is computed.
+
+    Attributes:
+      mesh_impl: the mesh that it lies on.
+      mesh_axes: numbers of the mesh axes to sum over.
+      add_counter_fn: Mesh-TF's, to be called when the sum is made.
+      context: the loop or branch that it was made in.
+    """
+
+    def __init__(
+        self,
+        mesh_impl: mtf.MeshImpl,
+        mesh_axes: list[int],
+        slice_shape: list[int],
+        make_part: Callable[[], Any],
+        make_reduced: Callable[[PendingSum], None],
+        add_counter_fn: Callable[[], None] | None = None,
+        sources: Sequence[Any] = (),
+    ):
+        """Describes the sum; makes nothing.
+
+        `make_part` returns the `LaidOutTensor` of the parts, and `make_reduced` calls `set_reduced`
+        with that of the sum. `sources` are the lowered tensors that the sum is computed from, if it
+        is not reduced itself.
+        """
+        self.mesh_impl = mesh_impl
+        self.mesh_axes = list(mesh_axes)
+        self.add_counter_fn = add_counter_fn
+        self.context = current_context()
+        self._slice_shape = list(slice_shape)
+        self._make_part = make_part
+        self._make_reduced = make_reduced
+        self._part: Any = None
+        self._reduced_value: Any = None
+        self._sources = tuple(sources)
+
+    @property
+    def slice_shape(self) -> list[int]:
+        """Shape of a processor's part, and of a slice of the sum."""
+        return self._slice_shape
+
+    @property
+    def laid_out_input(self) -> Any:
+        """The `LaidOutTensor` of the parts."""
+        if self._part is None:
+            self._part = self._make_part()
+        return self._part
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the sum has been made."""
+        return self._reduced_value is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both the parts and the sum have been made."""
+        return self.is_reduced and self._part is not None
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether the sum has been made, or can be made without sending anything."""
+        return self.is_reduced or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
+
+    def set_reduced(self, value: Any) -> None:
+        """Sets the `LaidOutTensor` of the sum, which was reduced just now."""
+        self._reduced_value = value
+        if self.add_counter_fn:
+            self.add_counter_fn()
+
+    def to_laid_out_tensor(self) -> Any:
+        """Returns the `LaidOutTensor` of the sum, made on the first call."""
+        if self._reduced_value is None:
+            self._make_reduced(self)
+        return self._reduced_value
+
+    @property
+    def tensor_list(self) -> list[tf.Tensor]:
+        """The slices of the sum."""
+        return self.to_laid_out_tensor().tensor_list
+
+
+def _sends_nothing(lowered: Any) -> bool:
+    if isinstance(lowered, PendingSum):
+        return lowered.sends_nothing
+    return not isinstance(lowered, mtf.LazyAllreduceSum) or sum_made_by(lowered) is not None
+
+
+def current_context() -> Any:
+    """Returns the loop or branch that is being built, which tensors made in it belong to."""
+    graph = tf.get_default_graph()
+    return graph, control_flow_context(graph)
 
 
 class PartialSum(NamedTuple):
@@ -330,24 +336,12 @@ def reduce_partial_sums(
         return reduce_scatter_by(strategy, mesh_impl, values, groups, [sent[i] for i in indices])
 
     keys = [(s.mesh_axes, bool(some)) for s, some in zip(sums, sent)]
-    return [
-        take_parts(mesh_impl, result, [c for c in cut if c not in some])
-        for result, cut, some in zip(by_key(keys, reduce), cuts, sent)
-    ]
-
-
-def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
-    """Calls `make` once for each different key, and returns a result for each position in `keys`.
-
-    `make` gets a key and all positions that have it, and returns a result for each of them.
-    """
-    positions: dict[_K, list[int]] = {}
-    for position, key in enumerate(keys):
-        positions.setdefault(key, []).append(position)
-    results: dict[int, Any] = {}
-    for key, some in positions.items():
-        results.update(zip(some, make(key, some)))
-    return [results[position] for position in range(len(keys))]
+    results = by_key(keys, reduce)
+    for number, (cut, some) in enumerate(zip(cuts, sent)):
+        if len(some) < len(cut):
+            left = [c for c in cut if c not in some]
+            results[number] = take_parts(mesh_impl, results[number], left)
+    return results
 
 
 def terms_of_processors(
