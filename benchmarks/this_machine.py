@@ -27,12 +27,13 @@ from mtf_gradsync.runtimes._private.jax import (
 )
 from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program, tpu_program
+from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.devices import devices_for
 from mtf_gradsync.runtimes.xla.executable import Cache, CoreModule, loaded, lowered
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.replica_program import replica_program
 from mtf_gradsync.runtimes.xla.session import session
-from mtf_gradsync.runtimes.xla.topology.compiled import CoreMemory, find_hlo_collectives
+from mtf_gradsync.runtimes.xla.topology.compiled import CoreMemory
 from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.tools.planning.machines import Begun, Compiled
 
@@ -237,8 +238,7 @@ class Calibration(NamedTuple):
 def work_of(executable: Any, cores: int) -> MeasuredWork:
     """Counts the work of a step in XLA's executable for CPU devices, which all `cores` run."""
     hlo, cost = compiled_hlo(executable), cost_numbers(executable)
-    module: Any = read_module(hlo)
-    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    entry = read_module(hlo).entry
     operations = sum(i.opcode not in _NAMES for i in entry.instructions)
     divided = sum(i.opcode == "call" for i in entry.instructions)  # as XLA's CPU compiler writes it
     collectives = [c for c in find_hlo_collectives(hlo) if meetings(c.groups, cores)]

@@ -4,6 +4,7 @@ See ``docs/xla.md`` and ``docs/tpu.md``.
 """
 
 from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
+from mtf_gradsync.runtimes.xla.collectives import HloCollective, find_hlo_collectives
 from mtf_gradsync.runtimes.xla.devices import (
     XlaMissingError,
     devices_for,
@@ -16,12 +17,7 @@ from mtf_gradsync.runtimes.xla.processes import Processes, start_processes
 from mtf_gradsync.runtimes.xla.runner.devices import DevicesError, StepError
 from mtf_gradsync.runtimes.xla.session import Dispatched, XlaSession, session
 from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS, Generation
-from mtf_gradsync.runtimes.xla.topology.compiled import (
-    CompiledProgram,
-    CoreMemory,
-    HloCollective,
-    find_hlo_collectives,
-)
+from mtf_gradsync.runtimes.xla.topology.compiled import CompiledProgram, CoreMemory
 from mtf_gradsync.runtimes.xla.topology.compiling import compile_for_tpu
 from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError
 

@@ -18,7 +18,7 @@ from mtf_gradsync.runtimes._private.tensorflow import (
 from mtf_gradsync.runtimes.simd.effects import COLLECTIVE_TYPES
 from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.functional import StandIn, rebuild
-from mtf_gradsync.runtimes.xla.hlo import aliases_of, read_module
+from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
 
 # Target of a custom call -> the collective that it replaces.
@@ -231,11 +231,11 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
                 f"TensorFlow {tf.__version__}'s bridge to XLA refuses the program: {error}"
             ) from error
     module = read_module(proto)
-    for instruction in (i for computation in module.computations for i in computation.instructions):
+    for instruction in module.instructions:
         # Where in Python operations were made: it differs from machine to machine.
         for field in ("source_file", "source_line"):
-            instruction.metadata.ClearField(field)
-    aliases = aliases_of(module)
+            instruction.proto.metadata.ClearField(field)
+    aliases = module.aliases
     num_fetches = max(1, len(replica.fetches))
     if list(aliases) != list(range(num_fetches, num_fetches + len(aliases))):
         raise RuntimeError(
@@ -243,5 +243,9 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
             f"of mtf_gradsync does not know: {aliases}. TensorFlow 2.21 is known to work."
         )
     return Hlo(
-        module.SerializeToString(), num_fetches, tuple(aliases.values()), has_randomness, turns
+        module.proto.SerializeToString(),
+        num_fetches,
+        tuple(aliases.values()),
+        has_randomness,
+        turns,
     )

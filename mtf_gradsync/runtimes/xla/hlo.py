@@ -1,10 +1,12 @@
-"""Reads XLA's programs: computations, sizes of values, groups of cores and aliases."""
+"""Reads XLA's programs: computations, instructions, sizes of values, groups of cores, aliases."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
-from typing import Any, Sequence
+import re
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
@@ -35,16 +37,25 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 }
 
 
-def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of cores in a serialized instruction; empty for one group of all."""
-    read = _instruction_class().FromString(instruction)
+def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of cores that exchange data in a collective; empty for one group of all.
+
+    A permutation has pairs of source and target. Raises a ValueError when groups are given by the
+    axes of a mesh.
+    """
+    if instruction.source_target_pairs:
+        return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)
+    read = _instruction_class().FromString(instruction.SerializeToString())
     for groups, iota in ((read.groups, read.iota), (read.devices.groups, read.devices.iota)):
         if groups:
             return tuple(tuple(group.replica_ids) for group in groups)
         if iota.num_groups:
             return _iota_groups(iota)
     if read.HasField("mesh_axes"):
-        raise ValueError(f"Groups that are named by mesh axes cannot be read: {read.mesh_axes!r}")
+        raise ValueError(
+            f"{instruction.opcode} {instruction.name!r}: Groups that are named by mesh axes cannot "
+            f"be read: {read.mesh_axes!r}."
+        )
     return ()
 
 
@@ -93,46 +104,123 @@ _TYPES = {
 _BITS = {name: bits for bits, names in _TYPES.items() for name in names}
 
 
-def read_module(serialized: bytes) -> Any:
-    """Parses a program into an ``HloModuleProto``; raises a ValueError if it is something else."""
+class Instruction:
+    """An instruction of a program; `proto` is XLA's ``HloInstructionProto``."""
+
+    def __init__(self, proto: Any, computation: Computation):
+        self.proto = proto
+        self.name: str = proto.name
+        self.opcode: str = proto.opcode
+        self.shape = proto.shape
+        self._computation = computation
+
+    @property
+    def operation(self) -> str:
+        """Its kind: all of "all-reduce-start", "all-reduce-done" and so on are "all-reduce"."""
+        return re.sub("-(start|done|update)$", "", self.opcode)
+
+    @functools.cached_property
+    def operands(self) -> list[Instruction]:
+        """The instructions whose values it takes."""
+        return [self._computation.by_id[i] for i in self.proto.operand_ids]
+
+    @property
+    def users(self) -> list[tuple[Instruction, int]]:
+        """The instructions that take its value, each with the number of the operand."""
+        return self._computation.users[self.proto.id]
+
+    @property
+    def called(self) -> list[Computation]:
+        """The computations that it calls: of a fusion, loop, branch or call."""
+        return [self._computation.module.computations[i] for i in self.proto.called_computation_ids]
+
+    @property
+    def is_predicate(self) -> bool:
+        """Whether its value is of booleans."""
+        return _type_name(self.shape) == "PRED"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its value; see `shape_bytes`."""
+        return shape_bytes(self.shape)
+
+
+class Computation:
+    """A computation of a program, with its instructions as they run, where the program says."""
+
+    def __init__(self, proto: Any, module: HloModule):
+        self.name: str = proto.name
+        self.module = module
+        self.by_id = {one.id: Instruction(one, self) for one in proto.instructions}
+        self.root = self.by_id.get(proto.root_id)
+        scheduled = module.proto.schedule.sequences
+        self.instructions = list(self.by_id.values())
+        if proto.id in scheduled:
+            self.instructions = [self.by_id[i] for i in scheduled[proto.id].instruction_ids]
+
+    @functools.cached_property
+    def users(self) -> dict[int, list[tuple[Instruction, int]]]:
+        """Number of an instruction -> its `Instruction.users`."""
+        found = collections.defaultdict(list)
+        for instruction in self.by_id.values():
+            for number, operand in enumerate(instruction.proto.operand_ids):
+                found[operand].append((instruction, number))
+        return found
+
+    def parameter(self, number: int) -> Instruction:
+        """Returns the instruction that stands for a parameter."""
+        return next(
+            one
+            for one in self.instructions
+            if one.opcode == "parameter" and one.proto.parameter_number == number
+        )
+
+
+class HloModule:
+    """A program of XLA; `proto` is its ``HloModuleProto``."""
+
+    def __init__(self, proto: Any):
+        self.proto = proto
+        self.computations = {one.id: Computation(one, self) for one in proto.computations}
+
+    @property
+    def entry(self) -> Computation:
+        """The computation that a run of the program begins with."""
+        return self.computations[self.proto.entry_computation_id]
+
+    @property
+    def instructions(self) -> Iterator[Instruction]:
+        """The instructions of all computations."""
+        return (one for c in self.computations.values() for one in c.instructions)
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Which parameter each result is written over, if any, as numbers of both.
+
+        Raises a ValueError for an alias of a part of a parameter or of a result.
+        """
+        found = {}
+        for entry in self.proto.input_output_alias.entries:
+            if len(entry.output_shape_index) != 1 or entry.parameter_shape_index:
+                raise ValueError(
+                    f"An alias must be of one result and one parameter, not of parts; got {entry}"
+                )
+            found[entry.output_shape_index[0]] = entry.parameter_number
+        return dict(sorted(found.items()))
+
+
+def read_module(serialized: bytes) -> HloModule:
+    """Reads a serialized ``HloModuleProto``; raises a ValueError if it is something else."""
     try:
-        module = hlo_module(serialized)
+        module = HloModule(hlo_module(serialized))
     except message.DecodeError as error:
         raise ValueError(f"Give a serialized HloModuleProto; this is none: {error}") from error
-    if not any(c.id == module.entry_computation_id for c in module.computations):
+    if module.proto.entry_computation_id not in module.computations:
         raise ValueError(
-            f"The HloModuleProto {module.name!r} has no entry computation; give a whole module, "
-            "as XLA serializes it."
+            f"The HloModuleProto {module.proto.name!r} has no entry computation; give a whole "
+            "module, as XLA serializes it."
         )
     return module
-
-
-def instructions_of(module: Any, computation: Any) -> list[Any]:
-    """Returns a computation's instructions, in the order of execution if the module has one."""
-    if computation.id not in module.schedule.sequences:
-        return list(computation.instructions)
-    by_id = {instruction.id: instruction for instruction in computation.instructions}
-    return [by_id[i] for i in module.schedule.sequences[computation.id].instruction_ids]
-
-
-def aliases_of(module: Any) -> dict[int, int]:
-    """Returns which parameter each result of a module is written over, if any, as numbers of both.
-
-    Raises a ValueError for an alias of a part of a parameter or of a result.
-    """
-    found = {}
-    for entry in module.input_output_alias.entries:
-        if len(entry.output_shape_index) != 1 or entry.parameter_shape_index:
-            raise ValueError(
-                f"An alias must be of one result and one parameter, not of parts; got {entry}"
-            )
-        found[entry.output_shape_index[0]] = entry.parameter_number
-    return dict(sorted(found.items()))
-
-
-def is_predicate(shape: Any) -> bool:
-    """Returns whether a ``ShapeProto`` is of booleans."""
-    return _type_name(shape) == "PRED"
 
 
 def shape_bytes(shape: Any) -> int:
@@ -168,20 +256,6 @@ def _bits_of(shape: Any) -> int:
             f"of mtf_gradsync with TensorFlow {tf.__version__}."
         )
     return _BITS[name]
-
-
-def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of cores that exchange data in a collective; empty for one group of all.
-
-    A permutation has pairs of source and target. Raises a ValueError when groups are given by the
-    axes of a mesh.
-    """
-    if instruction.source_target_pairs:
-        return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)
-    try:
-        return groups_in(instruction.SerializeToString())
-    except ValueError as error:
-        raise ValueError(f"{instruction.opcode} {instruction.name!r}: {error}.") from None
 
 
 def _type_name(shape: Any) -> str:

@@ -15,13 +15,13 @@ from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated
 from mtf_gradsync.runtimes.simd.facts import GraphFacts
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import MasterOps, VariableAccess
+from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.executable import Cache, CoreModule, loaded, lowered
 from mtf_gradsync.runtimes.xla.gathering import Cores, checksums_on
 from mtf_gradsync.runtimes.xla.outside import Outside
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, ReplicaProgram, replica_program
 from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, put
 from mtf_gradsync.runtimes.xla.runner.program import LoadedProgram
-from mtf_gradsync.runtimes.xla.topology.compiled import find_hlo_collectives
 
 
 class CompiledCore(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Protocol, Seque
 
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
+from mtf_gradsync.runtimes.xla.collectives import HloCollective
 from mtf_gradsync.runtimes.xla.topology.chips import Chip, slice_of
-from mtf_gradsync.runtimes.xla.topology.compiled import HloCollective
 from mtf_gradsync.runtimes.xla.topology.compiling import (
     LoweredProgram,
     compile_lowered,

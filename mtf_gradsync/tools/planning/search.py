@@ -18,7 +18,7 @@ from mtf_gradsync.runtimes.simd.collectives import groups_by_axes, list_collecti
 from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
-from mtf_gradsync.runtimes.xla.topology.compiled import HloCollective
+from mtf_gradsync.runtimes.xla.collectives import HloCollective
 from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError
 from mtf_gradsync.runtimes.xla.topology.roofline import why_doubtful

@@ -23,13 +23,9 @@ from typing import (
 
 from mtf_gradsync.extension import STAND_INS, tf
 from mtf_gradsync.runtimes.simd.traffic import CommunicationRow
+from mtf_gradsync.runtimes.xla.collectives import COLLECTIVES, HloCollective, collectives_of
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
-from mtf_gradsync.runtimes.xla.topology.compiled import (
-    COLLECTIVES,
-    HloCollective,
-    find_hlo_collectives,
-)
 
 
 class TimelineError(RuntimeError):
@@ -404,37 +400,26 @@ def operations_of(
     by_name = {row.name: row for row in rows}
     for hlo, replica in programs:
         module = read_module(hlo)
-        exchanges = {c.name: c for c in find_hlo_collectives(hlo)}
+        exchanges = {c.name: c for c in collectives_of(module)}
         nodes = {node.name for node in replica.graph_def.node}
-        computations = {c.id: c for c in module.computations}
-        inner = {c.id: {i.name for i in c.instructions} for c in module.computations}
-        roots = {
-            c.id: next((i for i in c.instructions if i.id == c.root_id), None)
-            for c in module.computations
-        }
-        for computation in computations.values():
-            names = {i.id: i.name for i in computation.instructions}
-            for instruction in computation.instructions:
-                for operand in instruction.operand_ids:
-                    found.users.setdefault(names[operand], set()).add(instruction.name)
-                called = list(instruction.called_computation_ids)
-                name = instruction.metadata.op_name
-                root = roots[called[0]] if called else None
-                if not name and root is not None:
-                    name = root.metadata.op_name
-                shown = _name(name, nodes) or instruction.name
-                found.name[instruction.name] = shown
-                kind = re.sub("-(start|done|update)$", "", instruction.opcode)
-                if kind in COLLECTIVES:
-                    found.collective.add(instruction.name)
-                    # What begins and ends apart has its bytes where it begins.
-                    if instruction.name in exchanges or shown not in found.facts:
-                        exchange = exchanges.get(instruction.name)
-                        found.facts[shown] = _facts(_parts(name, nodes), exchange, by_name)
-                if instruction.opcode in _AROUND_OTHERS:
-                    found.inside.setdefault(instruction.name, set()).update(
-                        *(inner[c] for c in called)
-                    )
+        for instruction in module.instructions:
+            for operand in instruction.operands:
+                found.users.setdefault(operand.name, set()).add(instruction.name)
+            called = instruction.called
+            name = instruction.proto.metadata.op_name
+            if not name and called and called[0].root is not None:
+                name = called[0].root.proto.metadata.op_name
+            shown = _name(name, nodes) or instruction.name
+            found.name[instruction.name] = shown
+            if instruction.operation in COLLECTIVES:
+                found.collective.add(instruction.name)
+                # What begins and ends apart has its bytes where it begins.
+                if instruction.name in exchanges or shown not in found.facts:
+                    exchange = exchanges.get(instruction.name)
+                    found.facts[shown] = _facts(_parts(name, nodes), exchange, by_name)
+            if instruction.opcode in _AROUND_OTHERS:
+                inner = {one.name for computation in called for one in computation.instructions}
+                found.inside.setdefault(instruction.name, set()).update(inner)
     return found
 
 

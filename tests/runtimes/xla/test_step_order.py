@@ -7,9 +7,9 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
+from mtf_gradsync.runtimes.xla.collectives import COLLECTIVES, find_hlo_collectives
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues
-from mtf_gradsync.runtimes.xla.topology.compiled import COLLECTIVES, find_hlo_collectives
 from mtf_gradsync.xla import prepared, runner
 from tests.runtimes.simd.programs import MESHES, Regression
 from tests.runtimes.xla.programs import Conditional
@@ -62,8 +62,8 @@ def test_every_collective_has_its_place_in_one_order(name):
         program._prepared.clear()
         again = compiled(program, lowering)
     module = read_module(first)
-    scheduled = {i for s in module.schedule.sequences.values() for i in s.instruction_ids}
-    found = [i.id for c in module.computations for i in c.instructions if i.opcode in COLLECTIVES]
+    scheduled = {i for s in module.proto.schedule.sequences.values() for i in s.instruction_ids}
+    found = [i.proto.id for i in module.instructions if i.opcode in COLLECTIVES]
     assert found
     assert set(found) <= scheduled
     assert described(first) == described(again)

@@ -86,10 +86,11 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -
     """
     module = read_module(compiled)
     work = work_of(module, rates)
-    instructions = [i for c in module.computations for i in c.instructions]
     # The first part of a copy's result is the copy itself.
     copied = sum(
-        stored_bytes(i.shape.tuple_shapes[0]) for i in instructions if i.opcode == "copy-start"
+        stored_bytes(one.shape.tuple_shapes[0])
+        for one in module.instructions
+        if one.opcode == "copy-start"
     )
     # A sum of more than a second does not show how many it lacks.
     never_known = sum(target in _NEVER_KNOWN for target in work.custom_calls)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import math
 from typing import Any, Iterator, NamedTuple
 
-from mtf_gradsync.runtimes.xla.hlo import shape_bytes
+from mtf_gradsync.runtimes.xla.hlo import Computation, HloModule, Instruction
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
 
 # They name values, or make them out of nothing while another operation reads them.
@@ -53,151 +51,111 @@ class Work(NamedTuple):
         return tuple(t for t in self.custom_calls if t not in _FREE_CALLS | _MOVES)
 
 
-def work_of(module: Any, rates: Rates) -> Work:
-    """Returns the work of a compiled program, an ``HloModuleProto``."""
-    reader = _Reader({c.id: c for c in module.computations})
+def work_of(module: HloModule, rates: Rates) -> Work:
+    """Returns the work of a compiled program."""
     flops = bytes_ = seconds = 0.0
     custom_calls = []
-    for instruction, computation in reader.run_by(module.entry_computation_id):
-        own_flops = reader.flops(instruction, computation)
-        own_bytes = reader.bytes(instruction, computation)
+    for instruction in _run_by(module.entry):
+        own_flops, own_bytes = _flops(instruction), _bytes(instruction)
         flops, bytes_ = flops + own_flops, bytes_ + own_bytes
         seconds += max(own_flops / rates.flops, own_bytes / rates.bytes)
         if instruction.opcode == "custom-call":
-            custom_calls.append(instruction.custom_call_target)
+            custom_calls.append(instruction.proto.custom_call_target)
     return Work(flops, bytes_, seconds, tuple(custom_calls))
 
 
-class _Reader:
-    """Reads instructions of a module's computations."""
+def _run_by(computation: Computation) -> Iterator[Instruction]:
+    """Yields instructions that take time; loops turn once."""
+    for instruction in computation.instructions:
+        if instruction.opcode in ("while", "call"):
+            for called in instruction.called:
+                yield from _run_by(called)
+        elif instruction.opcode not in (*_FREE, "conditional"):
+            yield instruction
 
-    def __init__(self, computations: dict[int, Any]):
-        self._computations = computations
-        self._by_id = functools.lru_cache(None)(self._instructions_by_id)
-        self._users = functools.lru_cache(None)(self._users_by_id)
-        self._flops_within = functools.lru_cache(None)(self._flops_of_computation)
 
-    def _instructions_by_id(self, computation: int) -> dict[int, Any]:
-        return {i.id: i for i in self._computations[computation].instructions}
+def _flops(instruction: Instruction) -> float:
+    """Operations of the products in an instruction, twice the number of multiplications."""
+    if instruction.opcode == "dot":
+        return _flops_of_dot(instruction.proto, instruction.operands[0].shape)
+    if instruction.opcode == "convolution":
+        left, right = (operand.shape for operand in instruction.operands)
+        return _flops_of_convolution(instruction.proto, left, right)
+    if instruction.opcode in ("fusion", "async-start", "call"):
+        return sum(_flops(one) for called in instruction.called for one in called.instructions)
+    return 0.0
 
-    def _users_by_id(self, computation: int) -> dict[int, list[tuple[Any, int]]]:
-        """Value -> instructions that take it, each with the number of the operand."""
-        users = collections.defaultdict(list)
-        for instruction in self._computations[computation].instructions:
-            for number, operand in enumerate(instruction.operand_ids):
-                users[operand].append((instruction, number))
-        return users
 
-    def _parameter(self, computation: int, number: int) -> Any:
-        instructions = self._computations[computation].instructions
-        return next(
-            i for i in instructions if i.opcode == "parameter" and i.parameter_number == number
-        )
+def _bytes(instruction: Instruction) -> int:
+    """Bytes that an instruction reads and writes.
 
-    def run_by(self, computation: int) -> Iterator[tuple[Any, int]]:
-        """Yields instructions that take time with their computations; loops turn once."""
-        for instruction in self._computations[computation].instructions:
-            if instruction.opcode in ("while", "call"):
-                for called in instruction.called_computation_ids:
-                    yield from self.run_by(called)
-            elif instruction.opcode not in (*_FREE, "conditional"):
-                yield instruction, computation
+    One that is started and done later reads at its start, and writes when it is done. Copies that
+    are so, to the core's fast memory and back, run beside other operations: what they bring counts
+    where it is read.
+    """
+    opcode = instruction.opcode
+    is_free_call = opcode == "custom-call" and instruction.proto.custom_call_target in _FREE_CALLS
+    if opcode.endswith("-update") or is_free_call or _copies_beside(instruction):
+        return 0
+    read = written = 0
+    if not opcode.endswith("-done"):
+        read = sum(_read_by(instruction, n) for n in range(len(instruction.operands)))
+    if not opcode.endswith("-start"):
+        written = _written(instruction)
+    return read + written
 
-    def flops(self, instruction: Any, computation: int) -> float:
-        """Operations of the products in an instruction, twice the number of multiplications."""
-        if instruction.opcode in ("convolution", "dot"):
-            by_id = self._by_id(computation)
-            left, right = (by_id[operand].shape for operand in instruction.operand_ids)
-            if instruction.opcode == "dot":
-                return _flops_of_dot(instruction, left)
-            return _flops_of_convolution(instruction, left, right)
-        if instruction.opcode in ("fusion", "async-start", "call"):
-            return sum(map(self._flops_within, instruction.called_computation_ids))
-        return 0.0
 
-    def _flops_of_computation(self, computation: int) -> float:
-        instructions = self._computations[computation].instructions
-        return sum(self.flops(instruction, computation) for instruction in instructions)
+def _copies_beside(instruction: Instruction) -> bool:
+    if instruction.opcode in ("async-update", "async-done"):
+        return _copies_beside(instruction.operands[0])
+    if instruction.opcode == "async-start":
+        return all(one.opcode in _COPIES for one in instruction.called[0].instructions)
+    return instruction.opcode in ("copy-start", "copy-done")
 
-    def bytes(self, instruction: Any, computation: int) -> int:
-        """Bytes that an instruction reads and writes.
 
-        One that is started and done later reads at its start, and writes when it is done. Copies
-        that are so, to the core's fast memory and back, run beside other operations: what they
-        bring counts where it is read.
-        """
-        opcode, is_call = instruction.opcode, instruction.opcode == "custom-call"
-        if opcode.endswith("-update") or (
-            is_call and instruction.custom_call_target in _FREE_CALLS
-        ):
-            return 0
-        if self._copies_beside(instruction, computation):
-            return 0
-        read = written = 0
-        if not opcode.endswith("-done"):
-            numbers = range(len(instruction.operand_ids))
-            read = sum(self._read_by(instruction, number, computation) for number in numbers)
-        if not opcode.endswith("-start"):
-            written = self._written(instruction, computation)
-        return read + written
+def _read_by(instruction: Instruction, number: int) -> int:
+    """Bytes that an instruction reads of one of its operands."""
+    whole, opcode = instruction.operands[number].bytes, instruction.opcode
+    if number == 0 and opcode in _SLICES:
+        return min(whole, instruction.bytes)
+    if number == 0 and opcode == "dynamic-update-slice":
+        return 0  # it is written into
+    if opcode in ("fusion", "async-start"):
+        return min(whole, _read_within(instruction.called[0].parameter(number)))
+    return whole
 
-    def _copies_beside(self, instruction: Any, computation: int) -> bool:
-        if instruction.opcode in ("async-update", "async-done"):
-            return self._copies_beside(
-                self._by_id(computation)[instruction.operand_ids[0]], computation
-            )
-        if instruction.opcode == "async-start":
-            called = self._computations[instruction.called_computation_ids[0]]
-            return all(i.opcode in _COPIES for i in called.instructions)
-        return instruction.opcode in ("copy-start", "copy-done")
 
-    def _read_by(self, instruction: Any, number: int, computation: int) -> int:
-        """Bytes that an instruction reads of one of its operands."""
-        operand = self._by_id(computation)[instruction.operand_ids[number]]
-        whole, opcode = shape_bytes(operand.shape), instruction.opcode
-        if number == 0 and opcode in _SLICES:
-            return min(whole, shape_bytes(instruction.shape))
-        if number == 0 and opcode == "dynamic-update-slice":
-            return 0  # it is written into
-        if opcode in ("fusion", "async-start"):
-            called = instruction.called_computation_ids[0]
-            return min(whole, self._read_within(called, self._parameter(called, number)))
-        return whole
+def _read_within(value: Instruction) -> int:
+    """Bytes that the instructions of a fusion read of a value."""
+    if not value.users:
+        return value.bytes
+    return sum(
+        _read_within(user) if user.opcode in _PASSED_ON else _read_by(user, number)
+        for user, number in value.users
+    )
 
-    def _read_within(self, computation: int, value: Any) -> int:
-        """Bytes that the instructions of a fusion read of a value."""
-        users = self._users(computation)[value.id]
-        if not users:
-            return shape_bytes(value.shape)
-        return sum(
-            self._read_within(computation, user)
-            if user.opcode in _PASSED_ON
-            else self._read_by(user, number, computation)
-            for user, number in users
-        )
 
-    def _written(self, instruction: Any, computation: int) -> int:
-        """Bytes of a result; of one that is written into a parameter only what is written."""
-        by_id, opcode = self._by_id(computation), instruction.opcode
-        if opcode == "dynamic-update-slice":
-            into = by_id[instruction.operand_ids[0]]
-            while into.opcode in _PASSED_ON:
-                into = by_id[into.operand_ids[0]]
-            if into.opcode in ("parameter", "get-tuple-element"):
-                return shape_bytes(by_id[instruction.operand_ids[1]].shape)
-        if opcode == "fusion":
-            called = instruction.called_computation_ids[0]
-            root = self._by_id(called)[self._computations[called].root_id]
-            return self._written_by_root(root, called)
-        return shape_bytes(instruction.shape)
+def _written(instruction: Instruction) -> int:
+    """Bytes of a result; of one that is written into a parameter only what is written."""
+    if instruction.opcode == "dynamic-update-slice":
+        into, written = instruction.operands[:2]
+        if _passed_on(into).opcode in ("parameter", "get-tuple-element"):
+            return written.bytes
+    root = instruction.called[0].root if instruction.opcode == "fusion" else None
+    return instruction.bytes if root is None else _written_by_root(root)
 
-    def _written_by_root(self, root: Any, computation: int) -> int:
-        by_id = self._by_id(computation)
-        if root.opcode == "tuple":
-            return sum(self._written_by_root(by_id[i], computation) for i in root.operand_ids)
-        while root.opcode in _PASSED_ON:
-            root = by_id[root.operand_ids[0]]
-        return self._written(root, computation)
+
+def _written_by_root(root: Instruction) -> int:
+    if root.opcode == "tuple":
+        return sum(map(_written_by_root, root.operands))
+    return _written(_passed_on(root))
+
+
+def _passed_on(value: Instruction) -> Instruction:
+    """Returns the instruction that made a value, before it was only passed on."""
+    while value.opcode in _PASSED_ON:
+        value = value.operands[0]
+    return value
 
 
 def _flops_of_dot(dot: Any, left: Any) -> float:
