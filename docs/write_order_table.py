@@ -8,7 +8,8 @@ from typing import Any, Callable
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import Wrapper
-from mtf_gradsync.optimizers.pipeline import PerShard, why_not
+from mtf_gradsync.optimizers.pipeline.forms import PerShard
+from mtf_gradsync.optimizers.pipeline.passes import why_not
 
 OUT = pathlib.Path(__file__).parent / "order.md"
 MESH = {

@@ -182,7 +182,7 @@ if TYPE_CHECKING:
     )
     from mtf_gradsync.optimizers.description import Description, describe
     from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
-    from mtf_gradsync.optimizers.pipeline import why_not
+    from mtf_gradsync.optimizers.pipeline.passes import why_not
     from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
     from mtf_gradsync.optimizers.report import in_sums_now, weight_now
     from mtf_gradsync.optimizers.schedules import rate_at, updates_before
@@ -225,7 +225,7 @@ else:
         "mtf_gradsync.optimizers.average",
         "mtf_gradsync.optimizers.description",
         "mtf_gradsync.optimizers.interface",
-        "mtf_gradsync.optimizers.pipeline",
+        "mtf_gradsync.optimizers.pipeline.passes",
         "mtf_gradsync.optimizers.pipeline.weights",
         "mtf_gradsync.optimizers.report",
         "mtf_gradsync.optimizers.schedules",

@@ -9,7 +9,9 @@ from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
 from mtf_gradsync.optimizers.outer import OuterOptimizer
-from mtf_gradsync.optimizers.pipeline import Form, Line, PerShard, Stage, traits_of
+from mtf_gradsync.optimizers.pipeline.forms import Form, PerShard
+from mtf_gradsync.optimizers.pipeline.passes import traits_of
+from mtf_gradsync.optimizers.pipeline.stack import Line, Stage
 from mtf_gradsync.optimizers.report import (
     NoiseScale,
     gradient_noise_scale,

@@ -20,21 +20,19 @@ from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients.arguments import is_scalar
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline import (
+from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
+from mtf_gradsync.optimizers.pipeline.passes import Traits
+from mtf_gradsync.optimizers.pipeline.stack import (
     About,
-    Form,
-    GradientSet,
     Line,
     OwnArguments,
-    PerShard,
     Place,
     Stage,
-    StepBuilder,
-    Traits,
     nth,
     told,
 )
-from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
 from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.optimizers.schedules import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.skips import (

@@ -19,15 +19,9 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.arguments import Bounds, check_variables, is_scalar, scalar_of_step
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline import (
-    About,
-    GradientSet,
-    Line,
-    Place,
-    Stage,
-    StepBuilder,
-    told,
-)
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet
+from mtf_gradsync.optimizers.pipeline.stack import About, Line, Place, Stage, told
 from mtf_gradsync.optimizers.state.beginning import derived_variable, is_marked
 from mtf_gradsync.optimizers.state.checkpoints import Saved, write_changed
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners

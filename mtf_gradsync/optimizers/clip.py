@@ -10,16 +10,9 @@ import gin
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline import (
-    About,
-    Form,
-    GradientSet,
-    Line,
-    Place,
-    Stage,
-    StepBuilder,
-    told,
-)
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
+from mtf_gradsync.optimizers.pipeline.stack import About, Line, Place, Stage, told
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 

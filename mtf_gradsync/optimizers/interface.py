@@ -11,7 +11,7 @@ from mtf_gradsync.compat_v1 import Reduction
 from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.copies import check_groups_cover
 from mtf_gradsync.gradients.operations import on_mesh
-from mtf_gradsync.optimizers.pipeline import OwnArguments
+from mtf_gradsync.optimizers.pipeline.stack import OwnArguments
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
     check_weights,

@@ -14,18 +14,10 @@ from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline import (
-    About,
-    Form,
-    GradientSet,
-    Line,
-    OwnArguments,
-    Place,
-    Stage,
-    StepBuilder,
-    Traits,
-    traits_of,
-)
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
+from mtf_gradsync.optimizers.pipeline.passes import Traits, traits_of
+from mtf_gradsync.optimizers.pipeline.stack import About, Line, OwnArguments, Place, Stage
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
     Skips,

@@ -30,23 +30,21 @@ from mtf_gradsync.optimizers.outer_values import (
     hold_by_islands,
     hold_slots_by_islands,
 )
-from mtf_gradsync.optimizers.pipeline import (
-    ONE_FOR_EACH_MESH,
+from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, times
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
+from mtf_gradsync.optimizers.pipeline.passes import ONE_FOR_EACH_MESH
+from mtf_gradsync.optimizers.pipeline.stack import (
     About,
-    Form,
-    GradientSet,
     IslandAxes,
     Line,
     OwnArguments,
-    PerShard,
     Place,
     Reduction,
     Stage,
-    StepBuilder,
     nth,
     told,
 )
-from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, times
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
     CutOut,
     Owner,

@@ -19,7 +19,8 @@ from mtf_gradsync.gradients.operations import gradient_name, on_mesh
 from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
 from mtf_gradsync.gradients.shards import per_shard, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
-from mtf_gradsync.optimizers.pipeline import GradientSet, Reduced, StepBuilder
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduced
 from mtf_gradsync.optimizers.state.variables import check_name, named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy

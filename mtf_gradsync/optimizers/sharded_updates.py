@@ -22,17 +22,16 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.mesh.devices import shares_all
 from mtf_gradsync.optimizers import sharded_variables
-from mtf_gradsync.optimizers.pipeline import (
-    ONE_FOR_EACH_MESH,
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
+from mtf_gradsync.optimizers.pipeline.passes import ONE_FOR_EACH_MESH
+from mtf_gradsync.optimizers.pipeline.stack import (
     About,
-    Form,
-    GradientSet,
     Line,
     OwnArguments,
     Partition,
     Place,
     Stage,
-    StepBuilder,
 )
 from mtf_gradsync.optimizers.sharded_variables import (
     PartOfVariable,

@@ -25,7 +25,7 @@ from mtf_gradsync.gradients.clipping import unclipped
 from mtf_gradsync.gradients.measures import which_not_finite
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
-from mtf_gradsync.optimizers.pipeline import GradientSet
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import OfStep, Wrapper
 from mtf_gradsync.reduce import Strategy

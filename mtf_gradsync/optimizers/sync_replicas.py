@@ -19,18 +19,6 @@ from mtf_gradsync.gradients.shards import SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import replicas
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
-from mtf_gradsync.optimizers.pipeline import (
-    ONE_FOR_EACH_MESH,
-    About,
-    Form,
-    GradientSet,
-    Line,
-    OwnArguments,
-    PerShard,
-    Place,
-    Stage,
-    StepBuilder,
-)
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
     DirectUpdate,
@@ -38,6 +26,10 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
     times,
     without_skipped,
 )
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
+from mtf_gradsync.optimizers.pipeline.passes import ONE_FOR_EACH_MESH
+from mtf_gradsync.optimizers.pipeline.stack import About, Line, OwnArguments, Place, Stage
 from mtf_gradsync.optimizers.replicas import (
     ReplicaState,
     ReplicaSummaries,

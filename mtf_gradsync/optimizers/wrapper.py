@@ -20,8 +20,10 @@ from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
-from mtf_gradsync.optimizers.pipeline import (
-    GradientSet,
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet
+from mtf_gradsync.optimizers.pipeline.passes import Traits, check_meshes, check_order, completed
+from mtf_gradsync.optimizers.pipeline.stack import (
     IslandAxes,
     OwnArguments,
     Place,
@@ -30,11 +32,6 @@ from mtf_gradsync.optimizers.pipeline import (
     Segment,
     Stack,
     Stage,
-    StepBuilder,
-    Traits,
-    check_meshes,
-    check_order,
-    completed,
     shard_names,
 )
 from mtf_gradsync.optimizers.pipeline.weights import (

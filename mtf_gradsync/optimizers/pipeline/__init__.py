@@ -1,58 +1,8 @@
-"""Builds one training step from a stack of wrappers."""
+"""Builds one training step from a stack of wrappers.
 
-from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard, Reduced
-from mtf_gradsync.optimizers.pipeline.passes import (
-    ONE_FOR_EACH_MESH,
-    Traits,
-    check_meshes,
-    check_order,
-    completed,
-    traits_of,
-    why_not,
-)
-from mtf_gradsync.optimizers.pipeline.stack import (
-    About,
-    IslandAxes,
-    Line,
-    OwnArguments,
-    Partition,
-    Place,
-    Program,
-    Reduction,
-    Segment,
-    Stack,
-    Stage,
-    nth,
-    shard_names,
-    told,
-)
-
-__all__ = [
-    "ONE_FOR_EACH_MESH",
-    "About",
-    "Form",
-    "GradientSet",
-    "IslandAxes",
-    "Line",
-    "OwnArguments",
-    "Partition",
-    "PerShard",
-    "Place",
-    "Program",
-    "Reduced",
-    "Reduction",
-    "Segment",
-    "Stack",
-    "Stage",
-    "StepBuilder",
-    "Traits",
-    "check_meshes",
-    "check_order",
-    "completed",
-    "nth",
-    "shard_names",
-    "told",
-    "traits_of",
-    "why_not",
-]
+- `stack`: a stack as a value: stages, what they take and give, how wrappers reduce gradients.
+- `passes`: what completes it, and the orders that make no sense.
+- `builder`: makes the operations of a completed stack, in order.
+- `forms`: the gradients between stages. `accumulators`, `weights`, `strategy_state`: sums from step
+  to step, how much gradients stand for, and what strategies keep.
+"""

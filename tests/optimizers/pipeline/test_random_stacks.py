@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.pipeline import why_not
+from mtf_gradsync.optimizers.pipeline.passes import why_not
 from tests import harness, models
 from tests.optimizers.pipeline import stack_reference
 from tests.optimizers.pipeline.stack_reference import BATCH, HIDDEN, INPUTS, Spec

@@ -8,7 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.pipeline import Stage
+from mtf_gradsync.optimizers.pipeline.stack import Stage
 from mtf_gradsync.optimizers.sharded_updates import log_savings
 from tests import harness
 from tests.optimizers.sharded_updates import small_model
