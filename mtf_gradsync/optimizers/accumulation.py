@@ -35,17 +35,15 @@ from mtf_gradsync.optimizers.pipeline.stack import (
 )
 from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.optimizers.schedules import Passes, check_passes, passes_at
+from mtf_gradsync.optimizers.skip_functions import SkipFn, check_skip_fn, says_skip
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
-    SkipFn,
     Skips,
     Words,
     check_limit,
-    check_skip_fn,
     not_finite_flags,
     now_waiting,
     rows_of_shards,
-    says_skip,
     waiting_state,
 )
 from mtf_gradsync.optimizers.state.variables import (
@@ -119,11 +117,6 @@ class _Counters(NamedTuple):
     waiting: Any  # None without a limit
     weight: Any  # float32; None without weights
 
-    @property
-    def present(self) -> list[Any]:
-        """The fields that are not None."""
-        return [x for x in self if x is not None]
-
 
 @gin.configurable(module="mtf_gradsync")
 class GradientAccumulationOptimizer(ReportsSkips):
@@ -157,9 +150,6 @@ class GradientAccumulationOptimizer(ReportsSkips):
     backward_passes_per_step: Passes
     _place_now = OfStep[Union[Accumulate, None]](None)
     _found_axes = OfStep[Union[ReplicaAxes, None]](None)
-    # For the graph that gradients were last applied in: variables, and their values after a step.
-    _counters = OfStep[Union[_Counters, None]](None)
-    _now = OfStep[Union[_Counters, None]](None)
 
     def __init__(
         self,
@@ -310,12 +300,12 @@ class GradientAccumulationOptimizer(ReportsSkips):
     @property
     def mini_step(self) -> mtf.Variable | None:
         """Microbatch steps in the sum so far; None if nothing accumulates (yet)."""
-        return self._counters and self._counters.mini_step
+        return self.state and self.state.mini_step
 
     @property
     def update_step(self) -> mtf.Variable | None:
         """Updates made so far (int32); None before gradients were applied."""
-        return self._counters and self._counters.update_step
+        return self.state and self.state.update_step
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
@@ -330,7 +320,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
     @property
     def skipped(self) -> mtf.Variable | None:
         """Microbatch steps skipped so far (int32); None before gradients were applied."""
-        return self._counters and self._counters.skipped
+        return self.state and self.state.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
@@ -344,10 +334,6 @@ class GradientAccumulationOptimizer(ReportsSkips):
             steps["accumulation/steps_without_update"] = now.waiting
         return steps
 
-    def variables(self) -> list[mtf.Variable]:
-        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        return super().variables() + (self._counters.present if self._counters else [])
-
     def _note_step(self, step: StepBuilder) -> None:
         super()._note_step(step)
         if not self._accumulates:
@@ -356,13 +342,6 @@ class GradientAccumulationOptimizer(ReportsSkips):
                 f"{self.name} has backward_passes_per_step=1 and no accumulators; with "
                 "backward_passes_per_step=lambda step: 1 its first step applies them.",
             )
-
-    def _note(
-        self, stage: _Accumulate, before: _Counters, now: _Counters, skips: Skips | None
-    ) -> None:
-        self._place_now, self._found_axes = stage.where, stage.axes
-        self._counters, self._now = before, now
-        self._note_skips(skips)
 
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         """Makes the counters but for that of weights, of which only some steps have one."""
@@ -586,7 +565,12 @@ class _Accumulate(Stage):
             (made,) = values_after([before.update_step], operations)
             checks = skips.end_of_step(operations) if skips else []
             after = now._replace(update_step=made)
-            step.when_built(lambda: wrapper._note(self, before, after, skips))
+
+            def note() -> None:
+                wrapper._place_now, wrapper._found_axes = self.where, self.axes
+                wrapper._note(before, after, skips)
+
+            step.when_built(note)
             return checks
 
         step.at_end(at_end)

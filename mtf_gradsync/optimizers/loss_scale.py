@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, Sequence, Union
+from typing import Any, Literal, NamedTuple, Sequence
 
 import gin
 
@@ -152,9 +152,6 @@ class LossScaleOptimizer(ReportsSkips):
 
     shown = (("loss scale", "loss_scale/scale"), ("skipped", "loss_scale/skipped"))
 
-    # For the graph that gradients were last applied in: variables, and their values after a step.
-    _state = OfStep[Union[LossScaleState, None]](None)
-    _now = OfStep[Union[LossScaleState, None]](None)
     _writes = OfStep[Sequence[mtf.Operation]](())
 
     def __init__(
@@ -228,17 +225,17 @@ class LossScaleOptimizer(ReportsSkips):
         """The scale, a number if it is fixed; None before gradients were computed or applied."""
         if not self._rule.is_dynamic:
             return self._rule.initial
-        return self._state and self._state.scale
+        return self.state and self.state.scale
 
     @property
     def good_steps(self) -> mtf.Variable | None:
         """Updates since the scale changed (int32); None if it is fixed or not made yet."""
-        return self._state and self._state.good_steps
+        return self.state and self.state.good_steps
 
     @property
     def skipped(self) -> mtf.Variable | None:
         """Steps skipped so far (int32); None before gradients were computed or applied."""
-        return self._state and self._state.skipped
+        return self.state and self.state.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
@@ -249,16 +246,12 @@ class LossScaleOptimizer(ReportsSkips):
             f"loss_scale/{names.get(name, name)}": x for name, x in fields.items() if x is not None
         }
 
-    def variables(self) -> list[mtf.Variable]:
-        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        return super().variables() + (self._state.present if self._state else [])
-
     def _values_now(self) -> LossScaleState | None:
         """The state after a step."""
-        if self._now is None and self._state is not None and self._writes:
+        if self._now is None and self.state is not None and self._writes:
             # A branch of the step writes the values, which have to be read outside of it.
-            values = iter(values_after(self._state.present, self._writes))
-            self._now = LossScaleState(*[x if x is None else next(values) for x in self._state])
+            values = iter(values_after(self.state.present, self._writes))
+            self._now = LossScaleState(*[x if x is None else next(values) for x in self.state])
         return self._now
 
     def without_scale(
@@ -277,7 +270,7 @@ class LossScaleOptimizer(ReportsSkips):
 
         It cannot recognise a fixed scale, which is a number.
         """
-        scale = self._state and self._state.scale
+        scale = self.state and self.state.scale
         for name, tensor in own.tensors():
             made_by = walk([tensor.operation], lambda op: [x.operation for x in op.inputs])
             behind = {op for op in made_by if isinstance(op, mtf.Variable)}
@@ -293,7 +286,7 @@ class LossScaleOptimizer(ReportsSkips):
         state = plan.state(
             self, self.name, lambda: make_state(mesh, self.name, self._rule, self._limit)
         )
-        self._state = state
+        self.state = state
         return state
 
 
@@ -424,8 +417,8 @@ class _SkipNotFinite(Stage):
         )
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
         step.write(wrapper._writes, gate)
-        wrapper._now = None if step.plan.is_in_branch else after
-        step.when_built(lambda: wrapper._note_skips(skips))
+        known = None if step.plan.is_in_branch else after
+        step.when_built(lambda: wrapper._note(before, known, skips))
         step.at_end(skips.end_of_step)
         return gate
 

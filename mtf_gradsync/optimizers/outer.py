@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import MappingProxyType
-from typing import Any, Callable, Mapping, NamedTuple, Sequence, Union
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import gin
 
@@ -288,7 +288,12 @@ class _OuterStepsOf:
         state, skips = self._state, self._skips
         made, skipped = map(mtf.anonymize, values_after(state[:2], operations))
         now = OuterState(made, skipped, None)
-        step.when_built(lambda: self._wrapper._note(state, now, dict(self._outer), skips))
+
+        def note() -> None:
+            self._wrapper._note(state, now, skips)
+            self._wrapper._outer = dict(self._outer)
+
+        step.when_built(note)
         return skips.end_of_step(operations) if skips else []
 
     def _make(self, mesh: mtf.Mesh) -> OuterState:
@@ -564,7 +569,6 @@ class OuterOptimizer(ReportsSkips):
     Attributes:
       islands: the axes between islands, `ReplicaAxes`; one island has no axes.
       inside: the replica axes inside of an island; None for one island if no mesh is known.
-      state: mesh variables; None before gradients were applied.
 
     References:
       Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105; and with fragments,
@@ -572,8 +576,6 @@ class OuterOptimizer(ReportsSkips):
     """
 
     shown = (("outer step", "outer/step"),)
-    state = OfStep[Union[OuterState, None]](None)
-    _now = OfStep[Union[OuterState, None]](None)
     _outer = OfStep[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
 
     def __init__(
@@ -749,20 +751,6 @@ class OuterOptimizer(ReportsSkips):
         if self.leave_out_not_finite:
             values["outer/skipped"] = self._now.skipped
         return values
-
-    def variables(self) -> list[mtf.Variable]:
-        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        return super().variables() + [v for v in self.state or () if v is not None]
-
-    def _note(
-        self,
-        state: OuterState,
-        now: OuterState,
-        outer: dict[mtf.Variable, mtf.Variable],
-        skips: Skips | None,
-    ) -> None:
-        self.state, self._now, self._outer = state, now, outer
-        self._note_skips(skips)
 
 
 def _islands(

@@ -10,17 +10,14 @@ runs it logs and raises (`mtf_gradsync.step.Watched`).
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
 
-import gin
 import numpy as np
 
-from mtf_gradsync._common import FLOAT32_MAX, check_number, check_whole_number, is_number
+from mtf_gradsync._common import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.gradients import global_norm, not_finite
 from mtf_gradsync.gradients.clipping import unclipped
 from mtf_gradsync.gradients.measures import which_not_finite
 from mtf_gradsync.gradients.operations import on_mesh
@@ -197,8 +194,6 @@ class Skips:
         """The variables that say whether there is something to tell."""
         return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
 
-    # What is told, by values on the host.
-
     def has_line(self, before: Sequence[Any], now: Sequence[Any]) -> bool:
         """Whether a count has passed a power of two, or a scale has reached its floor.
 
@@ -208,73 +203,47 @@ class Skips:
             return True
         return bool(self.counts) and bool(np.any(_passes_a_power_of_two(before[0], now[0], np)))
 
-    def line(self, now: Any, found: np.ndarray, floor: float | None) -> str:
-        """Returns the line of a step, by the counts after it, the flags and the floor's value."""
-        words, rows = self.words, _rows(found)
-        if words.only_rows:
-            named = ", ".join(str(row) for row in rows)
-        else:
-            named = self.named(found) or words.none
-        text = f"{self.owner}: {words.line} {named}."
-        total = int(np.max(now))
-        if total > 1:
-            text += f" {total}{_SO_FAR}"
-            text += "." if total & (total - 1) else _NEXT_LINE
-        if self.floor and floor is not None and floor <= self.floor[1]:
-            text += self.at_floor
-        return text
+    # What is told, as operations of TensorFlow; `_on_host` runs them where the step cannot.
 
-    @property
-    def at_floor(self) -> str:
-        """The sentence about a variable that cannot go lower."""
-        assert self.floor is not None  # or nobody would ask
-        return f" The scale cannot go below min_scale={self.floor[1]:g}, where it is now."
-
-    def named(self, found: np.ndarray) -> str:
-        """Returns the names of what is flagged; "" if nothing is."""
-        rows, columns = np.nonzero(np.asarray(found) > 0)
-        words = self.words
-        named = [f"{words.names[c]} {words.rows[r]}" for r, c in zip(rows, columns)]
-        more = len(named) - _MOST_NAMED
-        return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-    def error(
-        self, found: np.ndarray, floor: float | None, missed: np.ndarray | None
-    ) -> NoUpdateError:
-        """Returns the error for too many steps without an update."""
-        assert self.limit is not None  # or there would be no error
-        rows, named = self.words.rows, self.named(found)
-        replicas = [row for row in _rows(found) if rows[row] not in (_OF_SUM, _OF_ONE)]
-        text = _no_update(self.owner, self.limit)
-        if named:
-            text += f" {self.words.last} {named}."
-        if self.floor and floor is not None and floor <= self.floor[1]:
-            text += self.at_floor
-        if missed is not None:
-            replicas = list(np.flatnonzero(np.reshape(missed, -1) > 0))
-            text += f" {_MISSING} [{', '.join(map(str, replicas))}]."
-        return NoUpdateError(self.limit, replicas, text)
-
-    # The same as operations of TensorFlow.
-
-    def line_in_graph(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
-        """Makes what `line` returns."""
+    def line(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
+        """Makes the line of a step from the counts after it, the flags and the floor's value."""
         words = self.words
         if words.only_rows:
-            named = _joined(_rows_in_graph(tf.reduce_max(found, 1)))
+            named = _joined(_rows(tf.reduce_max(found, 1)))
         else:
-            named = self._named_in_graph(found)
+            named = self._named(found)
             named = tf.where_v2(tf.equal(named, ""), words.none, named)
         total = tf.reduce_max(now)
         parts = [f"{self.owner}: {words.line} ", named, "."]
-        ends = tf.where_v2(tf.equal(tf.bitwise.bitwise_and(total, total - 1), 0), _NEXT_LINE, ".")
-        so_far = tf.strings.join([" ", tf.as_string(total), _SO_FAR, ends])
+        next_line = "; the next line is at twice as many."
+        ends = tf.where_v2(tf.equal(tf.bitwise.bitwise_and(total, total - 1), 0), next_line, ".")
+        so_far = tf.strings.join([" ", tf.as_string(total), " skipped so far", ends])
         parts.append(tf.where_v2(total > 1, so_far, ""))
-        if self.floor:
-            parts.append(tf.where_v2(floor <= self.floor[1], self.at_floor, ""))
+        return tf.strings.join([*parts, *self._at_floor(floor)])
+
+    def error_text(self, found: tf.Tensor, floor: Any, missed: tf.Tensor | None) -> tf.Tensor:
+        """Makes the text of the error for too many steps without an update."""
+        assert self.limit is not None  # or there would be no error
+        named = self._named(found)
+        sentence = tf.strings.join([f" {self.words.last} ", named, "."])
+        parts = [_no_update(self.owner, self.limit)]
+        parts.append(tf.where_v2(tf.equal(named, ""), "", sentence))
+        parts += self._at_floor(floor)
+        if missed is not None:
+            text = " These replicas (shards, row by row) did not contribute in the last step: ["
+            parts += [text, _joined(_rows(tf.reshape(missed, [-1]))), "]."]
         return tf.strings.join(parts)
 
-    def _named_in_graph(self, found: tf.Tensor) -> tf.Tensor:
+    def _at_floor(self, floor: Any) -> list[tf.Tensor]:
+        """Makes the sentence about a variable that cannot go lower."""
+        if self.floor is None:
+            return []
+        lowest = self.floor[1]
+        text = f" The scale cannot go below min_scale={lowest:g}, where it is now."
+        return [tf.where_v2(floor <= lowest, text, "")]
+
+    def _named(self, found: tf.Tensor) -> tf.Tensor:
+        """Makes the names of what is flagged; "" if nothing is."""
         where = tf.where_v2(found > 0)
         some, more = where[:_MOST_NAMED], tf.shape(where)[0] - _MOST_NAMED
         names, rows = list(self.words.names), list(self.words.rows)
@@ -284,26 +253,13 @@ class Skips:
         rest = tf.where_v2(more > 0, tf.strings.format(" and {} more", more), "")
         return tf.strings.join([_joined(lines), rest])
 
-    def error_in_graph(self, found: tf.Tensor, floor: Any, missed: tf.Tensor | None) -> tf.Tensor:
-        """Makes the text of what `error` returns."""
-        assert self.limit is not None  # or there would be no error
-        named = self._named_in_graph(found)
-        sentence = tf.strings.join([f" {self.words.last} ", named, "."])
-        parts = [_no_update(self.owner, self.limit)]
-        parts.append(tf.where_v2(tf.equal(named, ""), "", sentence))
-        if self.floor:
-            parts.append(tf.where_v2(floor <= self.floor[1], self.at_floor, ""))
-        if missed is not None:
-            absent = _joined(_rows_in_graph(tf.reshape(missed, [-1])))
-            parts += [f" {_MISSING} [", absent, "]."]
-        return tf.strings.join(parts)
 
-
-_MISSING = "These replicas (shards, row by row) did not contribute in the last step:"
-
-
-_SO_FAR = " skipped so far"
-_NEXT_LINE = "; the next line is at twice as many."
+def _on_host(make: Callable[..., tf.Tensor], *values: Any) -> str:
+    """Returns the text that a function makes of tensors, from values on the host."""
+    with tf.Graph().as_default():
+        text = make(*(x if x is None else tf.constant(x) for x in values))
+        with tf.Session(config=tf.ConfigProto(device_count={"GPU": 0})) as session:
+            return session.run(text).decode()
 
 
 def _passes_a_power_of_two(before: Any, now: Any, bits: Any) -> Any:
@@ -312,11 +268,7 @@ def _passes_a_power_of_two(before: Any, now: Any, bits: Any) -> Any:
     return xor(before, now) > before
 
 
-def _rows(found: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(np.asarray(found).max(1) > 0)
-
-
-def _rows_in_graph(flags: tf.Tensor) -> tf.Tensor:
+def _rows(flags: tf.Tensor) -> tf.Tensor:
     return tf.as_string(tf.reshape(tf.where_v2(flags > 0), [-1]))
 
 
@@ -369,7 +321,7 @@ class _Report(mtf.Operation):
             due = tf.logical_or(due, tf.logical_and(scale[0] > lowest, floor[0] <= lowest))
 
         def told() -> tf.Operation:
-            line = self._skips.line_in_graph(now, found, floor[0] if floor else None)
+            line = self._skips.line(now, found, floor[0] if floor else None)
             return tf.print(line, output_stream=sys.stderr)
 
         with control_flow_v1():
@@ -407,9 +359,8 @@ class _Check(Watched):
         records = self.slices_of_records(lowering)
 
         def fail() -> tf.Operation:
-            text = self._skips.error_in_graph(
-                *self._apart([tf.convert_to_tensor(x) for x in records])
-            )
+            told = self._apart([tf.convert_to_tensor(x) for x in records])
+            text = self._skips.error_text(*told)
             return tf.raw_ops.Assert(condition=False, data=[text])
 
         # A step fails after all of its writes, so that accumulators and counts agree.
@@ -447,19 +398,37 @@ class _Check(Watched):
         skips, (found, floor, missed) = self._skips, self._apart(records)
         told: list[Any] = []
         if self._has_line(before, now):
-            told.append(skips.line(now[0], found, floor))
-        if self._is_over(now):
-            told.append(skips.error(found, floor, missed))
+            told.append(_on_host(skips.line, now[0], found, floor))
+        if skips.limit is not None and self._is_over(now):
+            # Rows of shards or islands with a flag, or the replicas that missed.
+            rows = skips.words.rows
+            flags = np.asarray(found).max(1) if missed is None else np.reshape(missed, -1)
+            flagged = np.flatnonzero(flags > 0)
+            replicas = [row for row in flagged if rows[row] not in (_OF_SUM, _OF_ONE)]
+            text = _on_host(skips.error_text, found, floor, missed)
+            told.append(NoUpdateError(skips.limit, replicas, text))
         return told
 
 
 class ReportsSkips(Wrapper):
-    """A wrapper that skips something: the step reports it, the session, or a session hook."""
+    """A wrapper with state that skips something: the step reports it, the session, or a hook.
 
+    Attributes:
+      state: its mesh variables, a NamedTuple with None for those that it does not need; None before
+        gradients were applied.
+    """
+
+    state = OfStep[Any](None)
+    _now = OfStep[Any](None)  # their values after a step
     _skips = OfStep[Union[Skips, None]](None)
 
-    def _note_skips(self, skips: Skips | None) -> None:
-        self._skips = skips
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        return super().variables() + [v for v in self.state or () if v is not None]
+
+    def _note(self, state: Any, now: Any, skips: Skips | None) -> None:
+        """Keeps what a step has made, once it is built."""
+        self.state, self._now, self._skips = state, now, skips
 
     @property
     def skip_report(self) -> Watched | None:
@@ -487,84 +456,3 @@ class ReportsSkips(Wrapper):
             return self.skip_report
 
         return WatchHook(skip_report)
-
-
-# Called with the gradients of a microbatch step, and with `reducer=` if it has such an argument.
-SkipFn = Callable[..., mtf.Tensor]
-
-
-@gin.configurable(module="mtf_gradsync")
-def skip_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """Skips a microbatch step if a gradient of any shard has a NaN or an infinity.
-
-    Args:
-      grads: the gradients of the microbatch step, per shard or reduced.
-      reducer: the wrapper's reduction strategy; None takes `FusedAllReduce()`.
-
-    Returns:
-      A boolean mtf scalar, the same on all processors.
-
-    References:
-      optax.skip_not_finite
-    """
-    return mtf.greater(not_finite(grads, reducer), 0.0)
-
-
-skip_not_finite.skips_not_finite = True
-
-
-@gin.configurable(module="mtf_gradsync")
-class skip_large_updates:
-    """Skips a microbatch step whose gradients are larger than a norm, or not finite.
-
-    With gradients per shard (local accumulation) the norm is the square root of the sum of squares
-    over all shards' gradients, so that only a scalar is reduced. The norm of the reduced gradient
-    is at most sqrt(num_shards) times as large, and smaller where shards cancel: choose max_norm
-    for the place where gradients accumulate.
-
-    References:
-      optax.skip_large_updates
-    """
-
-    skips_not_finite = True
-
-    def __init__(self, max_norm: float):
-        """Sets the norm.
-
-        Args:
-          max_norm: the largest norm of a step that is not skipped, greater than 0.
-
-        Raises:
-          ValueError: max_norm is not greater than 0.
-        """
-        limit = min(max_norm, FLOAT32_MAX) if is_number(max_norm) else max_norm
-        check_number("max_norm", limit, "greater than 0", above=True)
-        self.max_norm = max_norm
-
-    def __call__(self, grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-        """See `skip_not_finite`."""
-        # Not "greater", as a NaN is to be skipped too, and infinity whatever the largest norm is.
-        norm = global_norm(grads, reducer)
-        most = min(self.max_norm, float(norm.dtype.max))
-        return mtf.logical_not(mtf.less_equal(norm, most))
-
-
-def check_skip_fn(fn: Any) -> None:
-    """Raises TypeError if fn is neither None nor a function."""
-    if fn is not None and (not callable(fn) or isinstance(fn, type)):
-        raise TypeError(
-            "should_skip_update_fn must be None or a function from a list of gradients to a "
-            "boolean mtf scalar, such as mtf_gradsync.skip_not_finite or "
-            f"mtf_gradsync.skip_large_updates(100.0), got {fn!r}."
-        )
-
-
-def says_skip(fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
-    """Returns whether a checked function skips a microbatch step, a boolean mtf scalar."""
-    takes_reducer = "reducer" in inspect.signature(fn).parameters
-    skip = fn(grads, reducer=strategy) if takes_reducer else fn(grads)
-    if not isinstance(skip, mtf.Tensor) or skip.dtype != tf.bool or skip.shape.ndims:
-        raise ValueError(
-            f"should_skip_update_fn {fn!r} must return a boolean mtf scalar, got {skip!r}."
-        )
-    return skip

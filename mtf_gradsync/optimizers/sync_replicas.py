@@ -62,9 +62,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
     `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
 
-    Attributes:
-      state: the replicas' mesh variables; None before gradients were applied.
-
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
     """
@@ -74,9 +71,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         ("made", "sync_replicas/contributions"),
         ("dropped", "sync_replicas/dropped"),
     )
-    state = OfStep[Union[ReplicaState, None]](None)
     _weight = OfStep[Union[mtf.Variable, None]](None)
-    _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
 
     def __init__(
         self,
@@ -254,20 +249,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        return super().variables() + [
-            *(self.state or ()),
-            *([self._weight] if self._weight else []),
-        ]
-
-    def _note(
-        self,
-        before: ReplicaState,
-        now: ReplicaState,
-        weight: mtf.Variable | None,
-        skips: Skips | None,
-    ) -> None:
-        self.state, self._now, self._weight = before, now, weight
-        self._note_skips(skips)
+        return super().variables() + ([self._weight] if self._weight else [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,7 +395,12 @@ class _AggregateReplicas(Stage):
         mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
         ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
         ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
-        step.when_built(lambda: wrapper._note(before, now, weight, skips))
+
+        def note() -> None:
+            wrapper._note(before, now, skips)
+            wrapper._weight = weight
+
+        step.when_built(note)
         if weight is not None:
             return accumulators.take_when(due, step, gate, counts_every_step=False, weight=divisor)
         sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
