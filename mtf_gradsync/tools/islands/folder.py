@@ -48,6 +48,8 @@ _RETRIES: Any = {
 _CLIENT: Any = {"connect_timeout": "5 seconds", "timeout": "15 minutes"}
 # What this process has in memory:// instead of a store.
 _MEMORY: dict[str, Any] = {}
+# The process in which `obstore` has begun to work.
+_WORKS_IN: list[int] = []
 
 
 class DamagedObjectError(ValueError):
@@ -153,6 +155,7 @@ class Folder:
         elif scheme == "memory":
             self._store = _MEMORY.setdefault(rest, obstore.store.MemoryStore())
         else:
+            _check_not_forked()
             # The library's own variable for it does not reach a client with options.
             http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
             try:
@@ -208,6 +211,7 @@ class Folder:
         """Makes errors of the store FolderErrors; lets what is not there, or there, be said."""
         from obstore.exceptions import AlreadyExistsError
 
+        _check_not_forked()
         if name and any(part in ("", ".", "..") for part in name.split("/")):
             raise DamagedObjectError(f"{name!r} is no name of an object of {self.url}.")
         try:
@@ -424,6 +428,17 @@ class Folder:
             wrong = OtherTensorsError if isinstance(error, _OtherTensors) else DamagedObjectError
             raise wrong(f"{name} in {self.url} is refused: {error}") from error
         return found
+
+
+def _check_not_forked() -> None:
+    """Raises RuntimeError where requests would wait for threads that only the parent has."""
+    _WORKS_IN.extend([] if _WORKS_IN else [os.getpid()])
+    if os.getpid() not in _WORKS_IN:
+        raise RuntimeError(
+            f"This process was forked from process {_WORKS_IN[0]}, which had used a folder of "
+            "islands: obstore's threads did not come along, and requests would never end. Fork "
+            'before a folder is used, or start processes by multiprocessing.get_context("spawn").'
+        )
 
 
 def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, bytes]:

@@ -309,7 +309,8 @@ def plot_status(
             axes.plot(*zip(*found), marker, color=color, label=what, ms=4)
     axes.set_yticks(list(rows.values()), list(rows))
     axes.set_xlabel("seconds")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _lives(events: list[dict[str, Any]], island: str) -> list[tuple[float, float]]:

@@ -1,5 +1,7 @@
 """The folder on a disk, in memory and in an S3 over HTTP: objects that are created once."""
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -106,3 +108,31 @@ def test_a_store_that_cannot_be_reached_says_so(monkeypatch):
     monkeypatch.setattr(folder_module, "_RETRIES", {"max_retries": 0})
     with pytest.raises(FolderError, match="a in s3://islands/x cannot be read"):
         Folder("s3://islands/x").read("a")
+
+
+_FORKS = """
+import os, sys
+from mtf_gradsync.islands import Folder
+folder = Folder(sys.argv[1])
+if sys.argv[2] == "after":
+    folder.write("a", b"a")
+if not os.fork():
+    try:
+        Folder(sys.argv[1]).write("b", b"b")
+        print(folder.names(""), flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+folder.write("c", b"c")
+"""
+
+
+@pytest.mark.parametrize(("when", "said"), [("before", "['b']"), ("after", "was forked from")])
+def test_a_fork_of_a_process_that_has_used_a_folder_is_refused(tmp_path, when, said):
+    out = subprocess.run(
+        [sys.executable, "-c", _FORKS, str(tmp_path), when],
+        capture_output=True, text=True, check=True, timeout=60.0,
+    ).stdout  # fmt: skip
+    assert said in out
+    assert (tmp_path / "c").exists()

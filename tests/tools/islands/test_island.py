@@ -9,11 +9,11 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import Island, IslandError, IslandHook, MergeSettings, Waiting
-from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.folder import Folder, Spec
 from mtf_gradsync.tools.islands.journal import events_by_step, read_status
 from tests import harness
 from tests.tools.islands.conftest import Program, batches, merging
-from tests.tools.islands.toy import PLAIN, Toy, begun, merge
+from tests.tools.islands.toy import PLAIN, Toy, ToyValues, begun, merge
 
 
 def test_what_was_learned_since_the_contribution_is_kept(folder):
@@ -250,6 +250,26 @@ def test_a_replay_says_what_is_missing(folder):
 def test_without_a_merger_an_island_does_not_begin(folder):
     with pytest.raises(IslandError, match=r"no version .* after 0 s\. A merger makes it: mtf-grad"):
         Toy(folder, "one", 2, begin_seconds=0.0).begin()
+
+
+@pytest.mark.parametrize(
+    ("specs", "why"),
+    [
+        ({"a": Spec((2, 3), "float32")}, r"it lacks \[\] and has \['b'\] beyond the program's"),
+        ({"a": Spec((2, 3), "float32"), "b": Spec((4,), "float32")},
+         r"'b' is float32 of shape \[\], and the program has float32 of shape \[4\]"),
+        ({"a": Spec((2, 3), "float64"), "b": Spec((), "float32")},
+         r"'a' is float32 of shape \[2, 3\], and the program has float64"),
+    ],
+)  # fmt: skip
+def test_another_model_ends_at_once(folder, specs, why):
+    begun(folder, ["one"])
+    session = {name: np.zeros(spec.shape, spec.dtype) for name, spec in specs.items()}
+    island = Island(str(folder), "two", 2, values=ToyValues(specs))
+    began = time.monotonic()
+    with pytest.raises(IslandError, match=f"The island has another model: .*{why}"):
+        island.begin(session)
+    assert time.monotonic() - began < 10.0
 
 
 def test_one_of_the_islands_may_be_the_merger(folder):

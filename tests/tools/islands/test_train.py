@@ -1,6 +1,7 @@
 """Runs of ``mtf-gradsync train`` that are islands."""
 
 import signal
+import time
 from unittest import mock
 
 import gin
@@ -14,10 +15,12 @@ from mtf_gradsync.tools.islands import Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.versions import replay
+from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.metrics import read_metrics
 from mtf_gradsync.tools.train.run_files import METRICS_FILE
 from tests.tools.islands.conftest import merging
+from tests.tools.islands.toy import begun
 from tests.tools.train.conftest import NO_EVAL, train_tiny
 
 
@@ -192,6 +195,35 @@ def test_a_run_that_joins_has_its_own_data_and_goes_on_where_others_are(
             list(found.values()), [0.03 * (13 - step) / 12 for step in steps], rtol=1e-6
         )
     assert int(values_of(tmp_path / "b")["global_step"]) == 12
+
+
+@pytest.mark.slow
+def test_a_version_of_a_run_is_evaluated_and_sampled(folder, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "exported"
+    of_island = bindings(folder, "merge = True", "min_grace = 0.0")[1:]
+    _, _, said = train_tiny(run, *of_island)
+    gin.clear_config()
+    before = Folder(str(folder)).marks("parts"), Folder(str(folder)).marks("members")
+    assert cli.main(["islands", str(folder), f"--export={out}", f"--run={run}"]) == 0
+    config = f"--gin_file={out}/operative_config.gin"
+    assert cli.main(["sample", f"--model_dir={out}", "--prompt=a", "--max_tokens=2"]) == 0
+    assert f"from {out}" in capsys.readouterr().err
+    gin.clear_config()
+    evaluate = ["train", config, f"--model_dir={out}", "--gin_param=train.run.train_steps = 1"]
+    assert cli.main(evaluate) == 0
+    # The run's last checkpoint has taken the last version.
+    (score,) = [line for line in said if line.startswith("held-out loss")]
+    assert score in capsys.readouterr().out
+    assert (Folder(str(folder)).marks("parts"), Folder(str(folder)).marks("members")) == before
+
+
+@pytest.mark.slow
+def test_another_model_ends_at_once(folder, tmp_path):
+    begun(folder, ["one"])
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match=r"The island has another model: .* it lacks"):
+        train_tiny(tmp_path / "run", *bindings(folder))
+    assert time.monotonic() - began < 60.0
 
 
 @pytest.mark.parametrize(

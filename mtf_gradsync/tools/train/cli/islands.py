@@ -9,14 +9,19 @@ import sys
 import time
 from pathlib import Path
 
-from mtf_gradsync.extension import ConfigError, TrainingError
+from mtf_gradsync.extension import CONFIG_FILE, ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
 from mtf_gradsync.tools.islands.journal import plot_status, read_status
 from mtf_gradsync.tools.islands.merger import Merger, MergerError, Quorum, Waiting
 from mtf_gradsync.tools.islands.objects import Decision
 from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version, replay
-from mtf_gradsync.tools.train.cli.arguments import add_json_argument, output_paths, write_output
+from mtf_gradsync.tools.train.cli.arguments import (
+    add_json_argument,
+    config_of_run,
+    output_paths,
+    write_output,
+)
 
 HELP = "merge what islands contribute to a folder, show or replay it"
 DESCRIPTION = """\
@@ -28,7 +33,7 @@ examples:
   mtf-gradsync islands gs://bucket/folder --keep_all
   mtf-gradsync islands runs/folder --status --plot=islands.png
   mtf-gradsync islands runs/folder --status --watch=10
-  mtf-gradsync islands runs/folder --export=runs/exported --version=40
+  mtf-gradsync islands runs/folder --export=runs/exported --version=40 --run=runs/a
   mtf-gradsync islands runs/folder --replay"""
 
 
@@ -46,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a version as a checkpoint that train and Saver restore",
     )
     parser.add_argument("--version", type=int, help="with --export: which one (the newest)")
+    parser.add_argument(
+        "--run",
+        metavar="RUN_DIR",
+        help="with --export: a run that is an island, whose config goes along for sample and train",
+    )
     parser.add_argument(
         "--watch", type=float, metavar="SECONDS", help="with --status: again and again, so often"
     )
@@ -94,11 +104,11 @@ def main(args: argparse.Namespace) -> int:
             name = getattr(args, flag)
             if name and not args.status:
                 raise ConfigError(f"--{flag}={name} {does} the status; add --status")
-        for flag, needed in (("watch", "status"), ("version", "export")):
+        for flag, needed in (("watch", "status"), ("version", "export"), ("run", "export")):
             if getattr(args, flag) is not None and not getattr(args, needed):
                 raise ConfigError(f"--{flag} goes with --{needed}")
         if args.export:
-            return _export(folder, Path(args.export), args.version)
+            return _export(folder, Path(args.export), args.version, args.run)
         while args.watch:
             _watch(folder, args.watch)
         if args.status:
@@ -142,11 +152,16 @@ def _watch(folder: Folder, seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _export(folder: Folder, directory: Path, version: int | None) -> int:
-    """Writes the values of a version as a checkpoint of TensorFlow."""
+def _export(folder: Folder, directory: Path, version: int | None, run: str | None) -> int:
+    """Writes the values of a version as a checkpoint of TensorFlow, with a run's config."""
     from mtf_gradsync.tools.islands.export import export_version
 
+    config = Path(config_of_run(run)).read_text(encoding="utf-8") if run else ""
     path = export_version(folder, directory, version)
+    if config:
+        # What is exported is no island, and its config must not begin one.
+        alone = f"{config.rstrip()}\n\nElasticIslands.folder = ''\n"
+        (directory / CONFIG_FILE).write_text(alone, encoding="utf-8")
     print(f"checkpoint: {path}")
     return 0
 
