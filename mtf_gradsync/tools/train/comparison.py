@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
 from mtf_gradsync.extension import Description, Wrapper, describe, tf
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._tables import text_table
+from mtf_gradsync.runtimes.sessions import OnDevices
 from mtf_gradsync.runtimes.simd import CommunicationReport, CommunicationRow, Total
 from mtf_gradsync.runtimes.simd.traffic import table_of
 from mtf_gradsync.tools.train.figures import new_figure, write_figure
-from mtf_gradsync.tools.train.model import TrainingJob, placeholders
+from mtf_gradsync.tools.train.model import TrainingJob
 from mtf_gradsync.tools.train.traffic import GRADIENTS, PARTS, part_of_each
 from mtf_gradsync.tools.train.train_graph import build_simd, build_train_graph
 
@@ -120,10 +120,10 @@ def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
     mesh = job.model.mesh
     # Not the config's devices, which may all be the same: copies do not depend on them.
     devices = [f"/device:CPU:{core}" for core in range(mesh.shape.size)]
-    mesh_impl = mesh.placement_mesh(devices)
+    model = job.model._replace(mesh=mesh._replace(devices=devices))
     with tf.Graph().as_default():
-        features = placeholders(job)
-        graph = build_train_graph(job, features, lambda: contextlib.nullcontext(mesh_impl))
+        graph = build_train_graph(OnDevices(), job._replace(model=model))
+        (mesh_impl,) = graph.lowering.mesh_to_impl.values()
         return simd.list_transfers([graph.loss, graph.step], mesh_impl)
 
 

@@ -108,11 +108,8 @@ class _Rate:
         self._tokens_per_step = tokens_per_step
         self._step = step
         self._last: float | None = None
-        self._seconds = 0.0
-        self._steps = 0.0
-        # What is timed since a line was written, of which nothing is forgotten.
-        self._line_seconds = 0.0
-        self._line_steps = 0
+        # Seconds and steps that were timed: of late, and since a line was written.
+        self._recent, self._since_line = np.zeros(2), np.zeros(2)
         self._began: tuple[float, int] | None = None
 
     def update(self, step: int) -> None:
@@ -120,14 +117,11 @@ class _Rate:
         if self._began is None:
             self._began = now, step
         if self._last is not None:
-            self._seconds += now - self._last
-            self._steps += step - self._step
-            self._line_seconds += now - self._last
-            self._line_steps += step - self._step
-            if self._seconds > self._SECONDS:
-                keep = self._SECONDS / self._seconds
-                self._seconds *= keep
-                self._steps *= keep
+            timed = now - self._last, step - self._step
+            self._since_line += timed
+            self._recent += timed
+            if self._recent[0] > self._SECONDS:
+                self._recent *= self._SECONDS / self._recent[0]
         self._step = step
         self._last = now
 
@@ -135,11 +129,14 @@ class _Rate:
         self._last = None
 
     def tokens_per_second(self) -> float:
-        return self._steps * self._tokens_per_step / self._seconds if self._seconds else 0.0
+        return self._of(self._recent)
 
     def since_last_asked(self) -> float:
-        seconds, steps = self._line_seconds, self._line_steps
-        self._line_seconds, self._line_steps = 0.0, 0
+        timed, self._since_line = self._since_line, np.zeros(2)
+        return self._of(timed)
+
+    def _of(self, timed: np.ndarray) -> float:
+        seconds, steps = timed.tolist()
         return steps * self._tokens_per_step / seconds if seconds else 0.0
 
     def time_left(self, steps: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import tempfile
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping
 
 from mtf_gradsync.extension import ConfigError, TrainingError, mesh_text, tf
 from mtf_gradsync.runtimes import xla
@@ -66,6 +66,9 @@ def run_on_processes(
             f"{num_processes} processes cannot share evenly. Take a mesh whose size is a multiple "
             f"of {num_processes}."
         )
+    check_schedule(config)
+    check_positive("train_steps", config.train_steps)
+    schedule = {f"train.run.{name}": int(getattr(config, name)) for name in _SCHEDULE}
     try:
         with xla.start_processes(
             coordinator,
@@ -74,7 +77,7 @@ def run_on_processes(
             cpu_devices=each,
             timeout=timeout,
             silence=silence,
-            settings={**_schedule(config), **(settings or {})},
+            settings={**schedule, **(settings or {})},
         ) as processes, StopSignal(_end):
             part = RunPart(chosen=lambda choose: _chosen(processes, choose))
             if process_id == 0:
@@ -84,7 +87,7 @@ def run_on_processes(
             config = dataclasses.replace(config, eval_dataset_fn=None)
             # Process 0 writes the same files.
             with tempfile.TemporaryDirectory() as own:
-                return work(config, own, _say_nothing, accepted, part)
+                return work(config, own, lambda line: None, accepted, part)
     except MissingProcessesError:
         raise
     except (ProcessesError, ValueError) as error:
@@ -106,16 +109,6 @@ def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
 def _end(number: int) -> None:
     """Ends this process, as signals do where jax has set no handler that ignores SIGTERM."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-
-def _schedule(config: RunConfig) -> dict[str, int]:
-    check_schedule(config)
-    check_positive("train_steps", config.train_steps)
-    return {f"train.run.{name}": int(getattr(config, name)) for name in _SCHEDULE}
-
-
-def _say_nothing(*unused_words: Any) -> None:
-    pass
 
 
 def run_on_cluster(
@@ -173,8 +166,15 @@ def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
     mesh = resolve_mesh(
         config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl
     )
+    for device in config.mesh_devices or ():
+        spec = tf.DeviceSpec.from_string(device)
+        if (spec.job, spec.task) not in tasks:
+            job, index = tasks[-1]
+            raise ConfigError(
+                f"train.run.mesh_devices names {device!r}, which is on no task of the cluster; "
+                f'write it like "/job:{job}/task:{index}/device:CPU:0"'
+            )
     if config.mesh_devices is not None:
-        _check_devices(config.mesh_devices, tasks)
         return config, mesh.num_cpu_devices
     if mesh.shape.size % len(tasks):
         raise ConfigError(
@@ -184,14 +184,3 @@ def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
         )
     each = mesh.shape.size // len(tasks)
     return dataclasses.replace(config, mesh_devices=task.devices(each)), each
-
-
-def _check_devices(devices: Sequence[str], tasks: Sequence[tuple[str, int]]) -> None:
-    for device in devices:
-        spec = tf.DeviceSpec.from_string(device)
-        if (spec.job, spec.task) not in tasks:
-            job, index = tasks[-1]
-            raise ConfigError(
-                f"train.run.mesh_devices names {device!r}, which is on no task of the cluster; "
-                f'write it like "/job:{job}/task:{index}/device:CPU:0"'
-            )

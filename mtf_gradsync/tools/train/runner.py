@@ -30,7 +30,7 @@ from mtf_gradsync.tools.timelines import Timeline, timeline
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.model import TrainingJob, resolve_job
-from mtf_gradsync.tools.train.train_graph import TrainGraph, build_on
+from mtf_gradsync.tools.train.train_graph import TrainGraph, build_train_graph
 
 _WORDS = {
     "xla": "XLA devices",
@@ -106,7 +106,7 @@ def training_graph(
     cores = None
     if runtime.name != "placement_mesh":
         cores = OnCores(runtime.name, job.model.mesh.shape, job.model.mesh.layout)
-    graph = build_on(cores or OnDevices(), job, features)
+    graph = build_train_graph(cores or OnDevices(), job, features)
 
     def runner(
         model_dir: str,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import gin
 
@@ -67,14 +66,14 @@ class TrainGraph(NamedTuple):
 
 
 def build_train_graph(
-    job: TrainingJob, features: dict[str, tf.Tensor], mesh_block: Callable[[], ContextManager[Any]]
+    place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
 ) -> TrainGraph:
-    """Adds a job's model, gradients and update to the default graph.
+    """Adds a job's model, gradients and update to the default graph, for a runtime.
 
-    `features` are int tensors ``[batch_size, length]`` by feature name. mesh_block makes a context
-    manager that gives the mesh to lower on, None for the placement mesh of the job. The step
-    counter is built outside it, as a TPU program wants it.
+    `features` are int tensors ``[batch_size, length]`` by feature name; None for placeholders. The
+    step counter is built outside of a SIMD program, as TPUs want it.
     """
+    features = features or placeholders(job)
     global_step = tf.train.get_or_create_global_step()
     # Read once, before anything is assigned: the schedule and the increment use the same step.
     step_now = tf.identity(global_step.read_value())
@@ -86,10 +85,10 @@ def build_train_graph(
         trainable=False,
         use_resource=True,
     )
-    with mesh_block() as mesh_impl:
-        model = MeshModel(job.model, mesh_impl)
+    with place.building() as program:
+        model = MeshModel(job.model, None if program is None else program.mesh_impl)
         loss, pairs, opt, rate = model_and_optimizer(job, model, features, step_now)
-        update_ops = _update(opt, pairs, is_placement=mesh_impl is None)
+        update_ops = _update(opt, pairs, is_placement=program is None)
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
         fields, update_step = _facts(stack)
@@ -208,26 +207,10 @@ def model_and_optimizer(
     return loss, pairs, opt, rate
 
 
-def build_on(
-    place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
-) -> TrainGraph:
-    """Adds a job's training step to the default graph, for a runtime.
-
-    `features` are int tensors ``[batch_size, length]`` by feature name; None for placeholders.
-    """
-
-    @contextlib.contextmanager
-    def block() -> Iterator[Any]:
-        with place.building() as program:
-            yield None if program is None else program.mesh_impl
-
-    return build_train_graph(job, features or placeholders(job), block)
-
-
 def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
     """Adds a job's training step, with placeholders, as a SIMD program to the default graph."""
     place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
-    graph = build_on(place, job)
+    graph = build_train_graph(place, job)
     assert place.program is not None  # just built
     return graph, place.program
 

@@ -552,7 +552,9 @@ def test_a_step_on_a_placement_mesh_has_no_races(optimizer):
     bound = [f"train.run.optimizer = @{optimizer}", NO_ATTENTION]
     gin_files.load([TINY], bound)
     with tf.Graph().as_default():
-        graph = train_graph.build_on(OnDevices(), resolve_job(gin_files.bound_run_config()))
+        graph = train_graph.build_train_graph(
+            OnDevices(), resolve_job(gin_files.bound_run_config())
+        )
         assert not ordering.races([graph.step.op, graph.loss.op])
 
 
