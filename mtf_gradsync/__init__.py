@@ -12,6 +12,7 @@ from mtf_gradsync._private.patches import (
     call_around_lowering,
     check_imported_shapes,
     configurable_when_named,
+    draw_by_step,
     explain_mesh_tensors_to_tensorflow,
     keep_apart_when_combined,
     keep_masks_finite,
@@ -60,7 +61,6 @@ from mtf_gradsync.reduce import (
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
-from mtf_gradsync.step.randomness import draw_by_step
 
 # Where programs run, and what people do with them, by the names that these rooms have always had.
 _ROOMS = {

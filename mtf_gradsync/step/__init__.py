@@ -1,25 +1,29 @@
 """The plan of a training step: the order of reads and writes, and work that some steps skip."""
 
 from mtf_gradsync.step.branch import (
-    AdvanceStep,
     Branch,
     Conditional,
-    Gate,
-    advance_step,
-    gated_update,
-    is_advanced,
+    Later,
+    StandIn,
+    ValuesAfter,
+    build_later,
+    built,
+    values_after,
 )
-from mtf_gradsync.step.later import Later, StandIn, ValuesAfter, build_later, built, values_after
+from mtf_gradsync.step.islands import HeldSlices, Islands
 from mtf_gradsync.step.plan import PartLowering, PlanPart, StepPlan
 from mtf_gradsync.step.watch import StepWatches, Watch, Watched, WatchHook
 from mtf_gradsync.step.writes import (
-    HeldSlices,
-    Islands,
+    AdvanceStep,
+    Gate,
     OwnWrites,
     WriteInPlace,
     WriteOrder,
+    advance_step,
     after_lowering,
     before_lowering,
+    gated_update,
+    is_advanced,
     lowerings_of,
     write_in_order,
     write_slices,

@@ -1,149 +1,19 @@
-"""Branches of a step and gates: what runs, or has an effect, in some steps only; step counts."""
+"""Parts of a step: what some steps skip, what is built later, and values after either."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._common import some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import give_outputs
 from mtf_gradsync._private.tensorflow import control_flow_v1, replace_capture, set_attr
 from mtf_gradsync.mesh.devices import check_writers, process_of, writing
-from mtf_gradsync.session import CURE, ref_variables_explained
-from mtf_gradsync.step.later import built
 from mtf_gradsync.step.plan import StepPlan, unstackings
 
-
-class Gate:
-    """A point of a step, after some tensors and the reads of all variables of their meshes."""
-
-    def __init__(self, plan: StepPlan, tensors: Sequence[mtf.Tensor]):
-        self._plan = plan
-        self._tensors = list(tensors)
-
-    def hold(self, operations: Sequence[mtf.Operation]) -> None:
-        """Makes operations wait for the gate."""
-        self._plan.wait(operations, lambda lowering: [self.barrier(lowering)])
-
-    def barrier(self, lowering: mtf.Lowering) -> tf.Operation:
-        """Returns the tf operation that follows the gate's tensors; for calls outside branches."""
-        barriers = self._plan.lowered(lowering).barriers
-        if self not in barriers:
-            barriers[self] = self._make(lowering)
-        return barriers[self]
-
-    def _make(self, lowering: mtf.Lowering) -> tf.Operation:
-        _warn_of_ref_variables(lowering)
-        lowered = self._plan.lowered(lowering)
-        meshes = dict.fromkeys(t.mesh for t in self._tensors)
-        tensors = [*self._tensors, *(t for m in meshes for t in lowered.reads.get(m, ()))]
-        laid_out = [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
-        slices = [x for one in laid_out for x in one.tensor_list]
-        # One operation on each device first, so that there are few edges between devices.
-        by_device: dict[str, list[tf.Operation]] = {}
-        for op in dict.fromkeys(x.op for x in slices):
-            by_device.setdefault(op.device, []).append(op)
-        with lowered.name_scope("gate"):
-            reached = []
-            for device, ops in by_device.items():
-                with tf.device(device):
-                    reached.append(tf.group(*ops))
-            with tf.device(next(iter(by_device), "")):
-                return tf.group(*reached)
-
-
-def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
-    for variable, laid_out in lowering.variables.items():
-        for x in laid_out.laid_out_tensor.all_slices:
-            if x.dtype != x.dtype.base_dtype:
-                warn_once(
-                    "ref variables",
-                    "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
-                    "race on a mesh, and training can go wrong silently. %s",
-                    variable.name,
-                    CURE,
-                )
-                return
-
-
-def gated_update(
-    make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[Any]
-) -> list[mtf.Operation]:
-    """Builds an update that writes only after all gradients exist and all variables are read.
-
-    Inside another update or a branch, it waits with that; without a gradient, for nothing. The
-    update may create variables (slots).
-    """
-    present = [g for g in grads if g is not None]
-    if not present:
-        return list(make_update())
-    plan = StepPlan.of(present[0].graph)
-    if plan.is_held:
-        return list(make_update())
-    with plan.gating():
-        operations = list(make_update())
-    Gate(plan, present).hold(operations)
-    return operations
-
-
-class AdvanceStep(mtf.Operation):
-    """Adds to a step counter that is a tf variable, after the update."""
-
-    def __init__(
-        self,
-        mesh: mtf.Mesh,
-        step: Any,
-        update: Sequence[mtf.Operation],
-        name: str,
-        amount: mtf.Tensor | None = None,
-    ):
-        super().__init__([] if amount is None else [amount], mesh=mesh, name=name)
-        self._step = step
-        self._update = list(update)
-
-    def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-        done = [lowering.operations[op] for op in self._update]
-        dtype = self._step.dtype.base_dtype
-        with tf.control_dependencies(done):
-            one = tf.constant(1, dtype)
-            if self.inputs:
-                amount = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
-                one = tf.cast(amount, dtype)
-            with ref_variables_explained():
-                lowering.operations[self] = tf.assign_add(self._step, one).op
-
-
-def advance_step(
-    mesh: mtf.Mesh,
-    step: Any,
-    update: Sequence[mtf.Operation],
-    name: str,
-    amount: mtf.Tensor | None = None,
-) -> mtf.Operation:
-    """Makes an operation that adds one, or an amount, to a step counter after an update.
-
-    The counter is an mtf variable (or its value), or a tf variable, of an integer or float type;
-    the amount is the same on every processor.
-    """
-    if isinstance(step, (mtf.Variable, mtf.Tensor)):
-        value = step.value if isinstance(step, mtf.Variable) else step
-        one = mtf.constant(value.mesh, 1, mtf.Shape([]), value.dtype)
-        if amount is not None:
-            one = mtf.cast(amount, value.dtype)
-        count = mtf.assign(step, value + one, name=name)
-        before = list(update)
-        StepPlan.of(value.graph).wait(
-            [count], lambda lowering: [lowering.operations[op] for op in before]
-        )
-        return count
-    return AdvanceStep(mesh, step, update, name, amount)
-
-
-def is_advanced(update: Sequence[mtf.Operation]) -> bool:
-    """Whether one of some operations advances a tf step counter, made by `advance_step`."""
-    return any(isinstance(op, AdvanceStep) for op in built(update))
-
+if TYPE_CHECKING:
+    from mtf_gradsync.step.writes import Gate
 
 _NOT_INLINED = {"_noinline": True}
 
@@ -342,3 +212,136 @@ def _no_summaries() -> Iterator[None]:
             some_of([name for name, _ in summaries[before:]]),
         )
         del summaries[before:]
+
+
+class StandIn(mtf.Operation):
+    """Stands for the operations of a step that is built later."""
+
+    def __init__(self, later: Later, mesh: mtf.Mesh, name: str):
+        super().__init__([], mesh=mesh, name=name)
+        self.later = later
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        first = self.later.stand_ins[0]
+        if first not in lowering.operations:
+            done = [lowering.operations[op] for op in self.later.build()]
+            lowering.operations[first] = tf.group(*done)
+        lowering.operations[self] = lowering.operations[first]
+
+
+class Later:
+    """Operations that are built on demand, or when the graph is lowered; a subclass has `make`."""
+
+    def __init__(self, plan: StepPlan):
+        self.plan = plan
+        self.stand_ins: list[StandIn] = []  # what callers got in place of the operations
+        self._operations: list[mtf.Operation] | None = None
+        plan.later += (self,)
+
+    def make(self) -> list[mtf.Operation]:
+        """Makes the operations; called once, unless they are undone."""
+        raise NotImplementedError
+
+    def build(self) -> list[mtf.Operation]:
+        """Returns the operations, which the first call builds.
+
+        Their place in the graph is that of the last stand-in, or behind everything that they are
+        computed from.
+        """
+        # An error may have undone them, with what was being built around them.
+        if self._operations is None or self in self.plan.later:
+            graph, waiting = self.plan.graph, self.plan.later
+            before = set(graph.operations)
+            self.plan.later = tuple(x for x in waiting if x is not self)
+            try:
+                self._operations = self.make()
+            except BaseException:
+                self.plan.later = waiting
+                raise
+            self._place(before)
+        return self._operations
+
+    def _place(self, before: set[mtf.Operation]) -> None:
+        listed, own = self.plan.graph.operations, set(self.stand_ins)
+        # What the step itself has put before others stays there.
+        count = max((i for i, op in enumerate(listed, 1) if op in before), default=0)
+        others, made = listed[:count], listed[count:]
+        needed = {x.operation for op in made for x in op.inputs} | own
+        end = max((i for i, op in enumerate(others, 1) if op in needed), default=0)
+        first = [op for op in others[:end] if op not in own]
+        listed[:] = first + made + self.stand_ins + others[end:]
+
+
+def build_later(graph: mtf.Graph) -> None:
+    """Builds all steps of a graph that are still to be built."""
+    plan = StepPlan.of_graph(graph)
+    while plan is not None and plan.later:
+        plan.later[0].build()
+
+
+def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
+    """Returns operations with stand-ins replaced by the steps' operations, built if needed."""
+    result: dict[mtf.Operation, None] = {}
+    for operation in operations:
+        is_stand_in = isinstance(operation, StandIn)
+        result.update(dict.fromkeys(operation.later.build() if is_stand_in else [operation]))
+    return list(result)
+
+
+class ValuesAfter(mtf.Operation):
+    """Reads variables of a mesh (`reads`) once operations have run, also those of a branch."""
+
+    def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
+        super().__init__([], mesh=variables[0].mesh, name="values_after")
+        give_outputs(
+            self,
+            [
+                mtf.Tensor(self, v.shape, v.slice_dtype, index=index)
+                for index, v in enumerate(variables)
+            ],
+        )
+        self.reads, self._writes = list(variables), list(writes)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        # An operation of a branch is lowered to the whole conditional.
+        with tf.control_dependencies([lowering.operations[op] for op in self._writes]):
+            for variable, output in zip(self.reads, self.outputs):
+                lowering.set_tensor_lowering(output, _held(variable, lowering))
+
+
+def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
+    """Reads the slices of a variable, which autostack may have stacked with others."""
+    number = None
+    holder = variable
+    if variable not in lowering.variables:
+        holder = next(
+            v
+            for v in lowering.variables
+            if isinstance(v, mtf.StackedVariable)
+            and v.mesh is variable.mesh
+            and variable.name in v.original_names
+        )
+        number = holder.original_names.index(variable.name)
+
+    def read(x: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(x) if number is None else tf.convert_to_tensor(x)[number]
+
+    slices = lowering.variables[holder].laid_out_tensor
+    return lowering.mesh_impl(variable).slicewise(read, slices)
+
+
+def values_after(
+    variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]
+) -> Sequence[mtf.Tensor]:
+    """Returns the values of variables after operations, whether or not their branch ran.
+
+    `writes` are lowered before. The tensors have the variables' shapes, in the dtype of their
+    slices.
+    """
+    values: dict[mtf.Variable, mtf.Tensor] = {}
+    for mesh in dict.fromkeys(v.mesh for v in variables):
+        some = [v for v in variables if v.mesh is mesh]
+        values.update(zip(some, ValuesAfter(some, writes).outputs))
+    return [values[v] for v in variables]

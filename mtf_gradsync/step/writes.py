@@ -1,4 +1,4 @@
-"""How slices of variables are written: one door; and variables with a value for each island."""
+"""How variables are written: one door for slices, what writes wait for, and their order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,84 @@ from typing import Any, Callable, Mapping, Sequence
 
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import Reshaped, give_assign_fn, reassign
+from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import check_writers, writers_of, writing
-from mtf_gradsync.session import CURE
-from mtf_gradsync.step.branch import Gate
-from mtf_gradsync.step.later import build_later
+from mtf_gradsync.session import CURE, ref_variables_explained
+from mtf_gradsync.step.branch import build_later, built
 from mtf_gradsync.step.plan import ControlInputs, PartLowering, PlanPart, StepPlan
+
+
+class Gate:
+    """A point of a step, after some tensors and the reads of all variables of their meshes."""
+
+    def __init__(self, plan: StepPlan, tensors: Sequence[mtf.Tensor]):
+        self._plan = plan
+        self._tensors = list(tensors)
+
+    def hold(self, operations: Sequence[mtf.Operation]) -> None:
+        """Makes operations wait for the gate."""
+        self._plan.wait(operations, lambda lowering: [self.barrier(lowering)])
+
+    def barrier(self, lowering: mtf.Lowering) -> tf.Operation:
+        """Returns the tf operation that follows the gate's tensors; for calls outside branches."""
+        barriers = self._plan.lowered(lowering).barriers
+        if self not in barriers:
+            barriers[self] = self._make(lowering)
+        return barriers[self]
+
+    def _make(self, lowering: mtf.Lowering) -> tf.Operation:
+        _warn_of_ref_variables(lowering)
+        lowered = self._plan.lowered(lowering)
+        meshes = dict.fromkeys(t.mesh for t in self._tensors)
+        tensors = [*self._tensors, *(t for m in meshes for t in lowered.reads.get(m, ()))]
+        laid_out = [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
+        slices = [x for one in laid_out for x in one.tensor_list]
+        # One operation on each device first, so that there are few edges between devices.
+        by_device: dict[str, list[tf.Operation]] = {}
+        for op in dict.fromkeys(x.op for x in slices):
+            by_device.setdefault(op.device, []).append(op)
+        with lowered.name_scope("gate"):
+            reached = []
+            for device, ops in by_device.items():
+                with tf.device(device):
+                    reached.append(tf.group(*ops))
+            with tf.device(next(iter(by_device), "")):
+                return tf.group(*reached)
+
+
+def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
+    for variable, laid_out in lowering.variables.items():
+        for x in laid_out.laid_out_tensor.all_slices:
+            if x.dtype != x.dtype.base_dtype:
+                warn_once(
+                    "ref variables",
+                    "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
+                    "race on a mesh, and training can go wrong silently. %s",
+                    variable.name,
+                    CURE,
+                )
+                return
+
+
+def gated_update(
+    make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[Any]
+) -> list[mtf.Operation]:
+    """Builds an update that writes only after all gradients exist and all variables are read.
+
+    Inside another update or a branch, it waits with that; without a gradient, for nothing. The
+    update may create variables (slots).
+    """
+    present = [g for g in grads if g is not None]
+    if not present:
+        return list(make_update())
+    plan = StepPlan.of(present[0].graph)
+    if plan.is_held:
+        return list(make_update())
+    with plan.gating():
+        operations = list(make_update())
+    Gate(plan, present).hold(operations)
+    return operations
 
 
 class WriteInPlace(mtf.Operation):
@@ -279,10 +350,66 @@ class OwnWrites(PlanPart):
                     # Without a sum before it, a write still waits for the reads.
                     before.append(Gate(plan, operation.inputs))
                 if before:
-                    waits[operation] = functools.partial(_barriers, tuple(before))
+                    waits[operation] = functools.partial(_barriers, before)
         part_lowering = PartLowering()
         part_lowering.waits = waits
         return part_lowering
+
+
+class AdvanceStep(mtf.Operation):
+    """Adds to a step counter that is a tf variable, after the update."""
+
+    def __init__(
+        self,
+        mesh: mtf.Mesh,
+        step: Any,
+        update: Sequence[mtf.Operation],
+        name: str,
+        amount: mtf.Tensor | None = None,
+    ):
+        super().__init__([] if amount is None else [amount], mesh=mesh, name=name)
+        self._step = step
+        self._update = list(update)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        done = [lowering.operations[op] for op in self._update]
+        dtype = self._step.dtype.base_dtype
+        with tf.control_dependencies(done):
+            one = tf.constant(1, dtype)
+            if self.inputs:
+                amount = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
+                one = tf.cast(amount, dtype)
+            with ref_variables_explained():
+                lowering.operations[self] = tf.assign_add(self._step, one).op
+
+
+def advance_step(
+    mesh: mtf.Mesh,
+    step: Any,
+    update: Sequence[mtf.Operation],
+    name: str,
+    amount: mtf.Tensor | None = None,
+) -> mtf.Operation:
+    """Makes an operation that adds one, or an amount, to a step counter after an update.
+
+    The counter is an mtf variable (or its value), or a tf variable, of an integer or float type;
+    the amount is the same on every processor.
+    """
+    if isinstance(step, (mtf.Variable, mtf.Tensor)):
+        value = step.value if isinstance(step, mtf.Variable) else step
+        one = mtf.constant(value.mesh, 1, mtf.Shape([]), value.dtype)
+        if amount is not None:
+            one = mtf.cast(amount, value.dtype)
+        count = mtf.assign(step, value + one, name=name)
+        StepPlan.of(value.graph).wait([count], functools.partial(_lowered, list(update)))
+        return count
+    return AdvanceStep(mesh, step, update, name, amount)
+
+
+def is_advanced(update: Sequence[mtf.Operation]) -> bool:
+    """Whether one of some operations advances a tf step counter, made by `advance_step`."""
+    return any(isinstance(op, AdvanceStep) for op in built(update))
 
 
 def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operation]:
@@ -318,85 +445,3 @@ _LOWERINGS = ("mtf_gradsync lowerings",)
 def lowerings_of(graph: tf.Graph) -> list[mtf.Lowering]:
     """Returns the lowerings that were made in a graph of TensorFlow's."""
     return graph.get_collection(_LOWERINGS)
-
-
-class Islands(PlanPart):
-    """A graph's record of variables and their holders."""
-
-    def __init__(self) -> None:
-        self._held_by: dict[mtf.Variable, mtf.Variable] = {}
-
-    def hold(self, variable: mtf.Variable, by: mtf.Variable) -> None:
-        """Makes a variable's slices those of a holder; neither may be stacked with others.
-
-        The holder has dimensions that number the islands before those of the variable.
-        """
-        self._held_by = {**self._held_by, variable: by}
-        # Lowered first, as the variable is made of its slices.
-        operations = variable.graph.operations
-        operations.remove(by)
-        operations.insert(0, by)
-        if StepPlan.of(variable.graph).is_in_place(variable):
-            StepPlan.of(variable.graph).write_in_place(by)
-
-    def holder(self, variable: mtf.Variable) -> mtf.Variable | None:
-        """Returns the holder of a variable; None if the islands share its value."""
-        return self._held_by.get(variable)
-
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
-        return _IslandsLowering(lowering, self._held_by)
-
-
-class _IslandsLowering(PartLowering):
-    def __init__(self, lowering: mtf.Lowering, held_by: dict[mtf.Variable, mtf.Variable]):
-        self._lowering, self._held_by = lowering, held_by
-
-    def lower_variable(self, variable: mtf.Variable) -> bool:
-        """See `PartLowering.lower_variable`."""
-        holder = self._held_by.get(variable)
-        if holder is None:
-            return False
-        lowering, mesh_impl = self._lowering, self._lowering.mesh_impl(variable)
-        _check_no_refs(variable, lowering.variables[holder])
-        shape = mesh_impl.slice_shape(variable.shape)
-        slices = HeldSlices(variable, lowering.variables[holder], mesh_impl, shape)
-        lowering.variables[variable] = slices
-        value: Any = slices.laid_out_tensor
-        if not StepPlan.of(lowering.graph).is_in_place(variable):
-            held = lowering.tensors[holder.value].to_laid_out_tensor()
-            value = mesh_impl.slicewise(lambda x: tf.reshape(x, shape), held)
-        lowering.set_tensor_lowering(variable.value, value)
-        return True
-
-
-def _check_no_refs(variable: mtf.Variable, held: Any) -> None:
-    # Measured: with momentum inside, values of about 1 are off by up to 0.4 after 20 steps.
-    if any(x.dtype != x.dtype.base_dtype for x in held.laid_out_tensor.all_slices):
-        raise ValueError(
-            f"Islands of the mesh have values of their own of {variable.name!r}, but it is a "
-            "TensorFlow ref variable: reads and writes of ref variables race, and islands would "
-            f"train on wrong values. {CURE}"
-        )
-
-
-class HeldSlices:
-    """A laid-out variable whose slices are its holder's, reshaped; the holder has the master."""
-
-    def __init__(self, variable: mtf.Variable, held: Any, mesh_impl: Any, shape: list[int]):
-        self._variable, self._held = variable, held
-        slices = held.laid_out_tensor.tensor_list
-        # Slices that processors share stay shared.
-        self._seen = {id(x): Reshaped(x, shape) for x in slices}
-        self.laid_out_tensor = mesh_impl.LaidOutTensor([self._seen[id(x)] for x in slices])
-        self.writers = writers_of(held)
-        with mtf.utils.outside_all_rewrites(), tf.control_dependencies(None):
-            self.copy_master_to_slices = self.copy_slices_to_master = tf.no_op()
-
-    def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """See Mesh-TF's laid-out variables."""
-
-        def assign(_: Any, x: Any, value: Any) -> Any:
-            return assign_fn(self._variable, self._seen[id(x)], value)
-
-        return self._held.assign_to_slices(assign, values)

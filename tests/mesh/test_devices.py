@@ -168,11 +168,11 @@ BY_THE_DOOR = {
 NO_SLICES = {
     "_private/mesh_tensorflow.py", "_private/tensorflow.py",  # masters, the global step
     "compat_v1/accumulation.py",  # optimizers off the mesh
-    # Step counters of TensorFlow.
-    "tools/estimator/builder.py", "step/branch.py", "tools/train/train_graph.py",
+    # Step counters of TensorFlow; `step/writes.py` has those of wrappers, too.
+    "tools/estimator/builder.py", "tools/train/train_graph.py",
     "tools/train/verifying.py",
     "runtimes/saving.py",  # initial values of masters
-    "step/randomness.py", "runtimes/xla/bridge.py",  # states of random numbers
+    "_private/patches.py", "runtimes/xla/bridge.py",  # states of random numbers
     "tools/train/data/batches.py",  # how many examples a data set has drawn
 }  # fmt: skip
 
