@@ -10,6 +10,8 @@ Values = Mapping[str, np.ndarray]
 
 # Roundings of a float32 sum, of some hundred terms in another order.
 LEAST = 64 * float(np.finfo(np.float32).eps)
+# Roundings of one number in float32, and the part of a change that shows beyond these.
+ROUNDED, LITTLE = 16 * float(np.finfo(np.float32).eps), 0.01
 # How much more than the reference's own rounding error a division may have: it sums in another
 # order, of which the largest error of many variables is some times the typical one.
 _SPREAD = 8.0

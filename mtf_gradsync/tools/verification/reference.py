@@ -10,13 +10,17 @@ import numpy as np
 
 from mtf_gradsync.tools.verification.comparing import (
     BFLOAT16,
+    LEAST,
+    LITTLE,
     MOST_ROUNDED,
     ORDER,
+    ROUNDED,
     Difference,
     Values,
     compare,
     error_of,
     expected_errors,
+    factor_of,
     is_finite,
 )
 from mtf_gradsync.tools.verification.divisions import Division, on_one_core
@@ -33,6 +37,7 @@ class Reference(NamedTuple):
     """What divisions are compared with.
 
     Attributes:
+      initial: the values that all divisions begin with.
       outcome: of the reference, in the program's own dtypes.
       exact: the same without rounding where that was possible; else the outcome.
       expected: the errors of gradients, of variables and of the loss that rounding explains: by
@@ -46,6 +51,7 @@ class Reference(NamedTuple):
       source: what the expected errors are known from.
     """
 
+    initial: Values
     outcome: Outcome
     exact: Outcome
     expected: dict[str, float]
@@ -55,7 +61,7 @@ class Reference(NamedTuple):
     step_by_step: Outcome | None
     source: str
 
-    def not_shown(self, initial: Values) -> list[str]:
+    def not_shown(self) -> list[str]:
         """Returns the variables of which nothing is known here.
 
         Their gradients, or without an optimizer their changes, are zero everywhere or not finite.
@@ -65,7 +71,7 @@ class Reference(NamedTuple):
             if self.exact.recorded.sees_gradients:
                 values = [of[name] for of in self.exact.gradients if name in of]
             else:
-                values = [self.exact.values[name] - initial[name]]
+                values = [self.exact.values[name] - self.initial[name]]
             if not all(map(is_finite, values)) or not any(x.any() for x in values):
                 found.append(name)
         return found
@@ -103,6 +109,11 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     if source != "float64":
         # Where the order of examples matters, rounding is no reason.
         expected = {k: min(x, MOST_ROUNDED) for k, x in expected.items()}
+    for name in exact.recorded.order:
+        value, first = exact.values.get(name), engine.initial.get(name)
+        if value is not None and first is not None and expected.get(name) == LEAST:
+            # Values that hardly change are equal by more than a part of the change.
+            expected[name] = min(LEAST, max(ROUNDED, LITTLE * error_of(value, first)))
     by_order: dict[str, float] = {}
     others_of = flat(other.gradients)
     for key, value in flat(exact.gradients).items():
@@ -122,6 +133,7 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
             step_by_step = engine.run(alone)
     is_exact = source == "float64"
     return Reference(
+        engine.initial,
         outcome,
         exact,
         expected,
@@ -195,13 +207,32 @@ def compare_with(
     gradients = compare(flat(outcome.gradients), flat(exact.gradients), keys, expected)
     gradients = [x._replace(variable=x.variable.rpartition("@")[0]) for x in gradients]
     told = _told_apart(outcome, exact, expected)
-    values = compare(told, exact.values, order, expected)
+    values = [
+        x if x.is_equal else x._replace(factor=_factor_of_change(reference, told, exact, x))
+        for x in compare(told, exact.values, order, expected)
+    ]
     slots = _slots(reference, outcome, told, exact, left_out, expected)
     # A masked shard's loss is in the program's mean, and microbatches may weigh differently.
     is_another = masked or (outcome.batches > 1 and not outcome.weighted)
     limit = float("inf") if is_another else expected["loss"]
     (loss,) = compare(_loss(outcome), _loss(exact), ["loss"], {"loss": limit})
     return Comparison(gradients, values, slots, loss)
+
+
+def _factor_of_change(
+    reference: Reference, told: Values, exact: Outcome, found: Difference
+) -> float | None:
+    """Returns the number that all that a variable has changed by is multiplied by, or None."""
+    name = found.variable
+    if not all(name in values for values in (reference.initial, told, exact.values)):
+        return None
+    first = np.asarray(reference.initial[name], np.float64)
+    if not first.shape == told[name].shape == exact.values[name].shape:
+        return None
+    changes = told[name] - first, exact.values[name] - first
+    largest = float(np.max(np.abs(changes[1]), initial=0.0))
+    scale = float(np.max(np.abs(first), initial=0.0))
+    return factor_of(*changes, found.expected * scale / largest if largest else 0.0)
 
 
 def _slots(

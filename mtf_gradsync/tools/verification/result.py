@@ -45,7 +45,7 @@ class Line:
       variable: the first that differs, in the order of the backward pass.
       what: what of it differs: "gradient", "value", "slot", "loss", "copies", "random numbers",
         "value before the update".
-      factor: the number that it is multiplied by, if it is one.
+      factor: the number that it is multiplied by, or of a value its change, if it is one.
       of_factor: what that number is, such as "the number of shards".
       brought_in_by: the wrapper or mesh axis without which it is equal.
       cause: what usually is the cause; or why it is not shown, or cannot be.
@@ -88,6 +88,7 @@ class Line:
             return f"{along}. {self.cause}"
         text = f"{self.what} of {self.variable}" if self.variable else self.what
         if self.factor is not None:
+            text = f"change of {self.variable}" if self.what == "value" else text
             text += f" is {self.factor:.2f} of what it must be"
             text += f" ({self.of_factor})" if self.of_factor else ""
         else:

@@ -256,7 +256,7 @@ class _Verifier:
         errors: dict[str, float] = {}
         for one in compared.gradients or compared.values:
             errors[one.variable] = max(one.error, errors.get(one.variable, 0.0))
-        open_ones = reference.not_shown(self._engine.initial)
+        open_ones = reference.not_shown()
         counts = Compared(
             len({x.variable for x in compared.gradients} - set(open_ones)),
             len(compared.values),
@@ -315,7 +315,7 @@ class _Verifier:
 
     def _why_open(self, reference: Reference) -> str:
         """Returns why some variables are not shown."""
-        names = reference.not_shown(self._engine.initial)
+        names = reference.not_shown()
         if not np.isfinite(reference.exact.losses).all():
             return f"The loss of the reference is {reference.exact.losses[-1]}."
         finite = [
@@ -382,11 +382,14 @@ class _Verifier:
             if factor is None
             else name_of_factor(factor, self._numbers(division, outcome, culprit))
         )
-        factors = [x.factor for x in compared.gradients if not x.is_equal]
+        kind = compared.values if what == "value" else compared.gradients
+        factors = [x.factor for x in kind if not x.is_equal]
         is_one = len(factors) > 1 and all(
             x is not None and factor is not None and abs(x - factor) < 1e-3 * abs(factor)
             for x in factors
         )
+        if not (named or is_one) and np.size(reference.exact.values.get(first.variable, 0.0)) == 1:
+            factor = None  # two numbers are always some number of each other
         facts = Facts(
             what,
             culprit,
@@ -442,7 +445,7 @@ class _Verifier:
     def _compare(self, division: Division, reference: Reference, outcome: Outcome) -> Comparison:
         finite = [
             name
-            for name in reference.not_shown(self._engine.initial)
+            for name in reference.not_shown()
             if not all(
                 np.isfinite(of[name]).all() for of in reference.exact.gradients if name in of
             )

@@ -239,7 +239,6 @@ class Fault(NamedTuple):
       what: what differs of the variable.
       params: settings of more divisions.
       runtime: of all divisions.
-      any_factor: whether it may be some number.
       error: the error, where it is no number.
     """
 
@@ -252,7 +251,6 @@ class Fault(NamedTuple):
     what: str = "gradient"
     params: tuple[dict[str, Any], ...] = ()
     runtime: str = "cpu_replicas"
-    any_factor: bool = False
     error: float | None = None
 
 

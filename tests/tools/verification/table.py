@@ -60,7 +60,7 @@ def judged(fault: Fault, found: Any) -> Found:
     wrong = []
     if (line.variable, line.what) != (fault.variable, fault.what):
         wrong.append(f"{line.what} of {line.variable}")
-    if not fault.any_factor and not _is_factor(line.factor, fault.factor):
+    if not _is_factor(line.factor, fault.factor):
         wrong.append(f"factor {line.factor}")
     if fault.factor is not None and fault.of_factor not in line.of_factor:
         wrong.append(f"factor: {line.of_factor!r}")

@@ -248,6 +248,13 @@ def counted_early(mesh, inputs, params):
     return loss, [*updates, mtf.assign(step, later)]
 
 
+def tiny_rate(mesh, inputs, params, wrong):
+    """Steps that change values by a few roundings."""
+    loss = mtf.reduce_mean(model(mesh, inputs)[0])
+    rate = 1e-6 * (along(params, "batch") if wrong else 1)
+    return loss, updated(mesh, loss, wrap=lambda _: mtf.optimize.SgdOptimizer(rate))
+
+
 def growing(mesh, inputs, params, average=True):
     """K is 2 in the first update, and 4 from then on."""
     loss = mtf.reduce_mean(model(mesh, inputs)[0])
@@ -418,6 +425,10 @@ CASES = {
     ),
     "a step that is counted early": Case(
         counted_early, NOT_EQUAL, "The program counts its step (step) before or after", _NOT
+    ),
+    "a tiny rate": Case(_P(tiny_rate, wrong=False), EQUAL, "", _SAME, {"divisions": ["batch"]}),
+    "a tiny rate, times the shards": Case(
+        _P(tiny_rate, wrong=True), NOT_EQUAL, "change of v is", _NOT
     ),
     "K that grows": Case(
         growing, EQUAL, "of 3 updates, of 2, 4, 4 batches", _SAME,

@@ -164,12 +164,11 @@ OF_UPDATES = {
     "a learning rate times the shards": Fault(
         step(make=network, update=by(rate_of_steps)),
         "bias",
-        None,
-        "",
+        4.0,
+        SHARDS,
         BATCH_AXIS,
         UPDATE,
         "value",
-        any_factor=True,
     ),
     "weight decay by each shard": Fault(
         step(
@@ -183,17 +182,15 @@ OF_UPDATES = {
         BATCH_AXIS,
         UPDATE,
         "value",
-        any_factor=True,
     ),
     "an update applied twice": Fault(
         step(make=network, right_update=by(lambda n: Descent()), update=twice),
         "bias",
-        None,
+        2.0,
         "",
         BATCH_AXIS,
         UPDATE,
         "value",
-        any_factor=True,
     ),
     "a slice that is not written": Fault(
         step(
@@ -222,7 +219,6 @@ OF_UPDATES = {
         MODEL_AXIS,
         "",
         "gradient",
-        any_factor=True,
     ),
     "the gradient of the step before": Fault(
         step(make=network, update=stale),
@@ -231,7 +227,6 @@ OF_UPDATES = {
         "",
         BATCH_AXIS,
         "are of another step",
-        any_factor=True,
     ),
     "gradients cast to bfloat16": Fault(
         step(make=network, update=in_bfloat16),
@@ -240,7 +235,6 @@ OF_UPDATES = {
         "",
         BATCH_AXIS,
         "rounding to bfloat16",
-        any_factor=True,
     ),
     "a reduction in 8 bits": Fault(
         noisy,
@@ -319,9 +313,7 @@ OF_UPDATES = {
         SLOT,
         "slot",
     ),
-    "the last microbatch alone": Fault(
-        only_last, "bias", None, "", ACCUMULATION, "", any_factor=True
-    ),
+    "the last microbatch alone": Fault(only_last, "bias", None, "", ACCUMULATION, ""),
     "an average on every microbatch step": Fault(
         joined(own=averaged_each_step),
         "w",
