@@ -134,8 +134,8 @@ class Evaluator:
     def restore(self, path: str, model_dir: str) -> None:
         """Restores the variables from a checkpoint."""
         check_has(path, self._variables, model_dir)
+        start = Start(path, with_averages=self._with_averages)
         try:
-            start = Start(path, with_averages=self._with_averages)
             with self._session.graph.as_default(), start.restorable() as restored:
                 self._saver.restore(self._session, restored)
         except NoAveragesError as error:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple
 
 from mtf_gradsync.extension import (
     CONFIG_FILE,
@@ -34,6 +33,7 @@ from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.timelines import Timeline
 from mtf_gradsync.tools.train.changed_settings import changed_model, check_data, say_changes
 from mtf_gradsync.tools.train.config import RunConfig, check_schedule
+from mtf_gradsync.tools.train.errors import raised_as, writing_to
 from mtf_gradsync.tools.train.evaluation import Score
 from mtf_gradsync.tools.train.figures import check_drawing
 from mtf_gradsync.tools.train.held_out import SPEED, HeldOut, Improvement
@@ -124,7 +124,7 @@ def run(
     """
     with _log_lines(say):
         this = _Run(config, model_dir, say, accepted, part)
-        with only_run_in(model_dir), this.evaluation, _writing_to(this.directory):
+        with only_run_in(model_dir), this.evaluation, writing_to(this.directory):
             return this.make()
 
 
@@ -257,7 +257,8 @@ class _Run:
         if not is_finished:
             say(f"steps run on {self._runtime}")
         name = directory.absolute().name
-        part = _of_islands(lambda: ElasticIslands().part(name))
+        with _errors_of_islands():
+            part = ElasticIslands().part(name)
         job = self._job._replace(examples_before=step * self._job.model.batch_size, part=part)
         began = time.monotonic()
         with tf.Graph().as_default(), job.batches() as batches:
@@ -271,11 +272,10 @@ class _Run:
             graph, program, make_runner = training_graph(job, batches, self._runtime)
             _say_what_checkpoints_round(graph.lowering, say)
             if config.evaluate_with_averages:
-                try:
+                with raised_as(ConfigError, NoAveragesError):
                     check_averages_kept()
-                except NoAveragesError as error:
-                    raise ConfigError(str(error)) from error
-            island = _of_islands(lambda: ElasticIslands().island(graph.lowering, name))
+            with _errors_of_islands():
+                island = ElasticIslands().island(graph.lowering, name)
             if island:
                 of = f", and learns from part {part.part} of {part.parts} of the data"
                 of = of if part.parts > 1 else ""
@@ -387,33 +387,6 @@ class _Run:
         self._say(f"report: {path}")
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-
-
-@contextlib.contextmanager
-def _writing_to(directory: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a TrainingError that says what to do about it."""
-    try:
-        yield
-    except BrokenPipeError:  # raised when the reader of the output has gone
-        raise
-    except OSError as error:
-        first = error
-        # Gin re-raises errors as copies, which have neither number nor file.
-        while first.errno is None and isinstance(first.__context__, OSError):
-            first = first.__context__
-        name = Path(first.filename).absolute() if first.filename else directory.absolute()
-        is_here = directory.absolute() in (name, *name.parents)
-        if first.errno not in _NO_ROOM and not is_here:
-            # A function of the config raised it, while it read its data or used the network.
-            raise TrainingError(f"{type(error).__name__}: {error}") from error
-        raise TrainingError(
-            f"{first.filename or directory} cannot be written: {first.strerror or first}. The "
-            f"checkpoints in {directory} are as they were; once it can be written to, the same "
-            "command goes on from the newest."
-        ) from error
-
-
 def _read_islands() -> Status | None:
     """Returns the journal of the folder in which a run is an island; None where there is none."""
     url = ElasticIslands().folder
@@ -453,12 +426,10 @@ def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> No
         )
 
 
-def _of_islands(make: Callable[[], Any]) -> Any:
-    """Returns what gin's settings for islands make of a run."""
-    try:
-        return make()
-    except (ImportError, OSError, ValueError, IslandError) as error:
-        raise ConfigError(f"ElasticIslands: {error}") from error
+def _errors_of_islands() -> ContextManager[None]:
+    """Returns a context manager in which what is wrong with islands is the config's fault."""
+    errors = (ImportError, OSError, ValueError, IslandError)
+    return raised_as(ConfigError, *errors, before="ElasticIslands: ")
 
 
 def _unread_bindings() -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 from concurrent.futures import Future
-from typing import Any, Callable, ClassVar, NamedTuple, Sequence
+from typing import Any, Callable, ClassVar, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from mtf_gradsync.tools.islands import Island, IslandError
 from mtf_gradsync.tools.timelines import Timeline, timeline
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
+from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.model import TrainingJob, resolve_job
 from mtf_gradsync.tools.train.train_graph import TrainGraph, build_train_graph
 
@@ -61,10 +63,8 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     `target` is the server of a cluster's chief where the run's mesh is over its tasks.
     """
     asked = config.runtime
-    try:
+    with raised_as(ConfigError, ValueError):
         sessions.checked_runtime(asked, "train.run.runtime", ["fastest"])
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if target:
         if asked not in ("fastest", "placement_mesh"):
             raise ConfigError(
@@ -280,10 +280,8 @@ class Runner(abc.ABC):
             if island.step >= last:
                 island.finish(session)
 
-        try:
+        with raised_as(TrainingError, IslandError):
             self._raw(after_step)
-        except IslandError as error:
-            raise TrainingError(str(error)) from error
         return island.step
 
     def _begin(self) -> None:
@@ -296,10 +294,8 @@ class Runner(abc.ABC):
                 raise ConfigError(
                     f"The island {island.name!r} must be one process; the run has several"
                 )
-            try:
+            with raised_as(TrainingError, IslandError):
                 self._raw(lambda session: island.begin(session, step, self._begins_with))
-            except IslandError as error:
-                raise TrainingError(str(error)) from error
             self.first_step = island.step
 
     def _save_island(self, step: int) -> None:
@@ -367,10 +363,8 @@ class SimdProgramRunner(Runner):
     _calls = 0
 
     def __enter__(self) -> SimdProgramRunner:
-        try:
+        with self._naming_another_runtime():
             self._session = self._sessions.open()
-        except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
-            raise self._other_runtime(error) from error
         cores = getattr(self._session, "cores", None)
         self.peak_flops = getattr(self._session, "peak_flops", None)
         self.is_alone = cores is None or cores.is_alone
@@ -387,16 +381,12 @@ class SimdProgramRunner(Runner):
         if self._place.name != "xla":
             values = self._session.run(self._fetches, batch)
             return lambda: values
-        try:
+        with self._naming_another_runtime():
             step = self._session.dispatch(self._fetches, batch)
-        except (xla.DevicesError, simd.UnsupportedProgramError) as error:
-            raise self._other_runtime(error) from error
 
         def result() -> dict[str, Any]:
-            try:
+            with self._naming_another_runtime():
                 return step.result()
-            except xla.DevicesError as error:
-                raise self._other_runtime(error) from error
 
         return result
 
@@ -423,8 +413,13 @@ class SimdProgramRunner(Runner):
     def _raw(self, use: Callable[[Any], Any]) -> Any:
         return use(self._session)
 
-    def _other_runtime(self, error: Exception) -> TrainingError:
-        name = self._place.name
-        return TrainingError(
-            f'{error} (train.run.runtime = "{name}"; "placement_mesh" runs every model.)'
-        )
+    @contextlib.contextmanager
+    def _naming_another_runtime(self) -> Iterator[None]:
+        """Turns an error of the runtime into a TrainingError that names one for every model."""
+        try:
+            yield
+        except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
+            raise TrainingError(
+                f'{error} (train.run.runtime = "{self._place.name}"; "placement_mesh" runs every '
+                "model.)"
+            ) from error

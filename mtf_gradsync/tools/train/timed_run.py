@@ -11,6 +11,7 @@ from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
 from mtf_gradsync.tools.timelines import Timeline, TimelineError
 from mtf_gradsync.tools.train.config import RunConfig
+from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunPart, adapted
 from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
 
@@ -55,15 +56,13 @@ class TimedRun:
                 start = adapted(start, accepted.differences, say, "which is")
             with tempfile.TemporaryDirectory() as own:
                 with make_runner(own, start, config, session) as runner:
-                    try:
+                    with raised_as(TrainingError, TimelineError, tf.errors.OpError):
                         before = _make(runner, self._warm_up, stop)
                         timeline = runner.timeline()
                         with timeline:
                             made = _make(runner, self._steps, stop)
                         timeline.mark_updates([*before[-1:], *made])
-                    except (TimelineError, tf.errors.OpError) as error:
-                        raise TrainingError(str(error)) from error
-                    return timeline
+                        return timeline
 
 
 def _make(runner: Runner, count: int, stop: Interruption) -> list[int]:

@@ -25,6 +25,7 @@ from mtf_gradsync.extension import (
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.tools.train.config import VariableFilter, transformer_utils
+from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.learning_rate import adafactor_counts, rate_on_mesh
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, placeholders
 
@@ -249,10 +250,8 @@ def _noise_scale(opt: Any, batch_size: int) -> Any:
                     f"backward_passes_per_step is {passes!r}"
                 )
             batch_size *= passes
-    try:
+    with raised_as(ConfigError, TypeError, ValueError, before="train.run.noise_scale = True: "):
         return gradient_noise_scale(opt, batch_size)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"train.run.noise_scale = True: {error}") from error
 
 
 def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tuple[Any, list[Any]]:

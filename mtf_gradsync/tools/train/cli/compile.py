@@ -93,6 +93,7 @@ def compile_config(
     from mtf_gradsync.runtimes.simd.program import compiled_only
     from mtf_gradsync.tools.train import gin_files
     from mtf_gradsync.tools.train.comparison import innermost_of
+    from mtf_gradsync.tools.train.errors import raised_as
     from mtf_gradsync.tools.train.model import resolve_job
     from mtf_gradsync.tools.train.train_graph import build_simd
 
@@ -108,11 +109,7 @@ def compile_config(
             bare_fetches = [bare_graph.loss]
     with tf.Graph().as_default(), compiled_only():
         graph, program = build_simd(job)
-        try:
+        with raised_as(TrainingError, xla.CompilerDiedError), raised_as(ConfigError, ValueError):
             return xla.compile_for_tpu(
                 program, [graph.loss], topology, save_hlo, bare, update_not_split, bare_fetches
             )
-        except xla.CompilerDiedError as error:
-            raise TrainingError(str(error)) from error
-        except ValueError as error:
-            raise ConfigError(str(error)) from error

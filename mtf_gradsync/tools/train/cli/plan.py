@@ -146,6 +146,7 @@ def plan_config(
     from mtf_gradsync.runtimes import xla
     from mtf_gradsync.tools import planning
     from mtf_gradsync.tools.train import gin_files
+    from mtf_gradsync.tools.train.errors import raised_as
     from mtf_gradsync.tools.train.mesh_settings import axes_of
     from mtf_gradsync.tools.train.model import TrainingJob, resolve_job
     from mtf_gradsync.tools.train.train_graph import build_simd, forward_loss, steps_per_update
@@ -182,7 +183,7 @@ def plan_config(
     # A model in a loop has no count, and the plan takes its parameters.
     with tf.Graph().as_default(), contextlib.suppress(ValueError):
         needed = planning.model_flops(forward_loss(alone))
-    try:
+    with raised_as(TrainingError, xla.XlaMissingError), raised_as(ConfigError, ValueError):
         return planning.plan(
             build,
             topologies,
@@ -194,10 +195,6 @@ def plan_config(
             refusals=(ConfigError,),
             **more,
         )
-    except xla.XlaMissingError as error:
-        raise TrainingError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _as_text(layout: Any) -> str:

@@ -113,12 +113,11 @@ def main(args: argparse.Namespace) -> int:
 def _merged(files: list[str]) -> Timeline:
     import_package(verbosity=-1)
     from mtf_gradsync.tools.timelines import Recording, Timeline, TimelineError
+    from mtf_gradsync.tools.train.errors import raised_as
 
-    try:
+    with raised_as(ConfigError, OSError, UnicodeDecodeError, TimelineError, before="--merge: "):
         parts = [Recording.from_json(Path(name).read_text(encoding="utf-8")) for name in files]
         return Timeline.of(parts)
-    except (OSError, UnicodeDecodeError, TimelineError) as error:
-        raise ConfigError(f"--merge: {error}") from error
 
 
 def _left_config(args: argparse.Namespace) -> list[str]:
@@ -143,10 +142,11 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
     with loaded_config(args, _left_config(args)), tempfile.TemporaryDirectory() as empty:
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.tools.train import gin_files
+        from mtf_gradsync.tools.train.errors import raised_as
         from mtf_gradsync.tools.train.run import Accepted
         from mtf_gradsync.tools.train.timed_run import TimedRun
 
-        try:
+        with raised_as(TrainingError, MissingProcessesError):
             return run_by_flags(
                 args,
                 gin_files.bound_run_config(),
@@ -156,5 +156,3 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
                 settings={"--steps": args.steps, "--warm_up": args.warm_up},
                 first_does="prints and writes the timeline",
             )
-        except MissingProcessesError as error:
-            raise TrainingError(str(error)) from error

@@ -1,0 +1,48 @@
+"""How errors of libraries and rooms reach a user: as one of a run, in their own words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from pathlib import Path
+from typing import Iterator
+
+from mtf_gradsync.extension import TrainingError
+
+
+@contextlib.contextmanager
+def raised_as(
+    kind: type[Exception], *errors: type[BaseException], before: str = ""
+) -> Iterator[None]:
+    """Turns `errors` of the block into one of a kind that says the same, after `before`."""
+    try:
+        yield
+    except errors as error:
+        raise kind(f"{before}{error}") from error
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def writing_to(directory: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a TrainingError that says what to do about it."""
+    try:
+        yield
+    except BrokenPipeError:  # raised when the reader of the output has gone
+        raise
+    except OSError as error:
+        first = error
+        # Gin re-raises errors as copies, which have neither number nor file.
+        while first.errno is None and isinstance(first.__context__, OSError):
+            first = first.__context__
+        name = Path(first.filename).absolute() if first.filename else directory.absolute()
+        is_here = directory.absolute() in (name, *name.parents)
+        if first.errno not in _NO_ROOM and not is_here:
+            # A function of the config raised it, while it read its data or used the network.
+            raise TrainingError(f"{type(error).__name__}: {error}") from error
+        raise TrainingError(
+            f"{first.filename or directory} cannot be written: {first.strerror or first}. The "
+            f"checkpoints in {directory} are as they were; once it can be written to, the same "
+            "command goes on from the newest."
+        ) from error
