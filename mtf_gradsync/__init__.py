@@ -77,7 +77,7 @@ _ROOMS = {
 }
 
 if TYPE_CHECKING:
-    from mtf_gradsync.optimizers import AdamWOptimizer, describe
+    from mtf_gradsync.optimizers import AdamWOptimizer, ByVariable, describe
     from mtf_gradsync.reduce import LowRankAllReduce, QuantizedAllReduce
     from mtf_gradsync.runtimes import simd as simd
     from mtf_gradsync.runtimes import xla as xla
@@ -95,6 +95,7 @@ else:  # a type checker that saw `__getattr__` would take any name
         __name__,
         {
             "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
+            "ByVariable": "mtf_gradsync.optimizers.by_variable",
             "describe": "mtf_gradsync.optimizers.description",
             "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
@@ -133,6 +134,7 @@ configurable_when_named(
     {
         "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
         "BestAllReduce": "mtf_gradsync.reduce.choice",
+        "ByVariable": "mtf_gradsync.optimizers.by_variable",
         "CollectiveAllReduce": "mtf_gradsync.reduce.collective",
         "HierarchicalAllReduce": "mtf_gradsync.reduce.hierarchical",
         "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
@@ -144,6 +146,7 @@ __all__ = [
     "LOST_PROCESS_EXIT_CODE",
     "AdamWOptimizer",
     "AverageOptimizer",
+    "ByVariable",
     "ClipByGlobalNormOptimizer",
     "Cluster",
     "CopiesError",

@@ -27,12 +27,14 @@ from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 
 if TYPE_CHECKING:
     from mtf_gradsync.optimizers.adamw import AdamWOptimizer
+    from mtf_gradsync.optimizers.by_variable import ByVariable
     from mtf_gradsync.optimizers.description import DescribedLine, Description, describe
 else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
+            "ByVariable": "mtf_gradsync.optimizers.by_variable",
             "DescribedLine": "mtf_gradsync.optimizers.description",
             "Description": "mtf_gradsync.optimizers.description",
             "describe": "mtf_gradsync.optimizers.description",
@@ -42,6 +44,7 @@ else:  # a type checker that saw `__getattr__` would take any name
 __all__ = [
     "AdamWOptimizer",
     "AverageOptimizer",
+    "ByVariable",
     "ClipByGlobalNormOptimizer",
     "CommonArguments",
     "CrossShardOptimizer",

@@ -132,7 +132,7 @@ class _Told(NamedTuple):
 def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
     """Returns the lines of a stack in the order in which its stages stand."""
     if not isinstance(opt, Wrapper):
-        return [_Told(Line(_update(opt, variables)), "")]
+        return _updates(opt, variables)
     step = opt.step
     grads: Sequence[mtf.Tensor] = ()
     if step is not None and step.received:
@@ -163,7 +163,7 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
             dtype = stage._sums_in or dtype
     more = next((x for x in opt._others() if isinstance(x, Wrapper)), None)
     if more is None:
-        return [*told, _Told(Line(_update(stack.opt, variables)), "")]
+        return [*told, *_updates(stack.opt, variables)]
     handed = _Told(Line(f"hand gradients to {type(stack.opt).__name__}"), "")
     return [*told, handed, *_lines(more, mesh, variables)]
 
@@ -186,13 +186,21 @@ def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
     ]
 
 
-def _update(opt: Any, variables: Sequence[mtf.Variable]) -> str:
+def _updates(opt: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
+    """Returns the lines of the update, one for each group of variables (`ByVariable`)."""
+    described = getattr(opt, "described", None)
+    groups = described(variables) if described else [(opt, "", len(variables))]
+    return [_Told(Line(_update(*group)), "") for group in groups]
+
+
+def _update(opt: Any, more: str, count: int) -> str:
+    which = f" {count:,} variable{'s' * (count != 1)}" if count else ""
+    if opt is None:
+        return f"leave{which or ' variables'} as {'it is' if count == 1 else 'they are'}{more}"
     inside = opt.opt if type(opt).__name__ == "MeshOptimizer" else opt
     name = type(inside).__name__
     name = name[: -len("Optimizer")] if name.endswith("Optimizer") else name
-    count = len(variables)
-    which = f" {count:,} variable{'s' * (count != 1)}" if count else ""
-    return f"update{which} by {name}"
+    return f"update{which} by {name}{more}"
 
 
 def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype: Any) -> About:

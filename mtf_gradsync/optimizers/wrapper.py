@@ -21,7 +21,7 @@ from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import GradientSet
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet, without_frozen
 from mtf_gradsync.optimizers.pipeline.passes import Traits, check_meshes, check_order, completed
 from mtf_gradsync.optimizers.pipeline.stack import (
     IslandAxes,
@@ -267,6 +267,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         """
         own = OwnArguments(args, kwargs)
         grads, variables = self._checked(grads, variables, own)
+        inner = self.innermost()
+        grads = without_frozen(inner, grads, variables)
         weights = self._checked_weights(weights, grads, variables)
         if variables and self._to_build:
             self._build_pairs(variables[0].graph)
@@ -290,7 +292,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
                 axes = stack.axes_now(0, given.present)
                 given = given.with_grads(given.grads, weights=weights_of(weights, given.mesh, axes))
             wrappers = self._segment_wrappers()
-            step = StepBuilder(stack, wrappers[-1]._slots, own, self.innermost())
+            step = StepBuilder(stack, wrappers[-1]._slots, own, inner)
             operations = step.build(given, axes)
         for wrapper in wrappers:
             wrapper._note_step(step)

@@ -16,7 +16,7 @@ PAGES = arguments.pages()
 
 
 def test_every_wrapper_and_optimizer_has_its_arguments_on_a_page():
-    assert set(PAGES) == {*wrappers.REGISTRY, "AdamWOptimizer", "MeshOptimizer"}
+    assert set(PAGES) == {*wrappers.REGISTRY, "AdamWOptimizer", "ByVariable", "MeshOptimizer"}
 
 
 @pytest.mark.parametrize("page", sorted({page.name for page in PAGES.values()}))

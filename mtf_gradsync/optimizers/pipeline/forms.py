@@ -145,18 +145,39 @@ def finished(gradients: GradientSet, opt: Any) -> GradientSet:
             m: on_mesh(divisor, m) for m in dict.fromkeys(g.mesh for g in gradients.present)
         }
 
-    def finish(total: mtf.Tensor, dtype: tf.DType | None) -> mtf.Tensor:
+    def finish(total: mtf.Tensor, dtype: tf.DType | None, optimizer: Any) -> mtf.Tensor:
         if divisors:
             wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
             total = mtf.divide(wide, mtf.cast(divisors[total.mesh], wide.dtype))
-        dtype = total.dtype if dtype is None else _inner_dtype(dtype, opt)
+        dtype = total.dtype if dtype is None else _inner_dtype(dtype, optimizer)
         return total if total.dtype == dtype else mtf.cast(total, dtype)
 
     results = [
-        None if g is None else finish(g, dtypes[i] if dtypes else None)
-        for i, g in enumerate(gradients.grads)
+        None if g is None else finish(g, dtypes[i] if dtypes else None, optimizer_of(opt, v))
+        for i, (g, v) in enumerate(zip(gradients.grads, gradients.variables))
     ]
     return gradients.with_grads(results, divisor=None, dtypes=None)
+
+
+def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:
+    """Returns the optimizer that updates a variable, `opt` or one of its groups (`ByVariable`).
+
+    It is None for a variable that stays as it is.
+    """
+    of = getattr(opt, "optimizer_of", None)
+    return opt if of is None else of(variable)
+
+
+def without_frozen(
+    opt: Any, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+) -> list[mtf.Tensor | None]:
+    """Returns gradients with None for variables that an optimizer leaves as they are.
+
+    These variables then cost no reduction and no sums, and have no part in norms.
+    """
+    if not hasattr(opt, "optimizer_of"):
+        return grads
+    return [None if opt.optimizer_of(v) is None else g for g, v in zip(grads, variables)]
 
 
 def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
@@ -173,12 +194,18 @@ def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
 
     Raises ValueError for variables that Mesh-TF's Adam cannot decay.
     """
-    if isinstance(opt, mtf.optimize.AdamWeightDecayOptimizer) and opt.weight_decay_rate:
-        _check_decay(opt, gradients.owners)
-    if not isinstance(opt, mtf.optimize.MomentumOptimizer):
-        return gradients
+    of = [optimizer_of(opt, v) for v in gradients.variables]
+    for one in dict.fromkeys(of):
+        if isinstance(one, mtf.optimize.AdamWeightDecayOptimizer) and one.weight_decay_rate:
+            pairs = zip(gradients.grads, gradients.variables, of)
+            _check_decay(one, [v for g, v, its in pairs if g is not None and its is one])
     pairs = list(zip(gradients.grads, gradients.variables))
-    other = [g is not None and g.dtype != v.activation_dtype for g, v in pairs]
+    other = [
+        g is not None
+        and g.dtype != v.activation_dtype
+        and isinstance(one, mtf.optimize.MomentumOptimizer)
+        for (g, v), one in zip(pairs, of)
+    ]
     if not any(other):
         return gradients
     warn_once(

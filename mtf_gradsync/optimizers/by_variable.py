@@ -1,0 +1,247 @@
+"""ByVariable: other settings, another optimizer, or none, for groups of variables."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Callable, NamedTuple, Sequence, Union
+
+from mtf_gradsync._common import did_you_mean, warn_once
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name
+from mtf_gradsync._private.patches import late_configurable
+from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
+from mtf_gradsync.gradients.arguments import check_grads_and_variables
+from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import FusedAllReduce
+
+Which = Union[str, Callable[[mtf.Variable], bool]]
+
+
+class _Group(NamedTuple):
+    """Variables that one optimizer updates.
+
+    Attributes:
+      which: a regular expression for names, or a function of the variable; None for all others.
+      opt: the optimizer; None for variables that stay as they are.
+      clip_norm: the largest norm of the group's gradients together; None for any.
+      changes: the settings that differ from those of the other variables, for `describe`.
+    """
+
+    which: Which | None
+    opt: Any
+    clip_norm: Any = None
+    changes: str = ""
+
+    def has(self, variable: mtf.Variable) -> bool:
+        if self.which is None:
+            return True
+        if isinstance(self.which, str):
+            return re.search(self.which, variable.name) is not None
+        return bool(self.which(variable))
+
+    @property
+    def name(self) -> str:
+        if self.which is None:
+            return "the others"
+        return self.which if isinstance(self.which, str) else _name_of(self.which)
+
+
+@late_configurable(module="mtf_gradsync")
+class ByVariable(mtf.optimize.Optimizer):
+    """Updates groups of variables by other settings, by other optimizers, or not at all.
+
+    A variable belongs to the first group that has it, and to `opt` if none has it. It is an
+    optimizer like any other, inside every wrapper or without one; wrappers stand around it, not in
+    its groups. Slots have the names that each optimizer gives them, so that checkpoints stay
+    readable where groups change. Variables that stay as they are have no slots, and their gradients
+    are neither accumulated nor reduced.
+
+    References:
+      `optax.multi_transform`; the parameter groups of `torch.optim`
+
+    Example:
+      >>> adamw = functools.partial(gs.AdamWOptimizer, learning_rate=0.001)
+      >>> opt = gs.ByVariable(adamw, [("bias|layer_norm", {"weight_decay_rate": 0.0})])
+      >>> print(gs.describe(gs.CrossShardOptimizer(opt)))
+      every step  reduce over the replica axes: fused              (CrossShardOptimizer)
+                  update by AdamW, weight_decay_rate 0.0: bias|layer_norm
+                  update by AdamW: the others
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        groups: Sequence[tuple[Which, Any]],
+        learning_rate: Any = NOT_GIVEN,
+        name: str = "ByVariable",
+    ):
+        """Makes an optimizer of groups.
+
+        Args:
+          opt: the optimizer of all variables that no group has: a Mesh-TF optimizer, or a class or
+            factory of one, which groups then can call with other arguments.
+          groups: pairs of which variables and what updates them. Which: a regular expression that
+            is found in their names (`re.search`), or a function of the variable that returns
+            whether it is one of them. What: a dictionary of arguments that differ from those of
+            `opt` ("learning_rate", "weight_decay_rate", ...; "clip_norm" clips the gradients of the
+            group by their norm), another optimizer, or None for variables that stay as they are.
+          learning_rate: the learning rate for opt and the groups' classes or factories; only if opt
+            is a class or factory.
+          name: name in errors and warnings.
+
+        Raises:
+          TypeError: an argument has the wrong type, or a wrapper or a v1 optimizer is in a group.
+          ValueError: an expression is not regular, or an argument is out of range.
+        """
+        self.name = name
+        self._learning_rate = learning_rate
+        make = None if not isinstance(opt, type) and hasattr(opt, "apply_grads") else opt
+        self._others = _Group(None, self._made(opt))
+        self._groups = tuple(self._group(pair, make) for pair in groups)
+        # Read by the same name as Adafactor's own; see `dims_known_by_name`.
+        self._stacked_dim_names = tuple(
+            {d: None for g in self._all if g.opt is not None for d in dims_known_by_name(g.opt)}
+        )
+
+    @property
+    def _all(self) -> tuple[_Group, ...]:
+        return (*self._groups, self._others)
+
+    def optimizer_of(self, variable: mtf.Variable) -> Any:
+        """Returns the optimizer that updates a variable; None if it stays as it is."""
+        return self._group_of(variable).opt
+
+    def _group_of(self, variable: mtf.Variable) -> _Group:
+        return next(group for group in self._all if group.has(variable))
+
+    def apply_grads(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        """Makes the updates of all groups.
+
+        Args:
+          grads: gradients of the variables, None for no update.
+          variables: the mesh variables.
+
+        Returns:
+          A list of mtf operations.
+
+        Raises:
+          TypeError: a gradient or variable has the wrong type.
+          ValueError: lengths differ, or a gradient has another shape or mesh than its variable.
+        """
+        grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
+        if variables:
+            self._tell_of_empty_groups(variables)
+        updates: list[mtf.Operation] = []
+        of = [self._group_of(v) for v in variables]
+        for group in self._all:
+            pairs = [(g, v) for g, v, its in zip(grads, variables, of) if its is group]
+            if group.opt is None or not pairs:
+                continue
+            some, owners = map(list, zip(*pairs))
+            if group.clip_norm is not None:
+                owner = f"{self.name} ({group.name})"
+                some, _ = clip_together(some, group.clip_norm, None, FusedAllReduce(), owner)
+            updates += group.opt.apply_grads(some, owners)
+        return updates
+
+    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
+        """Makes the update of one variable, as `apply_grads` does."""
+        return self.apply_grads([grad], [var])
+
+    def described(self, variables: Sequence[mtf.Variable]) -> list[tuple[Any, str, int]]:
+        """Returns what `describe` says of each group: its optimizer, what differs, its size."""
+        of = [self._group_of(v) for v in variables]
+        told = [(g.opt, f"{g.changes}: {g.name}", sum(its is g for its in of)) for g in self._all]
+        return [one for one in told if one[2] or not variables]
+
+    def _group(self, pair: Any, make: Any) -> _Group:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(
+                f"{self.name}: a group is a pair of which variables and what updates them, such as "
+                f'("bias", {{"weight_decay_rate": 0.0}}), got {pair!r}.'
+            )
+        which, what = pair
+        _check_which(self.name, which)
+        if what is None:
+            return _Group(which, None)
+        if not isinstance(what, dict):
+            return _Group(which, self._made(what))
+        changes = dict(what)
+        clip_norm = changes.pop("clip_norm", None)
+        if clip_norm is not None:
+            check_clip_norm(clip_norm)
+        told = "".join(f", {key} {value}" for key, value in what.items())
+        if not changes:
+            return _Group(which, self._others.opt, clip_norm, told)
+        if make is None:
+            raise TypeError(
+                f"{self.name} got the optimizer {self._others.opt!r}, whose arguments are set, and "
+                f"{what!r} for {which!r}. Give a class or factory as opt, such as "
+                "functools.partial(gs.AdamWOptimizer, learning_rate=0.001) (in gin: "
+                f"`{self.name}.opt = @AdamWOptimizer`, without parentheses)."
+            )
+        if self._learning_rate is not NOT_GIVEN:
+            changes = {"learning_rate": self._learning_rate, **changes}
+        try:
+            opt = make(**changes)
+        except TypeError as error:
+            raise TypeError(
+                f"{self.name}: {make!r} does not take {changes!r} for {which!r}: {error} Give a "
+                "factory its own arguments by name, such as functools.partial(gs.AdamWOptimizer, "
+                "learning_rate=0.001)."
+            ) from error
+        return _Group(which, self._checked(opt), clip_norm, told)
+
+    def _made(self, opt: Any) -> Any:
+        """Returns an optimizer that a user gave, made if it is a class or factory."""
+        if not isinstance(opt, type) and hasattr(opt, "apply_grads"):
+            return self._checked(opt)
+        if self._learning_rate is NOT_GIVEN and callable(opt) and not isinstance(opt, type):
+            return self._checked(opt())
+        return self._checked(given_optimizer(opt, self._learning_rate, self.name))
+
+    def _checked(self, opt: Any) -> Any:
+        if isinstance(opt, Wrapper):
+            raise TypeError(
+                f"{self.name} updates by Mesh-TensorFlow optimizers, got the wrapper {opt.name}: "
+                f"put the wrapper around {self.name}."
+            )
+        if is_v1(opt):
+            raise TypeError(
+                f"{self.name} updates by Mesh-TensorFlow optimizers, got the TensorFlow optimizer "
+                f"{opt!r}: use gs.MeshOptimizer(optimizer)."
+            )
+        return given_optimizer(opt, NOT_GIVEN, self.name)
+
+    def _tell_of_empty_groups(self, variables: Sequence[mtf.Variable]) -> None:
+        """Warns once of each group that has none of the graph's variables."""
+        known = {v.name: v for v in (*variables[0].graph.trainable_variables, *variables)}
+        for group in self._groups:
+            if not any(group.has(v) for v in known.values()):
+                warn_once(
+                    f"empty group {self.name} {group.name}",
+                    "%s: no variable is in the group %r%s",
+                    self.name,
+                    group.name,
+                    did_you_mean(group.name, known),
+                )
+
+
+def _name_of(which: Callable[..., Any]) -> str:
+    return getattr(which, "__name__", None) or repr(which)
+
+
+def _check_which(name: str, which: Any) -> None:
+    if isinstance(which, str):
+        try:
+            re.compile(which)
+        except re.error as error:
+            raise ValueError(f"{name}: {which!r} is no regular expression: {error}.") from error
+    elif not callable(which):
+        raise TypeError(
+            f"{name}: a group's variables are given by a regular expression or a function of the "
+            f"variable, got {which!r}."
+        )

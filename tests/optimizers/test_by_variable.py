@@ -1,0 +1,223 @@
+"""ByVariable against numpy in float64, where each group has an optimizer of its own."""
+
+import functools
+
+import gin
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models, reference, wrappers
+from tests.reference import AdamW, Sgd
+
+SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
+AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
+ADAMW = functools.partial(gs.AdamWOptimizer, learning_rate=0.01, epsilon=1e-3)
+
+
+class Groups:
+    """The reference: each variable is updated by the optimizer of the first pattern in its name."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __call__(self, values, grads):
+        made = dict(values)
+        for names, update in self.of.items():
+            some = {k: v for k, v in values.items() if k in names}
+            made.update(update(some, {k: grads[k] for k in some}) if update else {})
+        return made
+
+
+def grouped():
+    """The matrix decays, its bias does not, and the scalar is trained by another optimizer."""
+    return gs.ByVariable(
+        ADAMW,
+        [
+            ("b1", {"weight_decay_rate": 0.0}),
+            (lambda variable: not variable.shape.dims, mtf.optimize.SgdOptimizer(0.1)),
+        ],
+    )
+
+
+def expected_groups():
+    return Groups(
+        {
+            ("b1",): AdamW(0.01, 0.0, epsilon=1e-3),
+            ("scale",): Sgd(0.1),
+            ("w1",): AdamW(0.01, 0.01, epsilon=1e-3),
+        }
+    )
+
+
+WRAPPERS = {
+    "cross_shard": (gs.CrossShardOptimizer, 1),
+    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1e3), 1),
+    "loss_scale": (gs.LossScaleOptimizer, 1),
+    "average": (lambda opt: gs.AverageOptimizer(gs.CrossShardOptimizer(opt), 0.5), 1),
+    "sharded": (lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=2, **AXES), 1),
+    "replicas": (lambda opt: gs.SyncReplicasOptimizer(opt, 2, **AXES), 1),
+    "local(sharded)": (
+        lambda opt: gs.GradientAccumulationOptimizer(
+            gs.ShardedUpdateOptimizer(opt, min_size=2, **AXES), 2, True, **AXES
+        ),
+        2,
+    ),
+    "synced": (lambda opt: gs.GradientAccumulationOptimizer(opt, 2, True, accumulate="synced"), 2),
+    "one island": (lambda opt: gs.OuterOptimizer(opt, 1, 1.0, 0.0, outer_dims=()), 1),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.mostly_slow(every=4)
+def test_in_every_wrapper(mesh_kind, wrapper):
+    wrap, passes = WRAPPERS[wrapper]
+    feeds = models.mlp_batches(2 * passes)
+    build = models.train(lambda: wrap(grouped()))
+    values = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables
+    expected = reference.train(
+        reference.Accumulation(expected_groups(), passes, average=True), feeds
+    )
+    for name, value in expected.items():
+        # A gradient's error of some 1e-7 moves an update by less than 0.01 / 1e-3 times as much.
+        np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)
+        slots = {key for key in values if key.startswith(f"{name}/adam_m")}
+        assert len(slots) == (name != "scale")
+
+
+def test_every_wrapper_is_tried():
+    tried = {type(wrap(mtf.optimize.SgdOptimizer(0.1))).__name__ for wrap, _ in WRAPPERS.values()}
+    assert tried == set(wrappers.REGISTRY)
+
+
+@pytest.mark.parametrize("wrapper", ["cross_shard", "sharded", "local(sharded)", "one island"])
+@pytest.mark.mostly_slow(every=4)
+def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(mesh_kind, wrapper):
+    wrap, passes = WRAPPERS[wrapper]
+    feeds = models.mlp_batches(2 * passes)
+
+    def made(groups):
+        build = models.train(lambda: wrap(gs.ByVariable(ADAMW, groups)))
+        return harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
+
+    frozen = made([("^b1$", None)])
+    values = frozen.run(feeds).variables
+    np.testing.assert_array_equal(values["b1"], models.mlp_values()["b1"])
+    assert [name for name in values if name.startswith("b1/")] == []
+    update = Groups({("b1",): None, ("w1", "scale"): AdamW(0.01, 0.01, epsilon=1e-3)})
+    expected = reference.train(reference.Accumulation(update, passes, average=True), feeds)
+    for name, value in expected.items():
+        np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)
+    if mesh_kind == "simd":
+        sent, all_sent = (
+            sum(
+                row.bytes_per_core
+                for row in simd.list_collectives(b.program, lowering=b.lowering).rows
+            )
+            for b in (frozen, made([]))
+        )
+        assert sent < all_sent
+
+
+def test_a_group_is_clipped_by_its_own_norm(mesh_kind):
+    def make():
+        groups = [("1$", {"clip_norm": 0.01})]
+        sgd = functools.partial(mtf.optimize.SgdOptimizer, 0.1)
+        return gs.CrossShardOptimizer(gs.ByVariable(sgd, groups))
+
+    feeds = models.mlp_batches(2)
+    values = harness.run(mesh_kind, SHAPE, LAYOUT, models.train(make), feeds).variables
+
+    def clipped(values, grads):
+        norm = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
+        assert norm > 0.01  # so that it is clipped
+        return {k: v - 0.1 * grads[k] * 0.01 / norm for k, v in values.items()}
+
+    expected = reference.train(Groups({("w1", "b1"): clipped, ("scale",): Sgd(0.1)}), feeds)
+    for name, value in expected.items():
+        np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_the_first_group_that_has_a_variable_has_it():
+    opt = gs.ByVariable(ADAMW, [("w1", {"weight_decay_rate": 0.5}), ("w", None)])
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    w1, w2, b = (mtf.get_variable(mesh, n, mtf.Shape([])).operation for n in ("w1", "w2", "b"))
+    assert opt.optimizer_of(w1).weight_decay_rate == 0.5
+    assert opt.optimizer_of(w2) is None
+    assert opt.optimizer_of(b).weight_decay_rate == 0.01
+
+
+def test_a_checkpoint_of_one_optimizer_goes_on_in_groups():
+    feeds = models.mlp_batches(1)
+
+    def names(make):
+        values = harness.run("placement", SHAPE, LAYOUT, models.train(make), feeds).variables
+        return {name: value.shape for name, value in values.items()}
+
+    one = names(lambda: gs.CrossShardOptimizer(ADAMW()))
+    groups = [("b", {"weight_decay_rate": 0.0})]
+    assert names(lambda: gs.CrossShardOptimizer(gs.ByVariable(ADAMW, groups))) == one
+
+
+def test_a_group_without_a_variable_is_told(caplog):
+    build = models.train(
+        lambda: gs.CrossShardOptimizer(gs.ByVariable(ADAMW, [("layernorm_of_nothing", None)]))
+    )
+    harness.built("simd", SHAPE, LAYOUT, build, models.mlp_batches(1)[0])
+    assert "no variable is in the group 'layernorm_of_nothing'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("opt", "groups", "error", "says"),
+    [
+        (ADAMW, ["bias"], TypeError, "a group is a pair"),
+        (ADAMW, [("(", None)], ValueError, "no regular expression"),
+        (ADAMW, [(3, None)], TypeError, "a regular expression or a function"),
+        (ADAMW, [("b", {"decay": 1})], TypeError, "decay"),
+        (
+            functools.partial(gs.AdamWOptimizer, 0.1),
+            [("b", {"learning_rate": 1})],
+            TypeError,
+            "by name",
+        ),
+        (ADAMW, [("b", {"clip_norm": -1.0})], ValueError, "clip_norm"),
+        (lambda: ADAMW(), [("b", gs.CrossShardOptimizer(ADAMW()))], TypeError, "around"),
+        (ADAMW, [("b", tf.train.AdamOptimizer(0.1))], TypeError, "gs.MeshOptimizer"),
+        (tf.train.AdamOptimizer(0.1), [], TypeError, "gs.MeshOptimizer"),
+        (ADAMW(), [("b", {"weight_decay_rate": 0.0})], TypeError, "functools.partial"),
+        (gs.AdamWOptimizer, [], ValueError, "learning_rate"),
+    ],
+)
+def test_what_it_does_not_take(opt, groups, error, says):
+    with pytest.raises(error, match=says):
+        gs.ByVariable(opt, groups)
+
+
+def test_gin_gives_groups_and_a_wrapper_the_rate():
+    gin.parse_config("""
+        CrossShardOptimizer.opt = @ByVariable
+        ByVariable.opt = @AdamWOptimizer
+        ByVariable.groups = [("bias", {"weight_decay_rate": 0.0}), ("embedding", None)]
+    """)
+    try:
+        opt = gs.CrossShardOptimizer(learning_rate=0.25).opt
+    finally:
+        gin.clear_config()
+    assert type(opt) is gs.ByVariable
+    assert [g.opt and (g.opt.learning_rate, g.opt.weight_decay_rate) for g in opt._all] == [
+        (0.25, 0.0), None, (0.25, 0.01)
+    ]  # fmt: skip
+
+
+def test_describe_has_a_line_for_each_group():
+    groups = [("bias|norm", {"weight_decay_rate": 0.0}), ("embedding", None)]
+    opt = gs.CrossShardOptimizer(gs.ByVariable(ADAMW, groups))
+    assert str(gs.describe(opt)).splitlines() == [
+        "every step  reduce over the replica axes: fused                (CrossShardOptimizer)",
+        "            update by AdamW, weight_decay_rate 0.0: bias|norm",
+        "            leave variables as they are: embedding",
+        "            update by AdamW: the others",
+    ]
