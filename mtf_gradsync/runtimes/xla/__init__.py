@@ -5,14 +5,10 @@ See ``docs/xla.md`` and ``docs/tpu.md``.
 
 from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
 from mtf_gradsync.runtimes.xla.collectives import HloCollective, find_hlo_collectives
-from mtf_gradsync.runtimes.xla.devices import (
-    XlaMissingError,
-    devices_for,
-    why_no_tpu_compiler,
-    why_no_xla,
-)
+from mtf_gradsync.runtimes.xla.devices import devices_for
 from mtf_gradsync.runtimes.xla.executable import default_cache_dir
 from mtf_gradsync.runtimes.xla.export import export, to_checkpoint
+from mtf_gradsync.runtimes.xla.installed import XlaMissingError, why_no_tpu_compiler, why_no_xla
 from mtf_gradsync.runtimes.xla.processes import Processes, start_processes
 from mtf_gradsync.runtimes.xla.runner.devices import DevicesError, StepError
 from mtf_gradsync.runtimes.xla.session import Dispatched, XlaSession, session

@@ -1,4 +1,4 @@
-"""Lowers a core's program to StableHLO, and compiles it for devices; or takes it from the cache."""
+"""Compiles a core's program for each set of fetches, or takes it from the cache."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ import hashlib
 import json
 import os
 import platform
-import re
 import stat
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
-import numpy as np
-
-from mtf_gradsync.extension import tf, warn_once
-from mtf_gradsync.runtimes._private.jax import hlo_to_module, writes_over_arguments_well
+from mtf_gradsync.extension import mtf, tf, warn_once
+from mtf_gradsync.runtimes._private.jax import compiled_hlo, writes_over_arguments_well
+from mtf_gradsync.runtimes.processes.watchdog import beats_go_on
 from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
-from mtf_gradsync.runtimes.xla.bridge import COLLECTIVE_TARGETS, Hlo, to_hlo
-from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
-from mtf_gradsync.runtimes.xla.runner.combiner import (
-    TOGETHER,
-    combined_for_cpus,
-    create,
-    fill_with_sum,
-    nested_operations,
-    text_of,
-)
+from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.xla.bridge import to_hlo
+from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
+from mtf_gradsync.runtimes.xla.gathering import Cores
+from mtf_gradsync.runtimes.xla.host_graph import split_program
+from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, ReplicaProgram, replica_program
+from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
 from mtf_gradsync.runtimes.xla.runner.program import (
     LoadedProgram,
     RefusedError,
@@ -35,172 +30,7 @@ from mtf_gradsync.runtimes.xla.runner.program import (
     loaded_executable,
     serialized_executable,
 )
-
-
-def share_constants(operation: Any) -> None:
-    """Keeps the first of equal arrays in each block, as XLA does when it reads a module.
-
-    TensorFlow makes one for each layer: of relative positions, say, a megabyte each, and more than
-    twice that as text.
-    """
-    from jaxlib.mlir import ir
-
-    for region in operation.regions:
-        for block in region:
-            first: dict[Any, Any] = {}
-            for inner in list(block):
-                op = inner.operation
-                share_constants(op)
-                if op.name != "stablehlo.constant":
-                    continue
-                value = op.attributes["value"]
-                if ir.DenseElementsAttr(value).is_splat:
-                    continue
-                kept = first.setdefault(value, op)
-                if kept is not op:
-                    op.results[0].replace_all_uses_with(kept.results[0])
-                    op.erase()
-
-
-#: The attribute of a loop that says how often it turns.
-TURNS = "mtf_gradsync.turns"
-_STABLEHLO = {
-    "AllGather": "stablehlo.all_gather",
-    "AllToAll": "stablehlo.all_to_all",
-    "CollectivePermute": "stablehlo.collective_permute",
-    "CrossReplicaSum": "stablehlo.all_reduce",
-    "XlaReduceScatter": "stablehlo.reduce_scatter",
-}
-
-
-def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
-    """Turns a core's program into the text of an MLIR module of StableHLO.
-
-    New values of variables are marked as written over the old ones. `with_names` gives each
-    operation the name of its operation in the graph; profiles of the compiled program show these
-    names. Without names, each loop has the attribute `TURNS`, where the graph says how often it
-    turns.
-    """
-    from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-
-    with mlir.make_ir_context(), ir.Location.unknown():
-        module = hlo_to_module(hlo.proto)
-        for op in list(nested_operations(module.operation)):
-            if op.name == "mhlo.copy":
-                # HLO's copy of results, which StableHLO lacks and nothing needs.
-                op.results[0].replace_all_uses_with(op.operands[0])
-                op.operation.erase()
-            elif op.name == "stablehlo.custom_call":
-                _put_collective(op)
-            elif op.name == "stablehlo.while" and not with_names:
-                turns = hlo.turns.get(str(op.location)[len('loc("') : -len('")')])
-                if turns is not None:
-                    op.attributes[TURNS] = ir.IntegerAttr.get(
-                        ir.IntegerType.get_signless(64), turns
-                    )
-        main = next(op for op in module.body.operations if _name(op) == "main")
-        _return_separately(main)
-        _mark_updates(main, hlo)
-        share_constants(module.operation)
-        # The rest of HLO's header needs a dialect that other versions do not have.
-        for name in [getattr(a, "name", a) for a in module.operation.attributes]:
-            if name.startswith("mhlo."):
-                del module.operation.attributes[name]
-        # TensorFlow's name has a count of all functions that the process has made.
-        text = text_of(module, with_names)
-        return re.sub(r"^module @\S+", "module @step", text, count=1, flags=re.MULTILINE)
-
-
-def without_overwriting(module: str) -> str:
-    """Returns a module of `to_stablehlo` that writes no results over parameters."""
-    return re.sub(r" \{tf\.aliasing_output = \d+ : i32\}", "", module)
-
-
-def _put_collective(op: Any) -> None:
-    """Replaces a custom call by XLA's own collective."""
-    from jaxlib.mlir import ir
-
-    target = ir.StringAttr(op.attributes["call_target_name"]).value
-    if target not in COLLECTIVE_TARGETS:
-        return
-    settings = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
-    collective = COLLECTIVE_TARGETS[target]
-    name = _STABLEHLO[collective]
-    who = "source_target_pairs" if collective == "CollectivePermute" else "replica_groups"
-    attributes: dict[str, Any] = {who: _matrix(settings.pop("groups"))}
-    group = settings.pop("together", None)
-    if group is not None:
-        attributes[TOGETHER] = ir.StringAttr.get(group)
-    int64 = ir.IntegerType.get_signless(64)
-    attributes.update((key, ir.IntegerAttr.get(int64, n)) for key, n in settings.items())
-    regions = 1 if collective in ("CrossReplicaSum", "XlaReduceScatter") else 0
-    with ir.InsertionPoint(op), op.location:
-        made = create(name, op.results[0].type, [op.operands[0]], attributes, regions)
-    if regions:
-        fill_with_sum(made.owner.regions[0], op.operands[0])
-    op.results[0].replace_all_uses_with(made)
-    op.erase()
-
-
-def _matrix(groups: list[list[int]]) -> Any:
-    """Returns groups of cores as an attribute; shorter groups are filled up with -1."""
-    from jaxlib.mlir import ir
-
-    longest = max((len(g) for g in groups), default=0)
-    rows = [[*g, *[-1] * (longest - len(g))] for g in groups]
-    return ir.DenseIntElementsAttr.get(np.array(rows, np.int64).reshape(len(rows), longest))
-
-
-def _name(function: Any) -> str:
-    from jaxlib.mlir import ir
-
-    return ir.StringAttr(function.attributes["sym_name"]).value
-
-
-def _type_of(function: Any) -> Any:
-    from jaxlib.mlir import ir
-
-    return ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
-
-
-def _return_separately(main: Any) -> None:
-    """Makes a function return its results one by one if it returns one tuple of them."""
-    from jaxlib.mlir import ir
-
-    last = main.regions[0].blocks[0].operations[len(main.regions[0].blocks[0].operations) - 1]
-    if len(last.operands) == 1 and _is_tuple(last.operands[0].type):
-        packed = last.operands[0].owner
-        with ir.InsertionPoint(last):
-            ir.Operation.create("func.return", operands=list(packed.operands))
-        types = [x.type for x in packed.operands]
-        last.operation.erase()
-        packed.erase()
-        new = ir.FunctionType.get(list(_type_of(main).inputs), types)
-        main.attributes["function_type"] = ir.TypeAttr.get(new)
-        if "res_attrs" in main.attributes:
-            del main.attributes["res_attrs"]
-
-
-def _is_tuple(kind: Any) -> bool:
-    from jaxlib.mlir import ir
-
-    if hasattr(ir.TupleType, "isinstance"):  # jaxlib 0.4
-        return ir.TupleType.isinstance(kind)
-    return isinstance(kind, ir.TupleType)
-
-
-def _mark_updates(main: Any, hlo: Hlo) -> None:
-    """Marks new values of variables as results that may be written over the old values."""
-    from jaxlib.mlir import ir
-
-    attributes = [ir.DictAttr.get({}) for _ in _type_of(main).inputs]
-    int32 = ir.IntegerType.get_signless(32)
-    for output, parameter in enumerate(hlo.updated, start=hlo.num_fetches):
-        alias = ir.IntegerAttr.get(int32, output)
-        attributes[parameter] = ir.DictAttr.get({"tf.aliasing_output": alias})
-    main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
-
+from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo, without_overwriting
 
 # Beyond this size the least recently used entries are deleted; reading an entry uses it.
 _MOST_BYTES = 2 << 30
@@ -397,3 +227,63 @@ def _machine(devices: Sequence[Any]) -> str:
             cpu,
         )
     )
+
+
+class CompiledCore(NamedTuple):
+    """A core's program for one set of fetches, ready to run."""
+
+    replica: ReplicaProgram
+    lowered: CoreModule
+    program: LoadedProgram
+    inputs: tuple[ReplicaInput, ...]  # the replica's inputs that are tensors
+    variables: tuple[ReplicaInput, ...]  # the replica's inputs that are variables
+
+
+class PreparedProgram:
+    """A program for devices, compiled for each set of fetches.
+
+    `version` is that of its graph, when the graph was split into `parts`.
+    """
+
+    def __init__(
+        self, program: Program, lowerings: Sequence[mtf.Lowering], cores: Cores, cache: Cache
+    ):
+        self.parts = split_program(program, lowerings)
+        self.version = program.graph.version
+        self._program = program
+        self._cores = cores
+        self._cache = cache
+        self._compiled: dict[tuple[str, ...], CompiledCore] = {}
+
+    @property
+    def all_compiled(self) -> tuple[CompiledCore, ...]:
+        """What was compiled so far."""
+        return tuple(self._compiled.values())
+
+    def compiled(self, inside: tuple[str, ...]) -> CompiledCore:
+        """Returns the program that fetches some tensors; compiles it at the first call.
+
+        Raises a ProcessesError when another process has another program.
+        """
+        if inside not in self._compiled:
+            replica = replica_program(self._program, inside)
+            with beats_go_on():  # TensorFlow's bridge keeps Python's lock
+                module = lowered(replica, self._cache)
+            self._cores.check_same("the programs", module.module.encode())
+            program = loaded(module, self._cores.devices, self._cache)
+            if not self._cores.is_alone:
+                self._cores.check_same("the orders of collectives", _order(program))
+            self._compiled[inside] = CompiledCore(
+                replica,
+                module,
+                program,
+                tuple(i for i in replica.inputs if not i.is_variable),
+                tuple(i for i in replica.inputs if i.is_variable),
+            )
+        return self._compiled[inside]
+
+
+def _order(program: LoadedProgram) -> bytes:
+    """Returns the collectives of a compiled program, in the order in which they begin."""
+    found = find_hlo_collectives(compiled_hlo(program.executable))
+    return repr([(c.operation, c.bytes_per_core, c.groups, c.inside) for c in found]).encode()

@@ -17,10 +17,9 @@ from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.runtimes.xla import manifest as entries
 from mtf_gradsync.runtimes.xla.bridge import initial_state
-from mtf_gradsync.runtimes.xla.devices import check_installed
 from mtf_gradsync.runtimes.xla.executable import Cache, default_cache_dir, lowered
-from mtf_gradsync.runtimes.xla.manifest import to_artifact
-from mtf_gradsync.runtimes.xla.prepared import split_program
+from mtf_gradsync.runtimes.xla.host_graph import split_program
+from mtf_gradsync.runtimes.xla.installed import check_installed
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, replica_program
 from mtf_gradsync.runtimes.xla.runner.files import (
     FORMAT,
@@ -36,6 +35,7 @@ from mtf_gradsync.runtimes.xla.runner.files import (
     write_folder,
 )
 from mtf_gradsync.runtimes.xla.session import XlaSession, host_config
+from mtf_gradsync.runtimes.xla.stablehlo import to_artifact
 
 
 class HostGraph:

@@ -11,7 +11,6 @@ import numpy as np
 
 from mtf_gradsync.runtimes.processes.members import ProcessesError
 from mtf_gradsync.runtimes.xla.devices import check_keeps_order
-from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, keeping_64_bits
 from mtf_gradsync.runtimes.xla.runner.program import wait_for_turn
 
 
@@ -182,68 +181,6 @@ def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray
         found.append(part.view(value.dtype).reshape(len(packed), *value.shape))
         begin += value.nbytes
     return found
-
-
-def checksums_on(devices: Sequence[Any], values: Sequence[DeviceValues]) -> list[np.ndarray]:
-    """Computes a checksum of the bits of each value on each device, where it lies.
-
-    Returns for each device of this process the checksums of all values. One number that changes
-    always changes the checksum.
-    """
-    if devices[0].platform == "cpu":
-        # Nothing to compile, and faster than XLA's sums on CPUs; numpy reads the devices' memory.
-        of_values = [[_checksum(np.asarray(array)) for array in v.arrays] for v in values]
-        return [np.stack(of_device) for of_device in zip(*of_values)]
-    sharding, program = _checksum_program(tuple(devices))
-    with keeping_64_bits():
-        found = program([value.joined(sharding) for value in values])
-    shards = sorted(found.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return [np.asarray(shard.data)[0] for shard in shards]
-
-
-# Odd numbers, so that no change of one word is lost.
-_WEIGHTS = np.random.RandomState(0).randint(0, 2**63, 4096, np.uint64) | np.uint64(1)
-
-
-def _checksum(array: np.ndarray) -> np.uint64:
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    rest = data.size % _WEIGHTS.nbytes
-    last = np.zeros_like(_WEIGHTS)
-    last.view(np.uint8)[:rest] = data[data.size - rest :]
-    rows = data[: data.size - rest].view(np.uint64).reshape(-1, _WEIGHTS.size)
-    sums = np.append(np.einsum("ij,j->i", rows, _WEIGHTS), np.sum(last * _WEIGHTS))
-    return np.sum(sums * np.arange(1, 2 * sums.size, 2, np.uint64))
-
-
-@functools.lru_cache(maxsize=None)
-def _checksum_program(devices: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns how values are joined over devices, and what computes checksums of a list of them."""
-    import jax
-    import jax.numpy as jnp
-
-    if hasattr(jax, "shard_map"):
-        shard_map: Any = jax.shard_map
-    else:  # before jax 0.6
-        from jax.experimental import shard_map as earlier
-
-        shard_map = earlier.shard_map
-
-    def checksum(value: Any) -> Any:
-        if value.dtype == jnp.bool_:
-            value = value.astype(jnp.uint8)
-        word = jnp.dtype(f"uint{8 * min(value.dtype.itemsize, 4)}")
-        bits = jax.lax.bitcast_convert_type(value, word).reshape(-1).astype(jnp.uint32)
-        numbers = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B1)
-        weights = (numbers ^ (numbers >> 15)) | jnp.uint32(1)
-        return jnp.sum(bits * weights, dtype=jnp.uint32)
-
-    def of_core(values: Any) -> Any:
-        return jnp.stack([checksum(value) for value in values])[jnp.newaxis]
-
-    mesh = jax.sharding.Mesh(np.array(devices), ("core",))
-    everywhere, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("core")
-    program = shard_map(of_core, mesh=mesh, in_specs=everywhere, out_specs=apart)
-    return jax.sharding.NamedSharding(mesh, everywhere), jax.jit(program)
 
 
 class Cores:

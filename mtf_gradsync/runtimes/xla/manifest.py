@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, Sequence
 
 from mtf_gradsync.extension import HeldSlices, mtf, tf
 from mtf_gradsync.runtimes.xla.bridge import STATE_WORDS
 from mtf_gradsync.runtimes.xla.executable import CoreModule
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, ReplicaProgram
-from mtf_gradsync.runtimes.xla.runner.combiner import group_names
 
 RANDOM_STATE = "random_state"
 
@@ -171,33 +170,3 @@ def describe_results(
         new = {"updates": updated["name"], "dtype": updated["dtype"], "shape": updated["shape"]}
         results.append({**nothing, **new})
     return results
-
-
-class Artifact(NamedTuple):
-    """StableHLO as a portable artifact."""
-
-    content: bytes
-    version: str  # the oldest that reads it; "text" for text
-    # Each collective's group, in order. The oldest versions have no room for such attributes.
-    groups: list[str | None]
-
-
-def to_artifact(module: str) -> Artifact:
-    """Returns StableHLO as a portable artifact for the oldest version that reads it.
-
-    A program with operations that artifacts lack is returned as text.
-    """
-    from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
-    with mlir.make_ir_context():
-        parsed = ir.Module.parse(module)
-        groups = group_names(parsed)
-        for version in (stablehlo.get_minimum_version(), stablehlo.get_current_version()):
-            try:
-                content = stablehlo.serialize_portable_artifact(parsed, version)
-                return Artifact(content, version, groups)
-            except ValueError:
-                continue
-    return Artifact(module.encode(), "text", groups)

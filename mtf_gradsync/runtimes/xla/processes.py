@@ -24,11 +24,11 @@ from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.runtimes.xla import gathering
 from mtf_gradsync.runtimes.xla.devices import (
     ask_for_cpu_devices,
-    check_installed,
     check_keeps_order,
     leave_absent_tpus_alone,
 )
 from mtf_gradsync.runtimes.xla.gathering import may_be_from_another_process
+from mtf_gradsync.runtimes.xla.installed import check_installed
 from mtf_gradsync.runtimes.xla.runner.devices import exchange_at
 
 _FRAMES = 5

@@ -17,17 +17,16 @@ from mtf_gradsync.runtimes.simd.facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import ReplicaSession, copied, lowerings_in
 from mtf_gradsync.runtimes.xla.bridge import initial_state
+from mtf_gradsync.runtimes.xla.device_values import DeviceInputs, DeviceVariables
 from mtf_gradsync.runtimes.xla.devices import devices_for
-from mtf_gradsync.runtimes.xla.executable import Cache, default_cache_dir
-from mtf_gradsync.runtimes.xla.gathering import Cores
-from mtf_gradsync.runtimes.xla.outside import (
-    BOUNDARY,
-    DeviceInputs,
-    FetchSource,
-    OutsideStep,
-    source_of,
+from mtf_gradsync.runtimes.xla.executable import (
+    Cache,
+    CompiledCore,
+    PreparedProgram,
+    default_cache_dir,
 )
-from mtf_gradsync.runtimes.xla.prepared import CompiledCore, DeviceVariables, PreparedProgram
+from mtf_gradsync.runtimes.xla.gathering import Cores
+from mtf_gradsync.runtimes.xla.host_graph import BOUNDARY, FetchSource, OutsideStep, source_of
 from mtf_gradsync.runtimes.xla.runner.devices import DevicesError, DeviceValues, devices_errors, put
 from mtf_gradsync.runtimes.xla.topology.chips import peak_flops_of
 

@@ -5,7 +5,7 @@ import pytest
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.simd.program import compiled_only
-from mtf_gradsync.runtimes.xla.devices import why_no_xla
+from mtf_gradsync.runtimes.xla.installed import why_no_xla
 from tests.tools.planning.machines import LAYOUT, build
 
 SHAPE = "batch:2;model:2"

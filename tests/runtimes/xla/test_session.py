@@ -13,7 +13,7 @@ from mtf_gradsync import simd, xla
 from mtf_gradsync._common import install_extra
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.xla.runner.devices import devices_errors
-from mtf_gradsync.xla import executable, outside, prepared
+from mtf_gradsync.xla import device_values, executable
 from tests import harness, models, reference
 from tests.runtimes.simd.programs import MESHES, SGD, Regression
 
@@ -99,8 +99,8 @@ def test_constant_inputs_go_to_the_devices_once_but_can_be_fed(monkeypatch):
         y = program.per_replica(constants) + table + x
     with session(program) as devices:
         put = []
-        real = outside.put
-        monkeypatch.setattr(outside, "put", lambda v, d: put.append(v) or real(v, d))
+        real = device_values.put
+        monkeypatch.setattr(device_values, "put", lambda v, d: put.append(v) or real(v, d))
         for _ in range(2):
             put.clear()
             assert devices.run(y, {x: 100.0}, per_replica=True) == [109, 110]
@@ -113,7 +113,7 @@ def test_constant_inputs_go_to_the_devices_once_but_can_be_fed(monkeypatch):
 def test_each_set_of_fetches_compiles_once(monkeypatch):
     compiled = []
     load = executable.loaded
-    monkeypatch.setattr(prepared, "loaded", lambda *a: compiled.append(a) or load(*a))
+    monkeypatch.setattr(executable, "loaded", lambda *a: compiled.append(a) or load(*a))
     x = tf.placeholder(tf.float32, [])
     with simd.tpu_program("all:2", "") as program:
         a, b = x + 1.0, x + 2.0
@@ -215,9 +215,9 @@ def test_a_step_without_memory_says_what_to_do(text):
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch):
-    from mtf_gradsync.xla import devices
+    from mtf_gradsync.xla import installed
 
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
     with simd.tpu_program("all:2", "") as program:
         tf.ones([])
     with pytest.raises(xla.XlaMissingError, match=re.escape(install_extra("xla"))):
@@ -237,20 +237,20 @@ def as_if_jax_were_new(monkeypatch):
     """Fakes a version that no test has seen; a small program tells whether it can be used."""
     from importlib import metadata
 
-    from mtf_gradsync.xla import devices
+    from mtf_gradsync.xla import installed
 
     monkeypatch.setattr(metadata, "version", lambda name: "7.1.0rc2")
-    devices._why_unfit.cache_clear()
+    installed._why_unfit.cache_clear()
     yield monkeypatch
-    devices._why_unfit.cache_clear()
+    installed._why_unfit.cache_clear()
 
 
 @pytest.mark.slow
 def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_new):
-    from mtf_gradsync.xla import devices
+    from mtf_gradsync.xla import installed
 
     assert xla.why_no_xla() == ""
-    as_if_jax_were_new.setattr(devices.subprocess, "run", None)
+    as_if_jax_were_new.setattr(installed.subprocess, "run", None)
     assert xla.why_no_xla() == ""  # and remembered
 
 
@@ -258,23 +258,23 @@ def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_ne
 def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
     from mtf_gradsync._common import ConfigError
     from mtf_gradsync.tools.train.runner import choose_runtime
-    from mtf_gradsync.xla import devices
+    from mtf_gradsync.xla import installed
 
     # The trial finds the runner beside itself.
-    trial = shutil.copy(devices._TRIAL, tmp_path)
+    trial = shutil.copy(installed._TRIAL, tmp_path)
     (tmp_path / "runner").mkdir()
     (tmp_path / "runner" / "devices.py").write_text("")
     (tmp_path / "runner" / "program.py").write_text(
         "def compiled(*args):\n    raise TypeError('(): incompatible')"
     )
-    as_if_jax_were_new.setattr(devices, "_TRIAL", trial)
+    as_if_jax_were_new.setattr(installed, "_TRIAL", trial)
     reason = xla.why_no_xla()
     assert reason == (
         "jax 7.1.0rc2 with jaxlib 7.1.0rc2 does not run a small program as it should: TypeError: "
         '(): incompatible. Install a version that is known: pip install "jax<=0.12.0.1".'
     )
     with pytest.raises(xla.XlaMissingError, match="incompatible"):
-        devices.check_installed("jax", "jaxlib")
+        installed.check_installed("jax", "jaxlib")
     config = {"mesh_devices": None, "mesh_impl": None, "hooks": ()}
     chosen = choose_runtime(SimpleNamespace(runtime="fastest", **config))
     assert (chosen.name, reason in str(chosen)) == ("cpu_replicas", True)

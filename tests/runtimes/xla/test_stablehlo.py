@@ -4,7 +4,7 @@ import pytest
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
-from mtf_gradsync.runtimes.xla.executable import share_constants
+from mtf_gradsync.runtimes.xla.stablehlo import share_constants
 
 pytest.importorskip("jaxlib")
 

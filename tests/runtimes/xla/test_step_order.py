@@ -10,7 +10,7 @@ from mtf_gradsync.runtimes._private.jax import compiled_hlo
 from mtf_gradsync.runtimes.xla.collectives import COLLECTIVES, find_hlo_collectives
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues
-from mtf_gradsync.xla import prepared, runner
+from mtf_gradsync.xla import executable, runner
 from tests.runtimes.simd.programs import MESHES, Regression
 from tests.runtimes.xla.programs import Conditional
 
@@ -92,7 +92,7 @@ def test_processes_that_compiled_other_orders_stop(monkeypatch):
     """What each has compiled is compared before it runs."""
     seen = {}
     monkeypatch.setattr(
-        prepared.Cores, "check_same", lambda self, what, content: seen.update({what: content})
+        executable.Cores, "check_same", lambda self, what, content: seen.update({what: content})
     )
     with tf.Graph().as_default():
         program = Conditional().program

@@ -14,9 +14,9 @@ from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.xla.bridge import to_hlo
 from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
-from mtf_gradsync.runtimes.xla.devices import check_installed
-from mtf_gradsync.runtimes.xla.executable import to_stablehlo
+from mtf_gradsync.runtimes.xla.installed import check_installed
 from mtf_gradsync.runtimes.xla.replica_program import replica_program
+from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo
 from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS, slice_of
 from mtf_gradsync.runtimes.xla.topology.compiled import CompiledProgram, CoreMemory
 from mtf_gradsync.runtimes.xla.topology.estimate import (

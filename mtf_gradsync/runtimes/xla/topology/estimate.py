@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import Any, Iterator, Mapping, NamedTuple
 
-from mtf_gradsync.runtimes.xla.executable import TURNS
 from mtf_gradsync.runtimes.xla.hlo import read_module, stored_bytes
 from mtf_gradsync.runtimes.xla.runner.combiner import nested_operations
+from mtf_gradsync.runtimes.xla.stablehlo import TURNS, main_of
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
 from mtf_gradsync.runtimes.xla.topology.roofline import work_of
 
@@ -179,7 +179,7 @@ def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
     found, unknown = [], 0
     with mlir.make_ir_context(), ir.Location.unknown():
         parsed = ir.Module.parse(module)
-        for number, (loop, around) in enumerate(_loops(_main(parsed))):
+        for number, (loop, around) in enumerate(_loops(main_of(parsed))):
             turns = [ir.IntegerAttr(op.attributes[TURNS]).value if TURNS in op.attributes else None
                      for op in (*around, loop)]  # fmt: skip
             known = [n for n in turns if n is not None]
@@ -188,7 +188,7 @@ def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
                 unknown += 1
             elif known[-1] > 1 and outer:  # without any turn the compiler removes it
                 copy = ir.Module.parse(module)
-                _put_a_turn_before(list(_loops(_main(copy)))[number][0])
+                _put_a_turn_before(list(_loops(main_of(copy)))[number][0])
                 found.append(OneTurnMore(str(copy), known[-1] * outer - outer))
     return found, unknown
 
@@ -202,16 +202,6 @@ def _loops(operation: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, 
                 if is_loop:
                     yield inner, around
                 yield from _loops(inner, (*around, inner) if is_loop else around)
-
-
-def _main(module: Any) -> Any:
-    from jaxlib.mlir import ir
-
-    return next(
-        op.operation
-        for op in module.body.operations
-        if ir.StringAttr(op.operation.attributes["sym_name"]).value == "main"
-    )
 
 
 def _put_a_turn_before(loop: Any) -> None:

@@ -24,7 +24,7 @@ import time
 os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="", TF_OVERRIDE_GLOBAL_THREADPOOL="1")
 
 from mtf_gradsync.runtimes.simd.session import lowerings_in
-from mtf_gradsync.xla import prepared
+from mtf_gradsync.xla import executable
 from tests import grappler
 from tests.runtimes.xla.processes import job
 
@@ -32,7 +32,7 @@ from tests.runtimes.xla.processes import job
 @functools.lru_cache(maxsize=None)
 def model_with_parts(islands):
     model = job.Model(islands=islands)
-    parts = prepared.split_program(model.program, lowerings_in(model.lowering))
+    parts = executable.split_program(model.program, lowerings_in(model.lowering))
     return model, parts
 
 
@@ -48,8 +48,8 @@ def run(folder, name, plan):
         runpy.run_path(plan["script"], run_name="__main__")
     else:
         model, parts = model_with_parts(plan.get("odd") == "islands")
-        split = prepared.split_program
-        prepared.split_program = lambda program, lowerings: (
+        split = executable.split_program
+        executable.split_program = lambda program, lowerings: (
             parts if program is model.program else split(program, lowerings)
         )
         job.main(plan, model)

@@ -11,8 +11,9 @@ from typing import Any, Collection, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import tf
+from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._private.tensorflow import with_own_types
+from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated
 from mtf_gradsync.runtimes.simd.facts import (
     CONTROL,
     GraphFacts,
@@ -21,9 +22,9 @@ from mtf_gradsync.runtimes.simd.facts import (
     split_input,
     untie,
 )
+from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.simd.session import MasterOps
 from mtf_gradsync.runtimes.xla.gathering import Cores
-from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput
-from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, put
 
 # Operations through which values enter and leave a program.
 BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")
@@ -216,70 +217,23 @@ class Outside:
         node.attr["shape"].shape.CopyFrom(like.shape.as_proto())
 
 
-class DeviceInputs:
-    """Brings inputs to the devices; inputs that are the same in every step only once."""
+class Parts(NamedTuple):
+    """A user's graph, split into its program and the part outside."""
 
-    def __init__(self, outside: Outside, cores: Cores):
-        self._outside = outside
-        self._cores = cores
-        # For inputs that are made of constants: the operations that they are made of.
-        self._constant: dict[tuple[str, ...], set[str] | None] = {}
-        self._kept: dict[tuple[str, ...], DeviceValues] = {}
+    ops: MasterOps  # on its variables
+    facts: GraphFacts  # of the whole graph
+    outside: Outside
 
-    def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
-        """Returns the names of the tensors to fetch outside before a step that feeds `fed`."""
-        wanted = [i for i in inputs if not self._is_kept(i, fed)]
-        names = {i.sources[c] for i in wanted for c in self._cores.local}
-        for name in sorted(names):
-            if self._outside.is_after(name):
-                raise ValueError(
-                    f"The program's input {name!r} is made from what the program returns. Fetch it "
-                    "in one step and feed it in the next."
-                )
-        return names
 
-    def put(
-        self,
-        inputs: Sequence[ReplicaInput],
-        values: dict[str, Any],
-        fed: Collection[str],
-        shared: Collection[str],
-    ) -> list[DeviceValues]:
-        """Puts a step's inputs on the devices: the values of `sources`, and those that are fed.
+def split_program(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
+    """Splits a program's graph, after adding the operations that its variables need.
 
-        Of those that are fed, and of `shared`, which others have too, the devices get copies.
-        """
-        copies: dict[str, np.ndarray] = {}
-
-        def given(name: str) -> Any:
-            # The caller may write to an array while the step runs, or before the next one.
-            if name not in fed and name not in shared:
-                return values[name]
-            if name not in copies:
-                copies[name] = np.array(values[name])
-            return copies[name]
-
-        found = []
-        for one in inputs:
-            if self._is_kept(one, fed):
-                found.append(self._kept[one.sources])
-                continue
-            per_core = [given(one.sources[c]) for c in self._cores.local]
-            found.append(put(per_core, self._cores.local_devices))
-            if self._is_constant(one, fed):
-                self._kept[one.sources] = found[-1]
-        return found
-
-    def _is_kept(self, one: ReplicaInput, fed: Collection[str]) -> bool:
-        return one.sources in self._kept and self._is_constant(one, fed)
-
-    def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
-        """Returns whether an input has the same value in every step, unless it is fed."""
-        if one.sources not in self._constant:
-            is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
-            self._constant[one.sources] = self._outside.ancestors(one.sources) if is_fixed else None
-        made_of = self._constant[one.sources]
-        return made_of is not None and not any(split_input(name)[0] in made_of for name in fed)
+    A graph that cannot run is unchanged, and raises an UnsupportedProgramError.
+    """
+    check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
+    ops = MasterOps(program.graph, lowerings)
+    facts = GraphFacts(program.graph.as_graph_def())
+    return Parts(ops, facts, Outside(facts, program.graph, program.name))
 
 
 class FetchSource(NamedTuple):

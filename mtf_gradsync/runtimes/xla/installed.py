@@ -1,0 +1,95 @@
+"""Tells whether the installed jax and libtpu can be used, and what to install where they cannot."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from mtf_gradsync.extension import install_extra
+
+_OLDEST_JAX = "0.4.30"
+# The newest version that was tested. A newer one is tried in a process of its own first.
+_NEWEST_KNOWN_JAX = "0.12.0.1"
+_TRIAL = str(Path(__file__).with_name("try_jax.py"))
+_TRIAL_SECONDS = 120
+
+
+class XlaMissingError(ImportError):
+    """jax, or the TPU compiler, is not installed or too old."""
+
+
+def why_no_xla() -> str:
+    """Returns why programs cannot run on XLA devices here, and what would help.
+
+    It is "" where they can.
+    """
+    return _reason("jax", "jaxlib")
+
+
+def why_no_tpu_compiler() -> str:
+    """Returns why programs cannot be compiled for a TPU here, and what would help.
+
+    It is "" where they can.
+    """
+    return _reason("jax", "jaxlib", "libtpu")
+
+
+def check_installed(*modules: str) -> None:
+    """Raises an XlaMissingError that names the modules that are missing or too old."""
+    reason = _reason(*modules)
+    if reason:
+        raise XlaMissingError(reason)
+
+
+def _reason(*modules: str) -> str:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    extra = "tpu" if "libtpu" in modules else "xla"
+    install = f"Install the extra: {install_extra(extra)}."
+    if missing:
+        return f"This needs {', '.join(missing)}, which is not installed. {install}"
+    jax, jaxlib = metadata.version("jax"), metadata.version("jaxlib")
+    if _numbers(jax) < _numbers(_OLDEST_JAX):
+        return f"This needs jax {_OLDEST_JAX} or later; this is {jax}. {install}"
+    if _numbers(jax) <= _numbers(_NEWEST_KNOWN_JAX) and _numbers(jax)[:3] == _numbers(jaxlib)[:3]:
+        return ""
+    return _why_unfit(jax, jaxlib)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"^[\d.]*", version)[0].strip(".").split("."))
+
+
+@functools.lru_cache(maxsize=None)
+def _why_unfit(jax: str, jaxlib: str) -> str:
+    """Returns why a small program fails with untested versions; "" if it does not."""
+    try:
+        done = subprocess.run(
+            [sys.executable, _TRIAL],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=_TRIAL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"no end within {_TRIAL_SECONDS} s"
+    else:
+        if not done.returncode:
+            return ""
+        problem = _error_in(done.stderr) or f"exit code {done.returncode}"
+    return (
+        f"jax {jax} with jaxlib {jaxlib} does not run a small program as it should: {problem}. "
+        f'Install a version that is known: pip install "jax<={_NEWEST_KNOWN_JAX}".'
+    )
+
+
+def _error_in(stderr: str) -> str:
+    """Returns the error that ends a traceback, in one line without its details."""
+    errors = re.findall(r"^[A-Za-z_][\w.]*: .*", stderr, re.MULTILINE)
+    return errors[-1][:200].rstrip(".: ") if errors else ""
