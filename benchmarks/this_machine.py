@@ -25,7 +25,7 @@ from mtf_gradsync.runtimes._private.jax import (
     memory_bytes,
     stablehlo_flops,
 )
-from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
+from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program, tpu_program
 from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.devices import devices_for

@@ -5,7 +5,7 @@ See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` co
 
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
 from mtf_gradsync.runtimes.simd.emulator import EmulatedGraph, emulate
-from mtf_gradsync.runtimes.simd.facts import BranchDivergenceError, UnsupportedProgramError
+from mtf_gradsync.runtimes.simd.graph_facts import BranchDivergenceError, UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import (
     CpuReplicaSession,
     Program,

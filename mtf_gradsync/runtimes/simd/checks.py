@@ -6,19 +6,19 @@ from typing import Iterable, Iterator, NamedTuple
 
 from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes._private.tensorflow import kernel_devices
-from mtf_gradsync.runtimes.simd.effects import (
-    COLLECTIVE_TYPES,
-    CollectiveOperation,
-    Effects,
-    connected,
-    find_collectives,
-)
-from mtf_gradsync.runtimes.simd.facts import (
+from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     Context,
     GraphFacts,
     Loop,
     UnsupportedProgramError,
+)
+from mtf_gradsync.runtimes.simd.side_effects import (
+    COLLECTIVE_TYPES,
+    CollectiveOperation,
+    Effects,
+    connected,
+    find_collectives,
 )
 
 # The emulator rewrites these, so they need no CPU kernel.

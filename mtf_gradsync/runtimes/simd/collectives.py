@@ -8,12 +8,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync.extension import mesh_text, mtf, tf
 from mtf_gradsync.runtimes.simd.checks import check_functions_are_silent
-from mtf_gradsync.runtimes.simd.effects import (
-    CollectiveOperation,
-    find_collectives,
-    written_variables,
-)
-from mtf_gradsync.runtimes.simd.facts import (
+from mtf_gradsync.runtimes.simd.graph_facts import (
     CalledBranch,
     GraphFacts,
     Loop,
@@ -22,6 +17,11 @@ from mtf_gradsync.runtimes.simd.facts import (
 )
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import lowerings_in
+from mtf_gradsync.runtimes.simd.side_effects import (
+    CollectiveOperation,
+    find_collectives,
+    written_variables,
+)
 from mtf_gradsync.runtimes.simd.traffic import CommunicationReport, CommunicationRow
 
 

@@ -23,8 +23,7 @@ from mtf_gradsync.runtimes.simd.checks import (
     frame_leaders,
     values_name,
 )
-from mtf_gradsync.runtimes.simd.effects import CollectiveOperation, find_collectives, find_effects
-from mtf_gradsync.runtimes.simd.facts import (
+from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     GraphFacts,
     check_alive_outside,
@@ -35,6 +34,11 @@ from mtf_gradsync.runtimes.simd.facts import (
     without_pass,
 )
 from mtf_gradsync.runtimes.simd.randomness import STATELESS, RandomSteps, StatelessDraws
+from mtf_gradsync.runtimes.simd.side_effects import (
+    CollectiveOperation,
+    find_collectives,
+    find_effects,
+)
 
 
 def clone_name(prefix: str, name: str, core: int) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, Callable, Hashable, Mapping, MutableMapping, Sequence, Tuple
 
 from mtf_gradsync.extension import tf
-from mtf_gradsync.runtimes.simd.facts import (
+from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     CalledBranch,
     Context,

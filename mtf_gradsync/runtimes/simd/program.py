@@ -20,7 +20,7 @@ from mtf_gradsync.extension import (
 from mtf_gradsync.runtimes._private import tensorflow as private
 from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated, values_name
 from mtf_gradsync.runtimes.simd.emulator import EmulatedGraph, emulate
-from mtf_gradsync.runtimes.simd.facts import (
+from mtf_gradsync.runtimes.simd.graph_facts import (
     BranchDivergenceError,
     GraphFacts,
     UnsupportedProgramError,

@@ -15,7 +15,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from mtf_gradsync.extension import mixed, tf
-from mtf_gradsync.runtimes.simd.facts import GraphFacts, Loop, split_input
+from mtf_gradsync.runtimes.simd.graph_facts import GraphFacts, Loop, split_input
 
 # Random operation -> the stateless one, and how many inputs come before its seed.
 STATELESS = {

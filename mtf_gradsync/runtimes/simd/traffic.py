@@ -11,7 +11,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.extension import mesh_text, mtf, process_of, some_of, tf
 from mtf_gradsync.runtimes._tables import terminal_width, text_table
-from mtf_gradsync.runtimes.simd.facts import CalledBranch, Context, GraphFacts, Loop, turns_in
+from mtf_gradsync.runtimes.simd.graph_facts import CalledBranch, Context, GraphFacts, Loop, turns_in
 
 
 @dataclasses.dataclass(frozen=True)

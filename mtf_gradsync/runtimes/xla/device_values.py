@@ -10,7 +10,7 @@ import numpy as np
 
 from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes._private.tensorflow import with_own_types
-from mtf_gradsync.runtimes.simd.facts import split_input
+from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.session import VariableAccess
 from mtf_gradsync.runtimes.xla.gathering import Cores
 from mtf_gradsync.runtimes.xla.host_graph import Outside

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Sequence
 from mtf_gradsync.extension import mtf, tf, warn_once
 from mtf_gradsync.runtimes._private.jax import compiled_hlo, writes_over_arguments_well
 from mtf_gradsync.runtimes.processes.watchdog import beats_go_on
-from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
+from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.xla.bridge import to_hlo
 from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives

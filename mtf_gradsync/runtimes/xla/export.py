@@ -12,7 +12,7 @@ import numpy as np
 
 from mtf_gradsync.extension import counted, mtf, tf
 from mtf_gradsync.runtimes.processes import meeting, members
-from mtf_gradsync.runtimes.simd.facts import split_input
+from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.runtimes.xla import manifest as entries

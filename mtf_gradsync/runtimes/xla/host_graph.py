@@ -14,7 +14,7 @@ import numpy as np
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._private.tensorflow import with_own_types
 from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated
-from mtf_gradsync.runtimes.simd.facts import (
+from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     GraphFacts,
     check_alive_outside,

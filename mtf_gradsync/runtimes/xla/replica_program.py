@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync.extension import tf
-from mtf_gradsync.runtimes.simd.effects import find_collectives, find_effects
-from mtf_gradsync.runtimes.simd.facts import (
+from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     GraphFacts,
     UnsupportedProgramError,
@@ -16,6 +15,7 @@ from mtf_gradsync.runtimes.simd.facts import (
     untie,
 )
 from mtf_gradsync.runtimes.simd.program import Program
+from mtf_gradsync.runtimes.simd.side_effects import find_collectives, find_effects
 
 
 class ReplicaInput(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from mtf_gradsync.extension import NoUpdateError, mtf, tf
 from mtf_gradsync.runtimes._private.tensorflow import with_own_types
 from mtf_gradsync.runtimes.processes.watchdog import note
-from mtf_gradsync.runtimes.simd.facts import split_input
+from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import ReplicaSession, copied, lowerings_in
 from mtf_gradsync.runtimes.xla.bridge import initial_state

@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._signals import Interruption, signal_of
 from mtf_gradsync.runtimes.simd.collectives import groups_by_axes, list_collectives
-from mtf_gradsync.runtimes.simd.facts import UnsupportedProgramError
+from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
 from mtf_gradsync.runtimes.xla.collectives import HloCollective

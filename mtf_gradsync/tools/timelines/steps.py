@@ -12,7 +12,7 @@ import numpy as np
 from mtf_gradsync.extension import first_line, place_of, tf
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
-from mtf_gradsync.runtimes.simd.facts import CalledBranch, GraphFacts
+from mtf_gradsync.runtimes.simd.graph_facts import CalledBranch, GraphFacts
 from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
 from mtf_gradsync.runtimes.xla.gathering import OtherProcessError
 from mtf_gradsync.runtimes.xla.session import Dispatched, XlaSession

@@ -7,7 +7,7 @@ import re
 from typing import Iterable, NamedTuple, Sequence
 
 from mtf_gradsync.extension import TOGETHER_ATTR
-from mtf_gradsync.runtimes.simd.facts import (
+from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     CalledBranch,
     Context,

@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.simd.facts import CycleError, sorted_by_needs
+from mtf_gradsync.runtimes.simd.graph_facts import CycleError, sorted_by_needs
 
 
 @pytest.fixture
