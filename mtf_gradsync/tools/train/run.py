@@ -19,7 +19,7 @@ from mtf_gradsync.extension import (
     mesh_text,
     tf,
 )
-from mtf_gradsync.runtimes.saving import check_configuration, differences_text, initialize_from
+from mtf_gradsync.runtimes.saving import initialize_from
 from mtf_gradsync.runtimes.starting import (
     Start,
     choose_checkpoint,
@@ -31,7 +31,6 @@ from mtf_gradsync.tools._private.gin import unread
 from mtf_gradsync.tools.islands import ElasticIslands, Folder, IslandError, read_status
 from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.timelines import Timeline
-from mtf_gradsync.tools.train.changed_settings import changed_model, check_data, say_changes
 from mtf_gradsync.tools.train.config import RunConfig, check_schedule
 from mtf_gradsync.tools.train.errors import raised_as, writing_to
 from mtf_gradsync.tools.train.evaluation import Score
@@ -40,6 +39,7 @@ from mtf_gradsync.tools.train.held_out import SPEED, HeldOut, Improvement
 from mtf_gradsync.tools.train.loop import LoopResult, train_loop
 from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress, read_metrics
 from mtf_gradsync.tools.train.page import Ended, check_pages_installed, write_page
+from mtf_gradsync.tools.train.resuming import adapted, check_data, say_changes
 from mtf_gradsync.tools.train.run_files import (
     METRICS_FILE,
     REPORT_FILE,
@@ -125,7 +125,7 @@ def run(
     with _log_lines(say):
         this = _Run(config, model_dir, say, accepted, part)
         with only_run_in(model_dir), this.evaluation, writing_to(this.directory):
-            return this.make()
+            return this.train_and_evaluate()
 
 
 class _Lines(logging.Handler):
@@ -182,15 +182,14 @@ class _Run:
             model = model._replace(mesh=model.mesh.on_one_process())
         self.evaluation = HeldOut(model, config, self.directory, self._session, say)
 
-    def make(self) -> RunResult:
+    def train_and_evaluate(self) -> RunResult:
         """Trains from the newest checkpoint, evaluates, and writes the report."""
-        config, evaluation, say = self._config, self.evaluation, self._say
         remove_leftovers(str(self.directory))
         start = self._part.chosen(
-            lambda: choose_checkpoint(self._checkpoint_dir, self._accepted.damage, say)
+            lambda: choose_checkpoint(self._checkpoint_dir, self._accepted.damage, self._say)
         )
-        if config.eval_dataset_fn is not None:
-            evaluation.prepare()
+        if self._config.eval_dataset_fn is not None:
+            self.evaluation.prepare()
         try:
             result = self._train(start)
         except (TrainingError, OSError) as error:
@@ -199,48 +198,18 @@ class _Run:
                 self._write_report(None, f"ended by an error: {error}")
             raise
         newest = latest_checkpoint(self._checkpoint_dir)
-        if result.stopped_by is not None:
-            self._write_report(result.step, "stopped early")
-            if newest is None:
-                say(
-                    "stopped before the first step, without a checkpoint; the same command begins "
-                    "anew"
-                )
-            else:
-                say(
-                    f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
-                    "the same command goes on from there"
-                )
-            return RunResult(result.step, result.stopped_by, None, None)
-        speed = {}
-        if result.steps_made:
-            rate = result.steps_made * self._job.tokens_per_step / result.seconds
-            speed = dict(zip(SPEED, (round(result.seconds, 1), round(rate, 1))))
-            say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
-        # What a run has found when it made its last step stays: this start may have other settings.
-        is_there = (self.directory / REPORT_FILE).exists() and evaluation.is_complete(result.step)
-        writes = bool(speed) or not is_there
-        try:
-            held_out = evaluation.finish(newest, writes, step=result.step, **speed)
-        except (ConfigError, OSError):
-            raise
-        except Exception as error:
-            what = f"{type(error).__name__}: {first_line(error)}"
-            self._write_report(result.step, f"finished, but not evaluated to the end: {what}")
-            raise TrainingError(
-                f"All {result.step} steps were made and saved; what comes after them failed: "
-                f"{what}. The same command evaluates again."
-            ) from error
-        if writes:
-            is_whole = result.step >= config.train_steps
-            how = "finished" if is_whole else "ended early, by the held-out loss or a hook"
-            self._write_report(result.step, how)
+        if result.stopped_by is None:
+            return self._evaluate(result, newest)
+        self._write_report(result.step, "stopped early")
+        if newest is None:
+            said = "before the first step, without a checkpoint; the same command begins anew"
         else:
-            say(
-                f"nothing was trained, and the results in {self.directory} stay as they are; more "
-                "train.run.train_steps train on, and another --model_dir begins anew"
+            said = (
+                f"after step {result.step} of {self._config.train_steps}, with a checkpoint; the "
+                "same command goes on from there"
             )
-        return RunResult(result.step, None, held_out, evaluation.unigram)
+        self._say(f"stopped {said}")
+        return RunResult(result.step, result.stopped_by, None, None)
 
     def _train(self, start: Start) -> LoopResult:
         """Makes the steps that follow those of a checkpoint, if there is one."""
@@ -366,6 +335,39 @@ class _Run:
             on_timeline,
         )
 
+    def _evaluate(self, result: LoopResult, newest: str | None) -> RunResult:
+        """Evaluates the newest checkpoint, and writes the report."""
+        evaluation, step = self.evaluation, result.step
+        speed = {}
+        if result.steps_made:
+            rate = result.steps_made * self._job.tokens_per_step / result.seconds
+            speed = dict(zip(SPEED, (round(result.seconds, 1), round(rate, 1))))
+            self._say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
+        # What a run has found when it made its last step stays: this start may have other settings.
+        is_there = (self.directory / REPORT_FILE).exists() and evaluation.is_complete(step)
+        writes = bool(speed) or not is_there
+        try:
+            held_out = evaluation.finish(newest, writes, step=step, **speed)
+        except (ConfigError, OSError):
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {first_line(error)}"
+            self._write_report(step, f"finished, but not evaluated to the end: {what}")
+            raise TrainingError(
+                f"All {step} steps were made and saved; what comes after them failed: {what}. The "
+                "same command evaluates again."
+            ) from error
+        if writes:
+            is_whole = step >= self._config.train_steps
+            how = "finished" if is_whole else "ended early, by the held-out loss or a hook"
+            self._write_report(step, how)
+        else:
+            self._say(
+                f"nothing was trained, and the results in {self.directory} stay as they are; more "
+                "train.run.train_steps train on, and another --model_dir begins anew"
+            )
+        return RunResult(step, None, held_out, evaluation.unigram)
+
     def _write_report(self, step: int | None, how: str) -> None:
         """Writes the page; step None takes the newest that was logged."""
         directory, evaluation = self.directory, self.evaluation
@@ -393,21 +395,6 @@ def _read_islands() -> Status | None:
     with contextlib.suppress(ImportError, OSError, ValueError):
         return read_status(Folder(url)) if url else None
     return None
-
-
-def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
-    """Returns a start from a checkpoint whose differences from the default graph are accepted."""
-    assert start.path is not None  # the callers have asked
-    variables, counts = tf.global_variables(), True
-    if not tf.train.load_checkpoint(start.path).has_tensor(EXAMPLES):
-        counts, variables = False, [v for v in variables if v.op.name != EXAMPLES]
-        say(f"{start.path} does not say what its steps were made of: batches of today's size")
-    changed = changed_model(Path(start.path).parent)
-    found = check_configuration(start.path, variables, accept, changed)
-    if any(found):
-        say(f"{words} of another configuration:\n{differences_text(found)}")
-    new = [name for name in found.new if name not in found.adapted]
-    return start._replace(new=tuple(new if counts else [*new, EXAMPLES]))
 
 
 def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> None:

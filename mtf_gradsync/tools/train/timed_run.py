@@ -12,7 +12,8 @@ from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
 from mtf_gradsync.tools.timelines import Timeline, TimelineError
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.errors import raised_as
-from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunPart, adapted
+from mtf_gradsync.tools.train.resuming import adapted
+from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunPart
 from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
 
 # It moves files of the run, which a timeline may not.

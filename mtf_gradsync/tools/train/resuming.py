@@ -1,56 +1,64 @@
-"""What is different now from the settings and data that a run was made with."""
+"""What differs from the settings, the data and the checkpoint that a run was made with."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Callable, Mapping, NamedTuple, Sequence
+from typing import Callable, Mapping, Sequence
 
 import gin
 
-from mtf_gradsync.extension import ACCEPT_FLAG, CONFIG_FILE, ConfigError, some_lines
+from mtf_gradsync.extension import ACCEPT_FLAG, CONFIG_FILE, ConfigError, some_lines, tf
+from mtf_gradsync.runtimes.saving import check_configuration, differences_text
+from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools._private.gin import bindings_in
+from mtf_gradsync.tools.train.train_graph import EXAMPLES
 
 # More differences than these are counted, not listed.
 _MOST = 12
 
 
-class Changed(NamedTuple):
-    """A binding that a run had with another value."""
-
-    name: str
-    there: str
-    here: str
-
-    def __str__(self) -> str:
-        return f"{self.name} = {self.there} there and {self.here} here"
-
-
-def changed_settings(directory: Path) -> list[Changed]:
+def changed_settings(directory: Path) -> dict[str, str]:
     """Compares gin's configuration with the one that a run has left in its directory.
 
-    Bindings that only one of them has are left out; without that file there is no difference.
+    Returns for the name of each binding that differs what it is there and here. Bindings that only
+    one of them has are left out; without that file there is no difference.
     """
     there, here = _there(directory), _here()
-    return [
-        Changed(name, value, here[name])
-        for name, value in there.items()
-        if name in here and here[name] != value
-    ]
+    return {
+        name: _difference(name, there, here)
+        for name in there
+        if name in here and here[name] != there[name]
+    }
 
 
-def changed_model(directory: Path) -> list[str]:
-    """Returns a line for each of `changed_settings` on a model or an optimizer."""
-    # Others of the run itself do not change what variables there are.
+def _difference(name: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    unbound = "unbound"
+    return f"{name} = {there.get(name, unbound)} there and {here.get(name, unbound)} here"
+
+
+def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
+    """Returns a start from a checkpoint whose differences from the default graph are accepted."""
+    assert start.path is not None  # the callers have asked
+    variables, counts = tf.global_variables(), True
+    if not tf.train.load_checkpoint(start.path).has_tensor(EXAMPLES):
+        counts, variables = False, [v for v in variables if v.op.name != EXAMPLES]
+        say(f"{start.path} does not say what its steps were made of: batches of today's size")
+    # Of a model or an optimizer. Others of the run do not change what variables there are.
     ours = ("run.", "train.run.", "sample.", "train.sample.")
     kept = ("run.optimizer", "train.run.optimizer")
-    changed = changed_settings(directory)
-    return [str(one) for one in changed if one.name in kept or not one.name.startswith(ours)]
+    changed = changed_settings(Path(start.path).parent)
+    lines = [line for name, line in changed.items() if name in kept or not name.startswith(ours)]
+    found = check_configuration(start.path, variables, accept, lines)
+    if any(found):
+        say(f"{words} of another configuration:\n{differences_text(found)}")
+    new = [name for name in found.new if name not in found.adapted]
+    return start._replace(new=tuple(new if counts else [*new, EXAMPLES]))
 
 
 def say_changes(directory: Path, say: Callable[[str], None]) -> None:
     """Says which settings are not those that the run in a directory had before."""
-    lines = [f"\n  {one}" for one in changed_settings(directory)]
+    lines = [f"\n  {line}" for line in changed_settings(directory).values()]
     if lines:
         changed = some_lines(lines, _MOST)
         say(f"these settings are not those that {directory} was made with:{changed}")
@@ -91,10 +99,7 @@ def check_data(
             "content or its settings have changed, or it comes in another order each time"
         )
     elif not accept:
-        lines = "".join(
-            f"\n  {Changed(name, there.get(name, 'unbound'), here.get(name, 'unbound'))}"
-            for name in changed
-        )
+        lines = "".join(f"\n  {_difference(name, there, here)}" for name in changed)
         raise ConfigError(
             f"The run in {directory} was made with other data:{lines}\nNothing was changed. Train "
             f"in another --model_dir, or go on with these data by {ACCEPT_FLAG}."

@@ -8,8 +8,8 @@ import pytest
 from mtf_gradsync._common import CONFIG_FILE, ConfigError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.tools.train import gin_files, run_files
-from mtf_gradsync.tools.train.changed_settings import changed_settings, check_data
 from mtf_gradsync.tools.train.model import resolve_job
+from mtf_gradsync.tools.train.resuming import changed_settings, check_data
 from mtf_gradsync.tools.train.run_files import REPORT_FILE, read_facts
 from tests.tools.train.conftest import NO_EVAL, QUICK, TINY
 
@@ -48,8 +48,10 @@ def test_other_examples_are_refused_where_settings_of_the_data_differ(there, now
     said = []
     with gin.unlock_config():
         gin.parse_config(now)
-    (changed,) = changed_settings(there)
-    assert changed.here in now
+    ((name, line),) = changed_settings(there).items()
+    assert line.endswith(" here")
+    assert line.startswith(f"{name} = ")
+    assert line.split(" there and ")[1][: -len(" here")] in now
     # The same examples under other names, and a run that says nothing of them.
     assert check_data(there, ["a", "b"], ["a"], False, said.append)
     assert check_data(there, [], ["a"], False, said.append)
