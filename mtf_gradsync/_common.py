@@ -7,7 +7,6 @@ import logging
 import math
 import numbers
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Collection, Iterable, Iterator, Sequence, TypeVar
 
 if TYPE_CHECKING:
@@ -201,62 +200,6 @@ def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Itera
             if new not in seen:
                 seen[new] = None
                 todo.append(new)
-
-
-class ConfigError(ValueError):
-    """A setting of a run cannot work; the message names it and what would do.
-
-    The command line prints the message without a traceback and exits with code 2.
-    """
-
-
-class TrainingError(RuntimeError):
-    """A run that was set up correctly cannot go on, for example because its loss is not finite."""
-
-
-def first_line(error: BaseException) -> str:
-    """Returns an error's message in one line; its type where it has none."""
-    # TensorFlow's sessions raise a second error, with many lines on where an operation was made.
-    if type(error.__context__) is type(error):
-        error = error.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-ACCEPT_FLAG = "--accept_checkpoint_differences"
-SKIP_FLAG = "--skip_damaged_checkpoint"
-# The file of all settings that a run leaves in its directory.
-CONFIG_FILE = "operative_config.gin"
-
-
-_PACKAGE_DIR = Path(__file__).resolve().parent
-
-
-def install_extra(extra: str) -> str:
-    """Returns the command that installs an extra of this package, which is on no package index."""
-    clone = _PACKAGE_DIR.parent
-    if (clone / "pyproject.toml").is_file():
-        return f'pip install -e "{clone}[{extra}]"'
-    return f'pip install ".[{extra}]" in a clone of mtf_gradsync'
-
-
-def configs_dir() -> Path:
-    """Returns the folder of the gin files that come with the package.
-
-    An installed package has them in ``mtf_gradsync/configs``; in a checkout, or an editable install
-    of one, they are in ``configs`` beside the package. Put this folder on gin's search path
-    (``gin.add_config_file_search_path(str(configs_dir()))``) to include them by name.
-
-    Raises:
-      FileNotFoundError: the package was installed without its gin files.
-    """
-    candidates = (_PACKAGE_DIR / "configs", _PACKAGE_DIR.parent / "configs")
-    for candidate in candidates:
-        if candidate.is_dir():
-            return candidate
-    raise FileNotFoundError(
-        "The gin files of mtf_gradsync are in none of "
-        f"{', '.join(str(c) for c in candidates)}; reinstall the package with pip."
-    )
 
 
 _64_BITS = (1 << 64) - 1

@@ -11,26 +11,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "ACCEPT_FLAG",
     "ACCUMULATOR",
     "AVERAGE",
-    "CONFIG_FILE",
     "ESTIMATOR_AVAILABLE",
     "GATHERS",
     "ISLAND",
     "NOT_GIVEN",
     "PASSES_ON",
-    "SKIP_FLAG",
-    "SLICES_COLLECTION",
     "STAND_INS",
     "STATE_COLLECTION",
     "TOGETHER_ATTR",
-    "TPU_PROGRAM_ATTR",
+    "WATCHED",
     "AppliesGradients",
     "Beginnings",
     "ClipByGlobalNormOptimizer",
     "CommonArguments",
-    "ConfigError",
     "Description",
     "GradientAccumulationOptimizer",
     "GradientStrategy",
@@ -46,10 +41,8 @@ __all__ = [
     "Saved",
     "SlotOwners",
     "StepPlan",
-    "StepWatches",
     "SyncReplicasOptimizer",
     "TrainOptimizerInterface",
-    "TrainingError",
     "UpdateCounters",
     "WeightsOfGradients",
     "Wrapper",
@@ -62,18 +55,15 @@ __all__ = [
     "check_flag",
     "check_whole_number",
     "close_to",
-    "configs_dir",
     "counted",
     "describe",
     "did_you_mean",
     "enable_mesh_defaults",
-    "first_line",
     "forget_mesh",
     "gated_update",
     "give_initializer",
     "gradient_noise_scale",
     "in_sums_now",
-    "install_extra",
     "is_advanced",
     "is_number",
     "is_simd",
@@ -83,7 +73,6 @@ __all__ = [
     "load_configurables",
     "lowerings_of",
     "mean_loss",
-    "mesh_text",
     "mixed",
     "mtf",
     "owner_of",
@@ -94,7 +83,6 @@ __all__ = [
     "rate_at",
     "ref_variables_explained",
     "reported",
-    "restored_lowering",
     "session_config",
     "some_lines",
     "some_of",
@@ -102,7 +90,6 @@ __all__ = [
     "tf",
     "traits_of",
     "updates_before",
-    "variables_of_cores",
     "walk",
     "warn_of_unmatched",
     "warn_once",
@@ -113,19 +100,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mtf_gradsync._common import (
-        ACCEPT_FLAG,
-        CONFIG_FILE,
-        SKIP_FLAG,
-        ConfigError,
-        TrainingError,
         check_flag,
         check_whole_number,
         close_to,
-        configs_dir,
         counted,
         did_you_mean,
-        first_line,
-        install_extra,
         is_number,
         is_whole_number,
         mixed,
@@ -138,17 +117,13 @@ if TYPE_CHECKING:
     from mtf_gradsync._private.lazy import lazy_names
     from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
     from mtf_gradsync._private.mesh_tensorflow import (
-        SLICES_COLLECTION,
         forget_mesh,
-        restored_lowering,
-        variables_of_cores,
     )
     from mtf_gradsync._private.patches import late_configurable, load_configurables, patch
     from mtf_gradsync._private.tensorflow import (
         GATHERS,
         PASSES_ON,
         TOGETHER_ATTR,
-        TPU_PROGRAM_ATTR,
         give_initializer,
     )
     from mtf_gradsync.compat_v1 import NOT_GIVEN, AppliesGradients
@@ -158,7 +133,6 @@ if TYPE_CHECKING:
         as_layout,
         as_mesh_shape,
         is_simd,
-        mesh_text,
     )
     from mtf_gradsync.mesh.devices import place_of, process_of
     from mtf_gradsync.optimizers import (
@@ -201,10 +175,10 @@ if TYPE_CHECKING:
     from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
     from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
     from mtf_gradsync.step import (
+        WATCHED,
         HeldSlices,
         OwnWrites,
         StepPlan,
-        StepWatches,
         gated_update,
         is_advanced,
         lowerings_of,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-from mtf_gradsync._common import configs_dir
+from mtf_gradsync.runtimes._common import configs_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
@@ -43,7 +43,7 @@ def test_no_gin_file_is_left_out_of_the_wheel(pyproject):
 
 
 def test_configs_are_searched_in_an_installed_package_first(tmp_path, monkeypatch):
-    from mtf_gradsync import _common
+    from mtf_gradsync.runtimes import _common
 
     installed = tmp_path / "mtf_gradsync" / "configs"
     installed.mkdir(parents=True)

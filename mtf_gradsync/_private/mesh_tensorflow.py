@@ -11,9 +11,6 @@ from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
 
-#: A graph's collection of the slices of a SIMD mesh's variables, which are no global variables.
-SLICES_COLLECTION = "TPU_VAR"
-
 
 def sum_made_by(lazy: mtf.LazyAllreduceSum) -> Any:
     """Returns the `LaidOutTensor` of a pending sum that is reduced already, None if it is not."""
@@ -23,11 +20,6 @@ def sum_made_by(lazy: mtf.LazyAllreduceSum) -> Any:
 def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
     """Returns the largest group in which a SIMD mesh sums bfloat16 without a cast to float32."""
     return mesh_impl._allreduce_in_bfloat16_max_group_size
-
-
-def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
-    """Returns the lowering whose masters an `MtfRestoreHook` copies to their slices."""
-    return hook._lowering
 
 
 def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
@@ -105,14 +97,6 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
 def master_of(variable: mtf.Variable) -> tf.Variable:
     """The variable of TensorFlow's that is a variable's master, in the shape of checkpoints."""
     return variable._master
-
-
-def variables_of_cores(replicated: Any) -> list[tf.Variable]:
-    """Returns the tf variable of each core, in physical order, of a SIMD mesh's laid-out variable.
-
-    `replicated` is the one slice that the laid-out variable shows.
-    """
-    return replicated._vars
 
 
 def give_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:

@@ -381,8 +381,6 @@ def number_of_tpu_shards() -> int | None:
     return tpu_function.get_tpu_context().number_of_shards
 
 
-#: The attribute that says which TPU program an operation belongs to. TensorFlow 2.12 to 2.21.
-TPU_PROGRAM_ATTR = "_tpu_replicate"
 #: The attribute that names the group of sums that an operation is one of.
 TOGETHER_ATTR = "_mtf_gradsync_together"
 

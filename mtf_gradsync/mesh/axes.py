@@ -268,11 +268,6 @@ def is_simd(mesh_impl: Any) -> bool:
     return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
 
 
-def mesh_text(shape: mtf.Shape) -> str:
-    """Returns a mesh's shape as users write it, such as "batch:4;model:2"."""
-    return ";".join(f"{dim.name}:{dim.size}" for dim in shape.dims)
-
-
 class ProcessorGroups:
     """A partition of a mesh's processors into equally large groups.
 

@@ -21,9 +21,9 @@ from mtf_gradsync.extension import (
     mtf,
     patch,
     tf,
-    variables_of_cores,
     warn_once,
 )
+from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.simd.session import ReplicaSession
 
 # The collection of the hooks that watch a tf graph; it is not exported, as its key is no string.

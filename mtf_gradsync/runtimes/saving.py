@@ -10,22 +10,19 @@ from typing import Any, Collection, Iterable, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import (
-    ACCEPT_FLAG,
     ISLAND,
     STATE_COLLECTION,
-    ConfigError,
     ReshardingSaver,
     Saved,
-    TrainingError,
     begin_anew,
     close_to,
-    first_line,
     give_initializer,
     mtf,
     owner_of,
     some_of,
     tf,
 )
+from mtf_gradsync.runtimes._common import ACCEPT_FLAG, ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes._private.tensorflow import session_interface
 from mtf_gradsync.runtimes.starting import (
     STATE_FILE,

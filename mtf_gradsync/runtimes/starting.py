@@ -15,14 +15,8 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync.extension import (
-    SKIP_FLAG,
-    ConfigError,
-    averaged_checkpoint,
-    first_line,
-    tf,
-    write_changed,
-)
+from mtf_gradsync.extension import averaged_checkpoint, tf, write_changed
+from mtf_gradsync.runtimes._common import SKIP_FLAG, ConfigError, first_line
 
 
 def free_name(path: Path) -> Path:

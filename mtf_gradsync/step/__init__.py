@@ -12,7 +12,7 @@ from mtf_gradsync.step.branch import (
 )
 from mtf_gradsync.step.islands import HeldSlices, Islands
 from mtf_gradsync.step.plan import PartLowering, PlanPart, StepPlan
-from mtf_gradsync.step.watch import StepWatches, Watch, Watched, WatchHook
+from mtf_gradsync.step.watch import WATCHED, Watch, Watched, WatchHook
 from mtf_gradsync.step.writes import (
     AdvanceStep,
     Gate,
@@ -30,6 +30,7 @@ from mtf_gradsync.step.writes import (
 )
 
 __all__ = [
+    "WATCHED",
     "AdvanceStep",
     "Branch",
     "Conditional",
@@ -42,7 +43,6 @@ __all__ = [
     "PlanPart",
     "StandIn",
     "StepPlan",
-    "StepWatches",
     "ValuesAfter",
     "Watch",
     "WatchHook",

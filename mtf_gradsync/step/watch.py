@@ -17,9 +17,9 @@ from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.step.plan import StepPlan
 
 _logger = logging.getLogger("mtf_gradsync")
-# The collection of pairs (`Watched`, name of its counts) of the SIMD programs of a tf graph. It is
-# not exported, as its key is not a string.
-_COLLECTION = ("mtf_gradsync watched",)
+#: The collection of pairs (`Watched`, name of its counts) of the SIMD programs of a tf graph. It is
+#: not exported, as its key is not a string.
+WATCHED = ("mtf_gradsync watched",)
 
 
 class Watched(mtf.Operation):
@@ -70,7 +70,7 @@ class Watched(mtf.Operation):
             values = self._lowered(lowering, self.inputs)
             bits = [x if x.dtype == tf.int32 else tf.bitcast(x, tf.int32) for x in values]
             told = tf.concat([tf.reshape(x, [-1]) for x in bits], 0)
-            tf.add_to_collection(_COLLECTION, (self, told.name))
+            tf.add_to_collection(WATCHED, (self, told.name))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
         """Whether there is something to tell, by the values of the counts; see `find`."""
@@ -140,51 +140,6 @@ class Watch:
             for one in self._watched.find(old, now, records)
         ]
         return next(iter(sorted(told, key=lambda one: not isinstance(one, Exception))), None)
-
-
-class StepWatches:
-    """Looks at the watched operations of SIMD programs after each step of a session.
-
-    Attributes:
-      counts: the names of the tensors of the programs whose values, on any core, `look` takes.
-    """
-
-    def __init__(self, graph: tf.Graph):
-        """Adds reads of records to the graph, which holds the programs."""
-        found = graph.get_collection(_COLLECTION)
-        watches = {watched: watched.watch() for watched, _ in found}
-        number = dict.fromkeys(watches, 0)
-        self.counts: list[str] = []
-        self._told: dict[str, tuple[Watched, list[str]]] = {}
-        for watched, name in found:
-            records = watches[watched].records[number[watched]]
-            number[watched] += 1
-            self.counts.append(name)
-            self._told[name] = watched, [x.name for x in records]
-
-    def look(
-        self, values: dict[str, Any], read: Callable[[list[str]], Any], logs: bool = True
-    ) -> None:
-        """Logs what a step skipped, or raises an exception about it.
-
-        Args:
-          values: values of the tensors in `counts`, by name.
-          read: returns values of tensors outside of programs, by name.
-          logs: whether to log lines.
-        """
-        errors: list[Exception] = []
-        for name, told in values.items():
-            watched, records = self._told[name]
-            before, now = watched.apart(np.asarray(told))
-            if not watched.is_due(before, now):
-                continue
-            for one in watched.find(before, now, read(records)):
-                if isinstance(one, Exception):
-                    errors.append(one)
-                elif logs:
-                    _logger.warning("%s", one)
-        if errors:
-            raise errors[0]
 
 
 class WatchHook(tf.train.SessionRunHook):

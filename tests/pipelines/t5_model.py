@@ -9,8 +9,8 @@ from pathlib import Path
 import gin
 
 from examples.run_t5 import without_torch
-from mtf_gradsync._common import configs_dir
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import configs_dir
 from tests.pipelines.losses import on_cpu_devices
 
 without_torch()

@@ -11,6 +11,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private import mesh_tensorflow, patches
 from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes._private import mesh_tensorflow as of_runtimes
 from mtf_gradsync.step import Later, StepPlan
 
 ROWS, COLUMNS = mtf.Dimension("rows", 4), mtf.Dimension("columns", 2)
@@ -69,7 +70,7 @@ def test_bfloat16_goes_as_it_is_in_groups_of_up_to_eight():
 
 def test_a_restore_hook_has_its_lowering(mesh, x):
     lowering = lower(mesh)
-    assert private.restored_lowering(mtf.MtfRestoreHook(lowering)) is lowering
+    assert of_runtimes.restored_lowering(mtf.MtfRestoreHook(lowering)) is lowering
 
 
 def test_slice_functions(x):
@@ -435,5 +436,5 @@ def test_a_slice_of_a_simd_mesh_knows_the_variable_of_each_core():
         v = mtf.get_variable(mesh, "v", mtf.Shape([ROWS]))
         lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
         (one,) = lowering.variables[v.operation].laid_out_tensor.all_slices
-        names = [x.op.name for x in private.variables_of_cores(one)]
+        names = [x.op.name for x in of_runtimes.variables_of_cores(one)]
     assert [name.rpartition("_slice_")[2] for name in names] == ["0", "1"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
-from mtf_gradsync._private.tensorflow import TPU_PROGRAM_ATTR
+from mtf_gradsync.runtimes._private.mesh_tensorflow import SLICES_COLLECTION
 from mtf_gradsync.runtimes._private.tensorflow import (
+    TPU_PROGRAM_ATTR,
     kernel_devices,
     tpu_replicate_context,
     tpu_replicate_metadata,

@@ -17,6 +17,9 @@ import numpy as np
 
 from mtf_gradsync.extension import tf
 
+#: The attribute that says which TPU program an operation belongs to. TensorFlow 2.12 to 2.21.
+TPU_PROGRAM_ATTR = "_tpu_replicate"
+
 
 def session_interface() -> type:
     """Returns the class by which savers and hooks recognise sessions."""

@@ -6,7 +6,8 @@ import itertools
 import math
 from typing import Any, Sequence
 
-from mtf_gradsync.extension import mesh_text, mtf, tf
+from mtf_gradsync.extension import mtf, tf
+from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes.simd.checks import check_functions_are_silent
 from mtf_gradsync.runtimes.simd.graph_facts import (
     CalledBranch,

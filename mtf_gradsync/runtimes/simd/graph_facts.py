@@ -22,7 +22,8 @@ from typing import (
 import graphlib
 import numpy as np
 
-from mtf_gradsync.extension import PASSES_ON, TPU_PROGRAM_ATTR, some_of, tf
+from mtf_gradsync.extension import PASSES_ON, some_of, tf
+from mtf_gradsync.runtimes._private.tensorflow import TPU_PROGRAM_ATTR
 
 
 class UnsupportedProgramError(ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
+import logging
 import tempfile
 from concurrent.futures import Future
 from types import TracebackType
@@ -12,16 +13,10 @@ from typing import Any, Callable, Iterable, Mapping, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync.extension import (
-    SLICES_COLLECTION,
-    Beginnings,
-    StepWatches,
-    adapt_checkpoint,
-    counted,
-    mtf,
-    restored_lowering,
-    tf,
-)
+from mtf_gradsync.extension import WATCHED, Beginnings, adapt_checkpoint, counted, mtf, tf
+from mtf_gradsync.runtimes._private.mesh_tensorflow import SLICES_COLLECTION, restored_lowering
+
+_logger = logging.getLogger("mtf_gradsync")
 
 
 class MasterOps:
@@ -400,3 +395,48 @@ def lowerings_in(given: Any) -> list[mtf.Lowering]:
         "lowering must be an mtf.Lowering, a list of them, or a spec that has an "
         f"mtf.MtfRestoreHook among its hooks, got {given!r}."
     )
+
+
+class StepWatches:
+    """Looks at the watched operations of SIMD programs after each step of a session.
+
+    Attributes:
+      counts: the names of the tensors of the programs whose values, on any core, `look` takes.
+    """
+
+    def __init__(self, graph: tf.Graph):
+        """Adds reads of records to the graph, which holds the programs."""
+        found = graph.get_collection(WATCHED)
+        watches = {watched: watched.watch() for watched, _ in found}
+        number = dict.fromkeys(watches, 0)
+        self.counts: list[str] = []
+        self._told: dict[str, tuple[Any, list[str]]] = {}
+        for watched, name in found:
+            records = watches[watched].records[number[watched]]
+            number[watched] += 1
+            self.counts.append(name)
+            self._told[name] = watched, [x.name for x in records]
+
+    def look(
+        self, values: dict[str, Any], read: Callable[[list[str]], Any], logs: bool = True
+    ) -> None:
+        """Logs what a step skipped, or raises an exception about it.
+
+        Args:
+          values: values of the tensors in `counts`, by name.
+          read: returns values of tensors outside of programs, by name.
+          logs: whether to log lines.
+        """
+        errors: list[Exception] = []
+        for name, told in values.items():
+            watched, records = self._told[name]
+            before, now = watched.apart(np.asarray(told))
+            if not watched.is_due(before, now):
+                continue
+            for one in watched.find(before, now, read(records)):
+                if isinstance(one, Exception):
+                    errors.append(one)
+                elif logs:
+                    _logger.warning("%s", one)
+        if errors:
+            raise errors[0]

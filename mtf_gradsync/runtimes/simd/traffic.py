@@ -9,7 +9,8 @@ import math
 import textwrap
 from typing import Any, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync.extension import mesh_text, mtf, process_of, some_of, tf
+from mtf_gradsync.extension import mtf, process_of, some_of, tf
+from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes._tables import terminal_width, text_table
 from mtf_gradsync.runtimes.simd.graph_facts import CalledBranch, Context, GraphFacts, Loop, turns_in
 

@@ -10,7 +10,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from mtf_gradsync.extension import install_extra
+from mtf_gradsync.runtimes._common import install_extra
 
 _OLDEST_JAX = "0.4.30"
 # The newest version that was tested. A newer one is tried in a process of its own first.

@@ -28,7 +28,7 @@ from typing import Any, Iterator, Mapping, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from mtf_gradsync.extension import install_extra
+from mtf_gradsync.runtimes._common import install_extra
 
 T = TypeVar("T")
 SUFFIX = ".safetensors"

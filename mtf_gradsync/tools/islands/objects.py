@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mtf_gradsync.extension import install_extra
+from mtf_gradsync.runtimes._common import install_extra
 from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder
 
 try:

@@ -9,7 +9,8 @@ from typing import Any, Callable, NamedTuple, TypeVar
 
 import numpy as np
 
-from mtf_gradsync.extension import first_line, place_of, tf
+from mtf_gradsync.extension import place_of, tf
+from mtf_gradsync.runtimes._common import first_line
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
 from mtf_gradsync.runtimes.simd.graph_facts import CalledBranch, GraphFacts

@@ -9,13 +9,8 @@ from typing import Any, Callable, Dict, Literal, Sequence, Tuple, Union
 
 import gin
 
-from mtf_gradsync.extension import (
-    ConfigError,
-    LayoutLike,
-    MeshShapeLike,
-    install_extra,
-    is_whole_number,
-)
+from mtf_gradsync.extension import LayoutLike, MeshShapeLike, is_whole_number
+from mtf_gradsync.runtimes._common import ConfigError, install_extra
 
 
 def transformer_utils() -> ModuleType:

@@ -7,7 +7,7 @@ import errno
 from pathlib import Path
 from typing import Iterator
 
-from mtf_gradsync.extension import TrainingError
+from mtf_gradsync.runtimes._common import TrainingError
 
 
 @contextlib.contextmanager

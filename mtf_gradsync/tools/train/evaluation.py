@@ -7,14 +7,8 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import (
-    ConfigError,
-    NoAveragesError,
-    TrainingError,
-    first_line,
-    mtf,
-    tf,
-)
+from mtf_gradsync.extension import NoAveragesError, mtf, tf
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes.saving import check_has
 from mtf_gradsync.runtimes.starting import UNREADABLE, Start
 from mtf_gradsync.tools.train.config import transformer_utils

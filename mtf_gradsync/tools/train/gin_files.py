@@ -19,7 +19,8 @@ import mtf_gradsync.tools.train.data.datasets
 import mtf_gradsync.tools.train.data.vocabulary
 import mtf_gradsync.tools.train.sampling
 import mtf_gradsync.tools.train.train_graph  # noqa: F401
-from mtf_gradsync.extension import ConfigError, configs_dir, did_you_mean
+from mtf_gradsync.extension import did_you_mean
+from mtf_gradsync.runtimes._common import ConfigError, configs_dir
 from mtf_gradsync.tools._private.gin import (
     bindings,
     called_in,

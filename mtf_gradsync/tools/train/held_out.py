@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
-from mtf_gradsync.extension import ConfigError, first_line, tf
+from mtf_gradsync.extension import tf
+from mtf_gradsync.runtimes._common import ConfigError, first_line
 from mtf_gradsync.runtimes.starting import write_json, write_text
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data import datasets as data

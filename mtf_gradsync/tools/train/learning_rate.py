@@ -11,15 +11,14 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import (
-    ConfigError,
     GradientAccumulationOptimizer,
-    first_line,
     is_number,
     mtf,
     rate_at,
     tf,
     updates_before,
 )
+from mtf_gradsync.runtimes._common import ConfigError, first_line
 from mtf_gradsync.tools.train.config import LearningRate, learning_rate_schedules
 
 

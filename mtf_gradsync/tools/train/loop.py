@@ -8,7 +8,8 @@ import time
 from concurrent.futures import Future
 from typing import Any, Callable, NamedTuple, Sequence
 
-from mtf_gradsync.extension import ConfigError, NoUpdateError, TrainingError, first_line, tf
+from mtf_gradsync.extension import NoUpdateError, tf
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.copies import CopiesError
 from mtf_gradsync.runtimes.means import Measured, StepMeans

@@ -6,15 +6,8 @@ import logging
 import re
 from typing import Any, Callable, Collection, NamedTuple, Sequence
 
-from mtf_gradsync.extension import (
-    ConfigError,
-    LayoutLike,
-    MeshShapeLike,
-    close_to,
-    mesh_text,
-    mtf,
-    tf,
-)
+from mtf_gradsync.extension import LayoutLike, MeshShapeLike, close_to, mtf, tf
+from mtf_gradsync.runtimes._common import ConfigError, mesh_text
 from mtf_gradsync.tools.train.config import check_callable
 
 _logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from typing import Any, Iterator, Mapping, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync.extension import first_line, split_by_shard, tf
+from mtf_gradsync.extension import split_by_shard, tf
+from mtf_gradsync.runtimes._common import first_line
 from mtf_gradsync.runtimes.means import StepMeans
 from mtf_gradsync.runtimes.starting import free_name, write_text
 

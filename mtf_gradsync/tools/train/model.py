@@ -6,7 +6,8 @@ import functools
 from types import SimpleNamespace
 from typing import Any, Callable, Collection, NamedTuple, get_args
 
-from mtf_gradsync.extension import ConfigError, is_whole_number, mtf, tf
+from mtf_gradsync.extension import is_whole_number, mtf, tf
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.islands.elastic import ALL_DATA, DataPart
 from mtf_gradsync.tools.train.config import (
     BatchSize,

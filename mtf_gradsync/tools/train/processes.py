@@ -7,8 +7,9 @@ import signal
 import tempfile
 from typing import Any, Callable, Mapping
 
-from mtf_gradsync.extension import ConfigError, TrainingError, mesh_text, tf
+from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes import xla
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError, mesh_text
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.cluster import Task, join_cluster
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError, ProcessesError

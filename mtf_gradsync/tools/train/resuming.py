@@ -8,7 +8,8 @@ from typing import Callable, Mapping, Sequence
 
 import gin
 
-from mtf_gradsync.extension import ACCEPT_FLAG, CONFIG_FILE, ConfigError, some_lines, tf
+from mtf_gradsync.extension import some_lines, tf
+from mtf_gradsync.runtimes._common import ACCEPT_FLAG, CONFIG_FILE, ConfigError
 from mtf_gradsync.runtimes.saving import check_configuration, differences_text
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools._private.gin import bindings_in

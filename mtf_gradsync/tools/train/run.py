@@ -8,16 +8,13 @@ import time
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple
 
-from mtf_gradsync.extension import (
+from mtf_gradsync.extension import NoAveragesError, check_averages_kept, counted, tf
+from mtf_gradsync.runtimes._common import (
     CONFIG_FILE,
     ConfigError,
-    NoAveragesError,
     TrainingError,
-    check_averages_kept,
-    counted,
     first_line,
     mesh_text,
-    tf,
 )
 from mtf_gradsync.runtimes.saving import initialize_from
 from mtf_gradsync.runtimes.starting import (

@@ -10,17 +10,9 @@ from typing import Any, Callable, ClassVar, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import (
-    ConfigError,
-    OuterOptimizer,
-    ReportsSkips,
-    TrainingError,
-    mtf,
-    session_config,
-    tf,
-    traits_of,
-)
+from mtf_gradsync.extension import OuterOptimizer, ReportsSkips, mtf, session_config, tf, traits_of
 from mtf_gradsync.runtimes import sessions, simd, xla
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.copies import watch_copies
 from mtf_gradsync.runtimes.saving import TrainingSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices

@@ -6,7 +6,8 @@ import collections
 import tempfile
 from typing import Any, Callable
 
-from mtf_gradsync.extension import SKIP_FLAG, TrainingError, tf
+from mtf_gradsync.extension import tf
+from mtf_gradsync.runtimes._common import SKIP_FLAG, TrainingError
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
 from mtf_gradsync.tools.timelines import Timeline, TimelineError

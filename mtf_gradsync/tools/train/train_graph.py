@@ -8,7 +8,6 @@ from typing import Any, Callable, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync.extension import (
-    ConfigError,
     GradientAccumulationOptimizer,
     OuterOptimizer,
     StepPlan,
@@ -23,6 +22,7 @@ from mtf_gradsync.extension import (
     tf,
 )
 from mtf_gradsync.runtimes import simd
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.tools.train.config import VariableFilter, transformer_utils
 from mtf_gradsync.tools.train.errors import raised_as

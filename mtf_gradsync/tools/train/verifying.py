@@ -8,7 +8,8 @@ from typing import Any, Generator, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import ConfigError, tf
+from mtf_gradsync.extension import tf
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.sessions import RuntimeName
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig

@@ -5,8 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
-from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.run import Accepted, run
 from tests.tools.train.conftest import NO_EVAL, QUICK, TINY, train_tiny

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.starting import (
     MANIFEST_FILE,
     Start,

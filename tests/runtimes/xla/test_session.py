@@ -10,8 +10,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
-from mtf_gradsync._common import install_extra
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes._common import install_extra
 from mtf_gradsync.runtimes.xla.runner.devices import devices_errors
 from mtf_gradsync.xla import device_values, executable
 from tests import harness, models, reference
@@ -256,7 +256,7 @@ def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_ne
 
 @pytest.mark.slow
 def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
-    from mtf_gradsync._common import ConfigError
+    from mtf_gradsync.runtimes._common import ConfigError
     from mtf_gradsync.tools.train.runner import choose_runtime
     from mtf_gradsync.xla import installed
 

@@ -8,8 +8,8 @@ import gin
 import numpy as np
 import pytest
 
-from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.tools.islands import Waiting
 from mtf_gradsync.tools.islands.folder import Folder

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes import saving
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.tools.train import held_out, run_files
 from mtf_gradsync.tools.train.evaluation import Score
 from mtf_gradsync.tools.train.held_out import Improvement

@@ -6,8 +6,8 @@ import gin
 import numpy as np
 import pytest
 
-from mtf_gradsync._common import TrainingError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import TrainingError
 from mtf_gradsync.runtimes.simd.session import VariableAccess
 from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.tools.train.cli import main as cli

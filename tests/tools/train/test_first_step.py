@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import gin
 import pytest
 
-from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.tools.train import held_out, loop, run_files
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.data.vocabulary import ByteVocabulary

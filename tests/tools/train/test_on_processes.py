@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync._common import ConfigError, TrainingError
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.cli.main import main

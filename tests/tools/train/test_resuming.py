@@ -5,7 +5,7 @@ import shutil
 import gin
 import pytest
 
-from mtf_gradsync._common import CONFIG_FILE, ConfigError
+from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.tools.train import gin_files, run_files
 from mtf_gradsync.tools.train.model import resolve_job

@@ -10,8 +10,8 @@ import gin
 import numpy as np
 import pytest
 
-from mtf_gradsync._common import ConfigError, TrainingError
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.sessions import OnDevices
 from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mtf_gradsync._common import TrainingError
+from mtf_gradsync.runtimes._common import TrainingError
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.tools.train import metrics as metrics_file
 from mtf_gradsync.tools.train import train_graph

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from mtf_gradsync.extension import CONFIG_FILE, ConfigError, TrainingError
+from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingError
 
 
 def output_path(flag: str, name: str | None) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mtf_gradsync.extension import ConfigError, TrainingError
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.train.cli.arguments import (
     add_gin_arguments,

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-from mtf_gradsync.extension import ConfigError
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train.cli.arguments import add_json_argument, output_path, write_output
 from mtf_gradsync.tools.train.cli.loading import import_package
 

@@ -9,7 +9,8 @@ import shlex
 from pathlib import Path
 from typing import Collection, Sequence
 
-from mtf_gradsync.extension import ConfigError, configs_dir, did_you_mean
+from mtf_gradsync.extension import did_you_mean
+from mtf_gradsync.runtimes._common import ConfigError, configs_dir
 from mtf_gradsync.tools.train.cli.arguments import output_path
 from mtf_gradsync.tools.train.data.texts import check_length, read_files
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from mtf_gradsync.extension import CONFIG_FILE, ConfigError, TrainingError
+from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
 from mtf_gradsync.tools.islands.journal import plot_status, read_status

@@ -14,7 +14,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
-from mtf_gradsync.extension import ConfigError, TrainingError, did_you_mean
+from mtf_gradsync.extension import did_you_mean
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import signal_of
 from mtf_gradsync.tools.train.cli import (
     compile,

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from typing import Any, Callable, Sequence
 
-from mtf_gradsync.extension import ConfigError, TrainingError
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.train.cli.arguments import (
     add_gin_arguments,

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
-from mtf_gradsync.extension import ConfigError
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train.cli.arguments import number, whole_number
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from mtf_gradsync.extension import ConfigError
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train.cli.arguments import (
     add_gin_arguments,
     add_json_argument,

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtf_gradsync.extension import ACCEPT_FLAG, ConfigError, TrainingError
+from mtf_gradsync.runtimes._common import ACCEPT_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError
 from mtf_gradsync.tools.train.cli.arguments import (
     add_gin_arguments,

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from mtf_gradsync.extension import ACCEPT_FLAG, CONFIG_FILE, SKIP_FLAG, ConfigError
+from mtf_gradsync.runtimes._common import ACCEPT_FLAG, CONFIG_FILE, SKIP_FLAG, ConfigError
 from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, MissingProcessesError
 from mtf_gradsync.tools.train.cli.arguments import add_gin_arguments, check_model_dir, names_in
 from mtf_gradsync.tools.train.cli.loading import loaded_config

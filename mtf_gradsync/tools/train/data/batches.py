@@ -16,7 +16,8 @@ from typing import Any, Callable, Mapping
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync.extension import ConfigError, TrainingError, first_line, tf
+from mtf_gradsync.extension import tf
+from mtf_gradsync.runtimes._common import ConfigError, TrainingError, first_line
 from mtf_gradsync.tools.islands.elastic import ALL_DATA, DataPart
 from mtf_gradsync.tools.train.data.datasets import MODEL_FEATURES, mapped
 

@@ -13,7 +13,8 @@ from typing import Any, Callable, Iterator, Sequence
 import gin
 import numpy as np
 
-from mtf_gradsync.extension import ConfigError, first_line, tf
+from mtf_gradsync.extension import tf
+from mtf_gradsync.runtimes._common import ConfigError, first_line
 from mtf_gradsync.tools.train.data.texts import (
     pieces_of,
     read_files,

@@ -13,7 +13,8 @@ import zlib
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence, Tuple
 
-from mtf_gradsync.extension import ConfigError, counted
+from mtf_gradsync.extension import counted
+from mtf_gradsync.runtimes._common import ConfigError
 
 _logger = logging.getLogger(__name__)
 

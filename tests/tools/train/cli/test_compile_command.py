@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync._common import install_extra
+from mtf_gradsync.runtimes._common import install_extra
 from mtf_gradsync.tools.train.cli import compile as command
 from mtf_gradsync.tools.train.cli import main as cli
 from tests.tools.train.conftest import NO_ATTENTION

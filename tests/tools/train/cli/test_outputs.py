@@ -9,7 +9,7 @@ import types
 import gin
 import pytest
 
-from mtf_gradsync._common import ConfigError
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.cli.arguments import (
     add_json_argument,

@@ -9,8 +9,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import xla
-from mtf_gradsync._common import install_extra
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes._common import install_extra
 from mtf_gradsync.runtimes.simd.program import compiled_only
 from mtf_gradsync.tools import planning
 from mtf_gradsync.tools._private.gin import bindings

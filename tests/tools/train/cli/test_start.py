@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from mtf_gradsync._common import ConfigError
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.cli import loading
 from tests.runtimes.cluster.processes import ROOT

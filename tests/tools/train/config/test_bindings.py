@@ -12,7 +12,7 @@ import gin
 import pytest
 
 import mtf_gradsync
-from mtf_gradsync._common import ConfigError
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig
 from tests.runtimes.cluster.processes import Processes

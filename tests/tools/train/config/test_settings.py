@@ -1,8 +1,8 @@
 import pytest
 
-from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train import config, learning_rate, model
 from mtf_gradsync.tools.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.tools.train.mesh_settings import resolve_mesh

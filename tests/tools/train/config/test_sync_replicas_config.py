@@ -6,8 +6,8 @@ import gin
 import numpy as np
 import pytest
 
-from mtf_gradsync._common import TrainingError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import TrainingError
 from tests.tools.train.config import small_lm
 from tests.tools.train.conftest import REPORTS
 

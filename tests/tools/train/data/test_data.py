@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.islands import DataPart
 from mtf_gradsync.tools.train.data import batches as batches_module
 from mtf_gradsync.tools.train.data import datasets as data

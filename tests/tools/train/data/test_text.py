@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from mtf_gradsync._common import ConfigError
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train.data import texts
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mtf_gradsync._common import ConfigError
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.session import session_config
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.cli import main as cli
