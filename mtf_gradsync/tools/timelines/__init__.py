@@ -1,6 +1,6 @@
 """Where a step's time goes: traces and tables of recorded steps."""
 
-from mtf_gradsync.tools.timelines.events import (
+from mtf_gradsync.tools.timelines.recording import (
     Call,
     Collective,
     Event,

@@ -5,22 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from typing import Sequence
+from typing import Iterable, Sequence, Tuple
 
 from mtf_gradsync.extension import some_of
 from mtf_gradsync.runtimes._tables import text_table
-from mtf_gradsync.tools.timelines.events import (
-    Event,
-    Interval,
-    Kind,
-    Recording,
-    Step,
-    TimelineError,
-    covered,
-    length,
-    minus,
-    shared,
-)
+from mtf_gradsync.tools.timelines.recording import Event, Kind, Recording, Step, TimelineError
 
 _SHOWN = 10
 _MS = 1e-6
@@ -148,6 +137,49 @@ class Table:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+
+# Begin and end, in nanoseconds; the end is not part of it.
+Interval = Tuple[int, int]
+
+
+def covered(intervals: Iterable[Interval]) -> list[Interval]:
+    """The time that intervals in any order cover, as intervals in order that do not touch."""
+    found: list[Interval] = []
+    for begin, end in sorted(i for i in intervals if i[0] < i[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Sequence[Interval]) -> int:
+    """The sum of how long intervals are, in nanoseconds."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The time that merged intervals cover and others, merged too, do not."""
+    found = []
+    position = 0
+    for begin, end in intervals:
+        while position < len(others) and others[position][1] <= begin:
+            position += 1
+        at, next_one = begin, position
+        while next_one < len(others) and others[next_one][0] < end:
+            if at < others[next_one][0]:
+                found.append((at, others[next_one][0]))
+            at = max(at, others[next_one][1])
+            next_one += 1
+        if at < end:
+            found.append((at, end))
+    return found
+
+
+def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
+    """How long merged intervals and others, merged too, are at the same time, in nanoseconds."""
+    return length(intervals) - length(minus(intervals, others))
 
 
 def tabulate_times(recordings: Sequence[Recording]) -> Table:

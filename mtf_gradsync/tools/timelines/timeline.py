@@ -10,10 +10,10 @@ import json
 import math
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, ContextManager, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync.runtimes.starting import write_bytes
-from mtf_gradsync.tools.timelines.events import Event, Recorder, Recording, TimelineError
+from mtf_gradsync.tools.timelines.recording import Event, Recording, TimelineError
 from mtf_gradsync.tools.timelines.table import Table, tabulate_times
 
 MOST_BYTES = 20_000_000
@@ -248,7 +248,7 @@ def timeline(session: Any, path: str | Path | None = None, *, lowering: Any = No
     Raises:
       TypeError: when that is no session.
     """
-    return Timeline(_recorder_of(session, lowering), path)
+    return Timeline(_recording(session, lowering), path)
 
 
 class Timeline:
@@ -258,11 +258,13 @@ class Timeline:
       written: the file that was written last; None before.
     """
 
-    def __init__(self, recorder: Recorder | None, path: str | Path | None = None):
-        """Takes what records; see `timeline`."""
+    def __init__(
+        self, recorder: ContextManager[list[Recording]] | None, path: str | Path | None = None
+    ):
+        """Takes what records inside its block, and gives a list of what it recorded."""
         self._recorder, self._path = recorder, path
-        self._running: Recorder | None = None
-        self._recordings: tuple[Recording, ...] = ()
+        self._running: ContextManager[list[Recording]] | None = None
+        self._recordings: list[Recording] = []
         self.written: Written | None = None
 
     @classmethod
@@ -282,7 +284,7 @@ class Timeline:
         if len(set(processes)) != len(processes):
             raise TimelineError(f"Two parts of a timeline are of one process: {sorted(processes)}")
         made = cls(None)
-        made._recordings = tuple(sorted(recordings, key=lambda r: r.process))
+        made._recordings = sorted(recordings, key=lambda r: r.process)
         return made
 
     def __enter__(self) -> Timeline:
@@ -293,7 +295,7 @@ class Timeline:
                 "A timeline records one `with` block, and this one has begun its block before, or "
                 "was made of recordings. Call gs.timeline(session) again for each block."
             )
-        recorder.start()
+        self._recordings = recorder.__enter__()
         self._running = recorder
         return self
 
@@ -306,11 +308,8 @@ class Timeline:
         """Ends the recording; a TimelineError when it has no step, or nothing of a core."""
         recorder, self._running = self._running, None
         assert recorder is not None
-        if kind is not None:
-            recorder.cancel()
-            return
-        self._recordings = tuple(recorder.stop())
-        if self._path is not None:
+        recorder.__exit__(kind, error, trace)
+        if kind is None and self._path is not None:
             self.save(self._path)
 
     def mark_updates(self, updates: Sequence[int]) -> None:
@@ -327,7 +326,7 @@ class Timeline:
             return dataclasses.replace(recording, steps=steps)
 
         if len(updates) == len(self.recordings[0].steps) + 1:
-            self._recordings = tuple(map(marked, self._recordings))
+            self._recordings = [*map(marked, self._recordings)]
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -338,7 +337,7 @@ class Timeline:
         """
         if not self._recordings:
             raise TimelineError("There is nothing yet: ask after the end of the `with` block.")
-        return self._recordings
+        return tuple(self._recordings)
 
     def table(self) -> Table:
         """Adds up where the time went.
@@ -370,12 +369,14 @@ class Timeline:
         return self.written
 
 
-def _recorder_of(session: Any, lowering: Any) -> Recorder:
+def _recording(session: Any, lowering: Any) -> ContextManager[list[Recording]]:
+    """Returns the context manager that records the steps of a session."""
     # Not above: programs that record nothing need not wait for these.
     from mtf_gradsync.runtimes.sessions import ProgramSession
     from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
     from mtf_gradsync.runtimes.xla.session import XlaSession
-    from mtf_gradsync.tools.timelines.steps import MeshRecorder, ReplicasRecorder, XlaRecorder
+    from mtf_gradsync.tools.timelines.tensorflow_steps import record_mesh, record_replicas
+    from mtf_gradsync.tools.timelines.xla_steps import record_xla
 
     inner = session
     if hasattr(session, "run_step_fn"):  # a monitored session
@@ -384,10 +385,10 @@ def _recorder_of(session: Any, lowering: Any) -> Recorder:
     if isinstance(inner, ProgramSession):
         inner = inner.session
     if isinstance(inner, XlaSession):
-        return XlaRecorder(inner, lowering)
+        return record_xla(inner, lowering)
     if isinstance(inner, CpuReplicaSession):
-        return ReplicasRecorder(inner, lowering)
+        return record_replicas(inner, lowering)
     if not hasattr(session, "run") or not hasattr(session, "graph"):
         raise TypeError(f"gs.timeline needs a session, got {session!r}.")
     # The address of a tf.train.Server, where one runs the steps.
-    return MeshRecorder(session, session.graph, is_remote=bool(getattr(inner, "sess_str", "")))
+    return record_mesh(session, is_remote=bool(getattr(inner, "sess_str", "")))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.tools.timelines.events import covered, length, minus, shared
+from mtf_gradsync.tools.timelines.table import covered, length, minus, shared
 
 
 @pytest.mark.parametrize(

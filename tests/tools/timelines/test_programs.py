@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtf_gradsync.tools.timelines.events import _name, _parts
+from mtf_gradsync.tools.timelines.xla_steps import _name, _parts
 
 
 @pytest.mark.parametrize(

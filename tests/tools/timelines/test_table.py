@@ -14,7 +14,7 @@ from mtf_gradsync.tools.timelines import (
     Timeline,
     TimelineError,
 )
-from mtf_gradsync.tools.timelines.events import check_recorded, steps_until, sums_of_updates
+from mtf_gradsync.tools.timelines.recording import check_recorded, steps_until, sums_of_updates
 from mtf_gradsync.tools.timelines.table import tabulate_times
 from tests.tools.timelines.recordings import MS, event, two_cores
 

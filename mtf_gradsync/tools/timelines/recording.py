@@ -1,0 +1,241 @@
+"""What one process has recorded of its steps, and what the recorders of all runtimes do."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import json
+import re
+import time
+from typing import AbstractSet, Any, Callable, Iterable, Iterator, Literal, Mapping
+
+from mtf_gradsync.extension import STAND_INS, tf
+
+
+class TimelineError(RuntimeError):
+    """Nothing can be said of where the time goes; the message says what to do."""
+
+
+Kind = Literal["compute", "collective"]
+_FORMAT = "mtf_gradsync timeline 1"
+# Mesh-TF's name scope of a processor's part of an operation.
+_PARALLEL = re.compile(r"(^|/)parallel_\d+(_\d+)*(?=/|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One run of an operation on a core.
+
+    Attributes:
+      core: the core's number.
+      name: of the operation, as the model's graph has it where that is known.
+      kind: "compute", or "collective" for what takes values from other cores.
+      begin: when it began, in nanoseconds since the epoch.
+      end: when it ended.
+    """
+
+    core: int
+    name: str
+    kind: Kind
+    begin: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """What is known of a collective from the program.
+
+    Attributes:
+      bytes_per_core: what a core puts in, or receives on a placement mesh; None where unknown.
+      variables: whose values its result becomes part of; None where unknown.
+      is_conditional: whether it stands in a branch, as the sums of an update do that is not made
+        on every step.
+    """
+
+    bytes_per_core: int | None = None
+    variables: tuple[str, ...] | None = None
+    is_conditional: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step, from the end of the one before to its own end.
+
+    Attributes:
+      begin: in nanoseconds since the epoch.
+      end: likewise.
+      is_update: whether it updated the variables; None where that is not known.
+    """
+
+    begin: int
+    end: int
+    is_update: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Something that the host did.
+
+    Attributes:
+      name: what.
+      begin: in nanoseconds since the epoch.
+      end: likewise.
+    """
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What one process has recorded.
+
+    Attributes:
+      runtime: "placement_mesh", "cpu_replicas" or "xla".
+      process: the process's number.
+      cores: names of its cores by their numbers.
+      steps: in order; each begins where the one before ends.
+      events: what its cores did.
+      collectives: of the program, by the names of their events.
+      calls: what its host did.
+    """
+
+    runtime: str
+    process: int
+    cores: dict[int, str]
+    steps: tuple[Step, ...]
+    events: tuple[Event, ...]
+    collectives: dict[str, Collective]
+    calls: tuple[Call, ...] = ()
+
+    def to_json(self) -> str:
+        """The recording as text, for `from_json` on another machine."""
+        content: dict[str, Any] = {"format": _FORMAT}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("steps", "events", "calls"):
+                value = [list(dataclasses.astuple(one)) for one in value]
+            elif field.name == "collectives":
+                value = {name: dataclasses.astuple(one) for name, one in value.items()}
+            content[field.name] = value
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Recording:
+        """The inverse of `to_json`.
+
+        Raises:
+          TimelineError: when it is no such text.
+        """
+        try:
+            content = json.loads(text)
+            if content.pop("format") != _FORMAT:
+                raise ValueError
+            return cls(
+                runtime=content["runtime"],
+                process=content["process"],
+                cores={int(core): name for core, name in content["cores"].items()},
+                steps=tuple(Step(*one) for one in content["steps"]),
+                events=tuple(Event(*one) for one in content["events"]),
+                collectives={
+                    name: Collective(size, None if of is None else tuple(of), conditional)
+                    for name, (size, of, conditional) in content["collectives"].items()
+                },
+                calls=tuple(Call(*one) for one in content["calls"]),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise TimelineError(
+                "This is no part of a timeline. `mtf-gradsync timeline` writes one in each "
+                "process, beside the trace, with .part in its name."
+            ) from error
+
+
+def model_name(name: str) -> str:
+    """An operation's name without the processor whose part it is."""
+    return _PARALLEL.sub("", name).lstrip("/") or name
+
+
+def check_recorded(recording: Recording, advice: str) -> Recording:
+    """Checks that a recording has operations of every core; an error ends with `advice`."""
+    if not recording.steps:
+        raise TimelineError(
+            "No step was made while the timeline was recorded. Make some inside the `with` block, "
+            "by session.run of what trains, after one step before it."
+        )
+    begin, end = recording.steps[0].begin, recording.steps[-1].end
+    seen = {event.core for event in recording.events if begin < event.end and event.begin < end}
+    missing = [name for core, name in recording.cores.items() if core not in seen]
+    if missing or not recording.cores:
+        which = f"of {', '.join(missing[:4])}" if missing else "of a core"
+        raise TimelineError(
+            f"The profile has no operation {which} in {len(recording.steps)} steps, so nothing can "
+            f"be said of where the time goes. {advice}"
+        )
+    return recording
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Puts what `make` returns for a bound method in the method's place, inside the block."""
+    # Not None where another recording has replaced it.
+    own = vars(owner).get(name)
+    setattr(owner, name, make(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def now() -> int:
+    """Nanoseconds since the epoch, as profiles count."""
+    return time.time_ns()
+
+
+def timed(calls: list[Call], name: str, work: Callable[[], Any]) -> Any:
+    """Does something, and adds to a list that the host did it."""
+    began = now()
+    try:
+        return work()
+    finally:
+        calls.append(Call(name, began, now()))
+
+
+def steps_until(
+    begin: int,
+    ends: Iterable[int],
+    events: Iterable[Event],
+    of_updates: AbstractSet[str],
+) -> tuple[Step, ...]:
+    """Steps, from when the first one began and each of them ended.
+
+    A step updated the variables if it ran one of `of_updates`. Without any it is not known.
+    """
+    moments = [begin, *sorted(ends)]
+    at = sorted(e.begin for e in events if e.name in of_updates)
+
+    def is_update(first: int, last: int) -> bool | None:
+        ran = bisect.bisect_left(at, first) < bisect.bisect_left(at, last)
+        return ran if of_updates else None
+
+    return tuple(Step(a, b, is_update(a, b)) for a, b in zip(moments, moments[1:]))
+
+
+def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
+    """The collectives in branches whose results become part of what the program trains.
+
+    A wrapper's own values are not that: it may sum some in the steps that make no update.
+    """
+    keys = tf.GraphKeys
+    collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)
+    *all_names, trained = ({v.op.name for v in graph.get_collection(key)} for key in collections)
+    others = set().union(*all_names) - trained
+    return {
+        name
+        for name, one in collectives.items()
+        if one.is_conditional and set(one.variables or ()) - others
+    }

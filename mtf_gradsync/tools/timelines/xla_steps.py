@@ -1,0 +1,283 @@
+"""Records the steps on XLA devices, by profiles and the operations of compiled programs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+from typing import AbstractSet, Any, Callable, Iterable, Iterator, NamedTuple, Sequence, TypeVar
+
+import numpy as np
+
+from mtf_gradsync.runtimes._common import first_line
+from mtf_gradsync.runtimes._private.jax import compiled_hlo
+from mtf_gradsync.runtimes.simd.collectives import list_collectives
+from mtf_gradsync.runtimes.simd.traffic import CommunicationRow
+from mtf_gradsync.runtimes.xla.collectives import COLLECTIVES, HloCollective, collectives_of
+from mtf_gradsync.runtimes.xla.gathering import OtherProcessError
+from mtf_gradsync.runtimes.xla.hlo import read_module
+from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
+from mtf_gradsync.runtimes.xla.session import Dispatched, XlaSession
+from mtf_gradsync.tools._private.profiles import Profiler, profile_data
+from mtf_gradsync.tools.timelines.profiles import leaves, read_profile, until_used
+from mtf_gradsync.tools.timelines.recording import (
+    Call,
+    Collective,
+    Event,
+    Recording,
+    TimelineError,
+    check_recorded,
+    model_name,
+    now,
+    replaced,
+    steps_until,
+    sums_of_updates,
+    timed,
+)
+
+_Result = TypeVar("_Result")
+# What `to_stablehlo` calls every program.
+_MODULE = "step"
+_ADVICE = (
+    "Perhaps another profiler of this process (TensorBoard's, or a jax.profiler.trace around the "
+    "steps) has them: end that one. On GPUs jax needs CUPTI: install jax[cuda12]."
+)
+
+
+@contextlib.contextmanager
+def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
+    """Has jax profile the devices, and notes each call of a session's ``dispatch``.
+
+    `lowering` names the variables. The list that it yields has the recordings of all processes
+    after the block.
+    """
+    profiler = Profiler()
+    pending: list[Dispatched] = []
+    ends: list[int] = []
+    calls: list[Call] = []
+
+    def noted(dispatch: Any) -> Any:
+        def dispatch_noted(*args: Any, **kwargs: Any) -> Dispatched:
+            before = session.steps
+            step: Any = timed(calls, "dispatch", lambda: dispatch(*args, **kwargs))
+            if session.steps > before:  # the program ran
+                pending.append(step)
+                step.result = functools.partial(waited, step, step.result)
+            return step
+
+        return dispatch_noted
+
+    def waited(step: Dispatched, result: Any) -> Any:
+        value = timed(calls, "wait for the step", result)
+        if step in pending:
+            pending.remove(step)
+            ends.append(now())
+        return value
+
+    session.wait()
+    found: list[Recording] = []
+    try:
+        _everywhere(session, lambda: _start(profiler))
+        begin = now()
+        with replaced(session, "dispatch", noted):
+            yield found
+        session.wait()
+        ends += [now()] * len(pending)
+        recording = _everywhere(
+            session,
+            lambda: check_recorded(
+                _recording(session, lowering, _profile(profiler), begin, ends, calls), _ADVICE
+            ),
+        )
+        found += [recording] if session.cores.is_alone else _gathered(session, recording)
+    finally:
+        # What ends the block is worth more than what the profiler says.
+        with contextlib.suppress(RuntimeError):
+            profiler.stop()
+
+
+def _everywhere(session: XlaSession, work: Callable[[], _Result]) -> _Result:
+    """Calls a function on every process; an error of one is one of all."""
+    try:
+        return session.cores.together(work)
+    except OtherProcessError as error:
+        raise TimelineError(f"No process has a timeline. {error}") from error
+
+
+def _start(profiler: Profiler) -> None:
+    try:
+        profiler.start()
+    except RuntimeError as error:
+        raise TimelineError(f"jax cannot begin a profile: {error}. {_ADVICE}") from error
+
+
+def _profile(profiler: Profiler) -> Any:
+    """Ends a profile and reads it."""
+    try:
+        profile = profiler.stop()
+    except RuntimeError as error:  # jax 0.4 tells only now that another profiler runs
+        raise TimelineError(f"jax has no profile: {first_line(error)}. {_ADVICE}") from error
+    try:
+        return profile_data(profile)
+    except ValueError as error:
+        raise TimelineError(
+            f"The profile of jax, of {len(profile):,} bytes, cannot be read: "
+            f"{first_line(error)}. Perhaps it was cut off: record fewer steps."
+        ) from error
+
+
+def _recording(
+    session: XlaSession,
+    lowering: Any,
+    profile: Any,
+    begin: int,
+    ends: list[int],
+    calls: Sequence[Call],
+) -> Recording:
+    """Makes a recording of a profile; `ends` are when the results of steps were there."""
+    cores = session.cores
+    rows = list_collectives(session.program, lowering=lowering).rows
+    operations = operations_of(
+        [(compiled_hlo(p.program.executable), p.replica) for p in session.compiled], rows
+    )
+    ordinals = [_ordinal(device) for device in cores.local_devices]
+    ran = leaves(read_profile(profile, _MODULE, ordinals), operations.inside)
+    ran = until_used(ran, operations.users)
+    events = tuple(
+        Event(
+            cores.local[one.core],
+            operations.name.get(one.operation, one.operation),
+            "collective" if one.operation in operations.collective else "compute",
+            one.begin,
+            one.end,
+        )
+        for one in ran
+    )
+    last: dict[int, int] = {}
+    for one in ran:
+        last[one.execution] = max(last.get(one.execution, 0), one.end)
+    # The devices know when a step ended. Without them it is when its result was there.
+    marks = events
+    if len(last) == len(ends):
+        ends = sorted(last.values())
+        # A core may be in the next step before another one has ended this one.
+        marks = tuple(
+            dataclasses.replace(event, begin=last[one.execution] - 1)
+            for event, one in zip(events, ran)
+            if event.kind == "collective"
+        )
+    of_updates = sums_of_updates(operations.facts, session.program.graph)
+    steps = steps_until(begin, ends, marks, of_updates)
+    process = cores.local_devices[0].process_index
+    names = {core: f"core {core}" for core in cores.local}
+    return Recording("xla", process, names, steps, events, operations.facts, tuple(calls))
+
+
+def _ordinal(device: Any) -> int:
+    """What a profile calls a device."""
+    found = getattr(device, "local_hardware_id", None)
+    return device.id if found is None or device.platform == "cpu" else found
+
+
+def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
+    """The recordings of all processes, on each of them."""
+    cores = session.cores
+    mine = np.frombuffer(recording.to_json().encode(), np.uint8)
+    count = len(cores.local)
+    (sizes,) = cores.gather([[np.array(len(mine))] * count])
+    padded = np.zeros(int(max(sizes)), np.uint8)
+    padded[: len(mine)] = mine
+    # A part of it for each core: every core's array has one shape.
+    parts = np.array_split(np.pad(padded, (0, -len(padded) % count)), count)
+    (gathered,) = cores.gather([parts])
+    texts: dict[int, list[np.ndarray]] = {}
+    length: dict[int, int] = {}
+    for core, device in enumerate(cores.devices):
+        texts.setdefault(device.process_index, []).append(gathered[core])
+        length[device.process_index] = int(sizes[core])
+    return [
+        Recording.from_json(np.concatenate(texts[p]).tobytes()[: length[p]].decode())
+        for p in sorted(texts)
+    ]
+
+
+_AROUND_OTHERS = ("while", "conditional", "call")
+# "x/(a:b)" is what a compiler makes of x/a and x/b, and "(a:b)" what packs a and b.
+_MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
+
+
+class Operations(NamedTuple):
+    """The operations of compiled programs, by their names there where nothing else is said."""
+
+    name: dict[str, str]  # the name in the model's graph, where it is known
+    collective: set[str]
+    inside: dict[str, set[str]]  # of loops, branches and calls: the operations in them
+    users: dict[str, set[str]]  # the operations that take a result
+    facts: dict[str, Collective]  # by names in the model's graph
+
+
+def operations_of(
+    programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
+) -> Operations:
+    """Reads compiled programs; `rows` are the list of their collectives.
+
+    A program is a serialized ``HloModuleProto``, with the core's program that it was made of.
+    """
+    found = Operations({}, set(), {}, {}, {})
+    by_name = {row.name: row for row in rows}
+    for hlo, replica in programs:
+        module = read_module(hlo)
+        exchanges = {c.name: c for c in collectives_of(module)}
+        nodes = {node.name for node in replica.graph_def.node}
+        for instruction in module.instructions:
+            for operand in instruction.operands:
+                found.users.setdefault(operand.name, set()).add(instruction.name)
+            called = instruction.called
+            name = instruction.proto.metadata.op_name
+            if not name and called and called[0].root is not None:
+                name = called[0].root.proto.metadata.op_name
+            shown = _name(name, nodes) or instruction.name
+            found.name[instruction.name] = shown
+            if instruction.operation in COLLECTIVES:
+                found.collective.add(instruction.name)
+                # What begins and ends apart has its bytes where it begins.
+                if instruction.name in exchanges or shown not in found.facts:
+                    exchange = exchanges.get(instruction.name)
+                    found.facts[shown] = _facts(_parts(name, nodes), exchange, by_name)
+            if instruction.opcode in _AROUND_OTHERS:
+                inner = {one.name for computation in called for one in computation.instructions}
+                found.inside.setdefault(instruction.name, set()).update(inner)
+    return found
+
+
+def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
+    """A name as the model's graph has it."""
+    names = [model_name(part) for part in _parts(name, nodes)]
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _parts(name: str, nodes: AbstractSet[str] = frozenset()) -> list[str]:
+    match = _MERGED.match(name)
+    parts = [match[1] + part for part in match[2].split(":")] if match else [name]
+    return [_node(part, nodes) for part in parts]
+
+
+def _node(name: str, nodes: AbstractSet[str]) -> str:
+    """The node of a name, which begins with the branches and loops around it: cond/cond_1/node."""
+    rest = name
+    while rest and rest not in nodes:
+        rest = rest.partition("/")[2]
+    return rest or name
+
+
+def _facts(
+    parts: Sequence[str], exchange: HloCollective | None, rows: dict[str, Any]
+) -> Collective:
+    known = [rows[part] for part in parts if part in rows]
+    variables = None
+    if known and all(row.variables is not None for row in known):
+        variables = tuple(dict.fromkeys(v for row in known for v in row.variables))
+    if exchange is None:
+        return Collective(None, variables)
+    return Collective(exchange.bytes_per_core, variables, exchange.is_conditional)
