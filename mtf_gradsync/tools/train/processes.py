@@ -30,22 +30,21 @@ def run_on_processes(
     num_processes: int,
     process_id: int,
     *,
-    timeout: float = 300.0,
-    silence: float = 20.0,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
     settings: Mapping[str, int] | None = None,
     first_does: str = "",
+    **meeting: float,
 ) -> Any:
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes to model_dir, which the
     others can read. The processes meet by `mtf_gradsync.xla.start_processes`, with coordinator,
-    their numbers, timeout and silence (in seconds); then `work` is called like `run` in each, and
-    its result is returned. They do not begin unless they have the same schedule and `settings`,
-    which are what `work` was made with, by the user's names. The others say what process 0 does
-    alone: `first_does` where `work` is not `run`.
+    their numbers, and `meeting`: its timeout and silence, in seconds. Then `work` is called like
+    `run` in each, and its result is returned. They do not begin unless they have the same schedule
+    and `settings`, which are what `work` was made with, by the user's names. The others say what
+    process 0 does alone: `first_does` where `work` is not `run`.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -76,8 +75,7 @@ def run_on_processes(
             num_processes,
             process_id,
             cpu_devices=each,
-            timeout=timeout,
-            silence=silence,
+            **meeting,
             settings={**schedule, **(settings or {})},
         ) as processes, StopSignal(_end):
             part = RunPart(chosen=lambda choose: _chosen(processes, choose))
@@ -117,20 +115,17 @@ def run_on_cluster(
     model_dir: str,
     task: Task,
     *,
-    watch_port: int | None = None,
-    timeout: float = 300.0,
-    silence: float = 20.0,
-    open_to_network: bool = False,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
+    **meeting: Any,
 ) -> Any:
     """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
     The chief builds, trains, evaluates and writes: it calls `work` like `run` and returns its
     result. The others serve their devices until it ends, and return None. Without ``mesh_devices``
     all tasks have equally many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`, with
-    watch_port, timeout and silence (in seconds), and open_to_network.
+    `meeting`: its watch_port, timeout and silence (in seconds), and open_to_network.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -141,14 +136,7 @@ def run_on_cluster(
     config, num_cpu_devices = _with_devices(config, task)
     try:
         cluster = join_cluster(
-            task.jobs,
-            task.job,
-            task.index,
-            num_cpu_devices=num_cpu_devices,
-            watch_port=watch_port,
-            timeout=timeout,
-            silence=silence,
-            open_to_network=open_to_network,
+            task.jobs, task.job, task.index, num_cpu_devices=num_cpu_devices, **meeting
         )
     except MissingProcessesError:
         raise
