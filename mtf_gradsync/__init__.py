@@ -77,7 +77,13 @@ _ROOMS = {
 }
 
 if TYPE_CHECKING:
-    from mtf_gradsync.optimizers import AdamWOptimizer, ByVariable, describe
+    from mtf_gradsync.optimizers import (
+        AdamWOptimizer,
+        ByVariable,
+        MuonOptimizer,
+        describe,
+        is_hidden_matrix,
+    )
     from mtf_gradsync.reduce import LowRankAllReduce, QuantizedAllReduce
     from mtf_gradsync.runtimes import simd as simd
     from mtf_gradsync.runtimes import xla as xla
@@ -96,7 +102,9 @@ else:  # a type checker that saw `__getattr__` would take any name
         {
             "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
             "ByVariable": "mtf_gradsync.optimizers.by_variable",
+            "MuonOptimizer": "mtf_gradsync.optimizers.muon",
             "describe": "mtf_gradsync.optimizers.description",
+            "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
             "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
             "Cluster": "mtf_gradsync.runtimes.cluster",
@@ -138,6 +146,7 @@ configurable_when_named(
         "CollectiveAllReduce": "mtf_gradsync.reduce.collective",
         "HierarchicalAllReduce": "mtf_gradsync.reduce.hierarchical",
         "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
+        "MuonOptimizer": "mtf_gradsync.optimizers.muon",
         "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
         "SpecBuilder": "mtf_gradsync.tools.estimator.builder",
     }
@@ -156,6 +165,7 @@ __all__ = [
     "LossScaleOptimizer",
     "LowRankAllReduce",
     "MeshOptimizer",
+    "MuonOptimizer",
     "NoUpdateError",
     "OuterOptimizer",
     "ProcessesError",
@@ -173,6 +183,7 @@ __all__ = [
     "describe",
     "get_update_step",
     "gradient_noise_scale",
+    "is_hidden_matrix",
     "join_cluster",
     "moving_average",
     "per_shard",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from mtf_gradsync._common import elements
+from mtf_gradsync._common import check_number, elements, is_number
 from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs
 from mtf_gradsync._private.tensorflow import in_loop_or_branch
@@ -286,3 +287,31 @@ class _CheckedScalar(Watched):
 
     def _lowered(self, lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[tf.Tensor]:
         return [tf.cast(x, tf.float32) for x in super()._lowered(lowering, tensors)]
+
+
+_RATES = Bounds(0.0, math.inf)
+
+
+def check_rate(rate: Any) -> Any:
+    """Returns a learning rate: a number of 0 or more, or a floating scalar, tf or mtf.
+
+    Raises:
+      TypeError: it is neither.
+      ValueError: it is a number below 0, or not finite.
+    """
+    if is_number(rate):
+        return check_number("learning_rate", rate, str(_RATES))
+    if not is_scalar(rate) or not rate.dtype.is_floating:
+        raise TypeError(
+            "learning_rate must be a number or a floating scalar, a tf or mtf tensor or variable, "
+            f"got {rate!r}. For a schedule give the tensor that it returns, such as "
+            "schedule(gs.get_update_step(mesh))."
+        )
+    return rate
+
+
+def rate_of_step(rate: Any, mesh: mtf.Mesh, dtype: tf.DType, owner: str) -> Any:
+    """Returns a checked learning rate for a step: a number, or a scalar that each step checks."""
+    if is_number(rate):
+        return rate
+    return scalar_of_step(rate, mesh, dtype, "learning_rate", owner, _RATES)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.optimizers.adamw import AdamWOptimizer
     from mtf_gradsync.optimizers.by_variable import ByVariable
     from mtf_gradsync.optimizers.description import DescribedLine, Description, describe
+    from mtf_gradsync.optimizers.muon import MuonOptimizer, is_hidden_matrix
 else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -37,7 +38,9 @@ else:  # a type checker that saw `__getattr__` would take any name
             "ByVariable": "mtf_gradsync.optimizers.by_variable",
             "DescribedLine": "mtf_gradsync.optimizers.description",
             "Description": "mtf_gradsync.optimizers.description",
+            "MuonOptimizer": "mtf_gradsync.optimizers.muon",
             "describe": "mtf_gradsync.optimizers.description",
+            "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
         },
     )
 
@@ -54,6 +57,7 @@ __all__ = [
     "GradientAccumulationOptimizer",
     "Line",
     "LossScaleOptimizer",
+    "MuonOptimizer",
     "NoUpdateError",
     "NoiseScale",
     "OuterOptimizer",
@@ -65,6 +69,7 @@ __all__ = [
     "describe",
     "get_update_step",
     "gradient_noise_scale",
+    "is_hidden_matrix",
     "moving_average",
     "reported",
     "scalar_state",

@@ -7,20 +7,13 @@ import math
 import re
 from typing import Any, Sequence
 
-from mtf_gradsync._common import check_number, elements, is_number
+from mtf_gradsync._common import check_number, elements
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
-from mtf_gradsync.gradients.arguments import (
-    Bounds,
-    check_grads_and_variables,
-    is_scalar,
-    scalar_of_step,
-)
+from mtf_gradsync.gradients.arguments import check_grads_and_variables, check_rate, rate_of_step
 from mtf_gradsync.optimizers.state.slots import check_bare_update
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.step import gated_update
-
-_RATES = Bounds(0.0, math.inf)
 
 
 @late_configurable(module="mtf_gradsync")
@@ -74,7 +67,7 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
           TypeError: learning_rate is no number and no scalar tensor, or an expression no string.
           ValueError: an argument is out of range, or an expression is not regular.
         """
-        self.learning_rate = _checked_rate(learning_rate)
+        self.learning_rate = check_rate(learning_rate)
         what, beta = "a number from 0", "a number from 0 up to 1 (not included)"
         self.weight_decay_rate = check_number("weight_decay_rate", weight_decay_rate, what)
         self.beta_1 = check_number("beta_1", beta_1, beta, below=1.0)
@@ -139,10 +132,7 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
         update = mean / (mtf.sqrt(square) + self.epsilon)
         if self._decays(var.name):
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
-        rate = self.learning_rate
-        if not is_number(rate):
-            name = type(self).__name__
-            rate = scalar_of_step(rate, var.mesh, wide, "learning_rate", name, _RATES)
+        rate = rate_of_step(self.learning_rate, var.mesh, wide, type(self).__name__)
         return [
             # Not `assign`, as the value may be in a narrower dtype than the variable.
             mtf.assign_sub(var, update * rate),
@@ -161,18 +151,6 @@ def _weight(beta: float, count: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
     log_beta = math.log(beta) if beta else -math.inf
     # Not 1 - beta^count, which for a beta near 1 has few correct digits.
     return mtf.cwise(lambda t: -tf.math.expm1(tf.cast(t, dtype) * log_beta), [count], dtype)
-
-
-def _checked_rate(rate: Any) -> Any:
-    if is_number(rate):
-        return check_number("learning_rate", rate, str(_RATES))
-    if not is_scalar(rate) or not rate.dtype.is_floating:
-        raise TypeError(
-            "learning_rate must be a number or a floating scalar, a tf or mtf tensor or variable, "
-            f"got {rate!r}. For a schedule give the tensor that it returns, such as "
-            "schedule(gs.get_update_step(mesh))."
-        )
-    return rate
 
 
 def _checked_patterns(patterns: Any) -> tuple[str, ...]:

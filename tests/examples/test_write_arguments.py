@@ -16,7 +16,13 @@ PAGES = arguments.pages()
 
 
 def test_every_wrapper_and_optimizer_has_its_arguments_on_a_page():
-    assert set(PAGES) == {*wrappers.REGISTRY, "AdamWOptimizer", "ByVariable", "MeshOptimizer"}
+    assert set(PAGES) == {
+        *wrappers.REGISTRY,
+        "AdamWOptimizer",
+        "ByVariable",
+        "MeshOptimizer",
+        "MuonOptimizer",
+    }
 
 
 @pytest.mark.parametrize("page", sorted({page.name for page in PAGES.values()}))

@@ -1,0 +1,213 @@
+"""MuonOptimizer: momentum whose matrices are made orthogonal."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Sequence
+
+from mtf_gradsync._common import check_number, check_whole_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import meshes_made
+from mtf_gradsync._private.patches import late_configurable
+from mtf_gradsync.gradients.arguments import check_grads_and_variables, check_rate, rate_of_step
+from mtf_gradsync.optimizers.state.slots import check_bare_update
+from mtf_gradsync.step import gated_update
+
+# The coefficients of the quintic iteration: its slope at 0 is as steep as it can be, and singular
+# values end between about 0.7 and 1.2.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+
+
+@late_configurable(module="mtf_gradsync")
+class MuonOptimizer(mtf.optimize.Optimizer):
+    """Momentum whose matrices are made nearly orthogonal, by Newton-Schulz steps.
+
+    For a matrix with a gradient g:
+
+        m = momentum * m + (1 - momentum) * g
+        u = momentum * m + (1 - momentum) * g      (nesterov; else u = m)
+        x = u / |u|; `steps` times: s = x x^T; x = 3.4445 x + (-4.775 s + 2.0315 s s) x
+        size = sqrt(max(1, columns / rows))
+        variable -= learning_rate * (size * x + weight_decay_rate * variable)
+
+    A matrix is a variable of two or more dimensions: its first dimension are the rows, the inputs
+    of Mesh-TF's dense layers, and the others together the columns, their outputs. It is not for
+    vectors, scalars, embeddings and the last layer: give these another optimizer by `ByVariable`.
+    Arithmetic is in float32 at least. A matrix that the mesh splits is gathered once for all steps,
+    or stays split where the products of its shorter side are fewer bytes.
+
+    State, by name: `<variable>/muon_m`, laid out like the variable and at least float32.
+
+    References:
+      Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, and its
+      reference implementation, whose matrices are outputs by inputs.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        steps: int = 5,
+        weight_decay_rate: float = 0.0,
+    ):
+        """Sets what an update takes.
+
+        Args:
+          learning_rate: a number of 0 or more, or a scalar tf or mtf tensor or variable, which is
+            checked in each step. An update of a square matrix has a spectral norm of about 1 times
+            the rate: 0.02 is usual, where AdamW takes 0.001.
+          momentum: decay of the mean of gradients, from 0 up to 1 (not included).
+          nesterov: whether an update takes the mean and, once more, the gradient.
+          steps: the number of Newton-Schulz steps, 1 or more.
+          weight_decay_rate: the part of its value, times the learning rate, that a variable loses
+            in an update; 0 or more.
+
+        Raises:
+          TypeError: learning_rate is no number and no scalar tensor.
+          ValueError: an argument is out of range.
+        """
+        self.learning_rate = check_rate(learning_rate)
+        beta = "a number from 0 up to 1 (not included)"
+        self.momentum = check_number("momentum", momentum, beta, below=1.0)
+        self.nesterov = bool(nesterov)
+        self.steps = check_whole_number("steps", steps)
+        self.weight_decay_rate = check_number(
+            "weight_decay_rate", weight_decay_rate, "a number from 0"
+        )
+
+    def apply_grads(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        """Makes the updates of variables, which wait until all of them are read.
+
+        Args:
+          grads: their gradients, None for no update.
+          variables: the mesh variables.
+
+        Returns:
+          A list of mtf operations.
+
+        Raises:
+          TypeError: a gradient or variable has the wrong type.
+          ValueError: lengths differ, a gradient has another shape or mesh than its variable, or a
+            variable is no matrix.
+        """
+        grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
+        for grad, variable in zip(grads, variables):
+            if grad is not None and variable.shape.ndims < 2:
+                raise ValueError(
+                    f"MuonOptimizer updates matrices, and {variable.name!r} of shape "
+                    f"{variable.shape.to_string} is none: update it by another optimizer, as in "
+                    "gs.ByVariable(gs.AdamWOptimizer(0.001), [(gs.is_hidden_matrix, "
+                    "gs.MuonOptimizer(0.02))])."
+                )
+        updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
+        check_bare_update(self, updates, variables)
+        return updates
+
+    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
+        """Makes the update of one variable, as `apply_grads` does."""
+        if grad is None:
+            return []
+        return gated_update(functools.partial(self._update, grad, var), [grad])
+
+    def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
+        wide = var.slice_dtype if var.slice_dtype.size > 4 else tf.float32
+        m = mtf.get_variable(
+            var.mesh,
+            f"{var.name}/muon_m",
+            var.shape,
+            wide,
+            initializer=tf.zeros_initializer(),
+            trainable=False,
+        )
+        # 1. Momentum.
+        grad = mtf.cast(grad, wide) * (1.0 - self.momentum)
+        new_m = m * self.momentum + grad
+        update = new_m * self.momentum + grad if self.nesterov else new_m
+        # 2. Orthogonal, and as large as for a square matrix.
+        update = orthogonal(update, self.steps)
+        rows, *columns = var.shape.dims
+        size = math.sqrt(max(1.0, mtf.Shape(columns).size / rows.size))
+        update *= size
+        # 3. Decay, and the rate.
+        if self.weight_decay_rate:
+            update += mtf.cast(var.value, wide) * self.weight_decay_rate
+        rate = rate_of_step(self.learning_rate, var.mesh, wide, type(self).__name__)
+        return [mtf.assign_sub(var, update * rate), mtf.assign(m.operation, new_m)]
+
+
+def is_hidden_matrix(variable: mtf.Variable) -> bool:
+    """Whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
+
+    These are variables of two or more dimensions whose names do not have "embedding", "softmax" or
+    "logits" in them.
+    """
+    name = variable.name.lower()
+    return variable.shape.ndims >= 2 and not any(
+        word in name for word in ("embedding", "softmax", "logits")
+    )
+
+
+def orthogonal(x: mtf.Tensor, steps: int = 5) -> mtf.Tensor:
+    """Returns the nearly orthogonal matrix next to another one, by Newton-Schulz steps.
+
+    Args:
+      x: a tensor of two or more dimensions: its first dimension are rows, the others columns.
+      steps: the number of steps.
+
+    Returns:
+      A tensor of the same shape, with singular values between about 0.7 and 1.2; zeros for zeros.
+    """
+    rows, columns = x.shape.dims[:1], x.shape.dims[1:]
+    side, along = sorted((rows, columns), key=lambda dims: mtf.Shape(dims).size)
+    shape = x.shape
+    second, third = (_named(side, name) for name in ("second", "third"))
+    if not _stays_split(side, along, steps):
+        # By names that no layout splits.
+        x = _renamed(x, shape.dims, _named(shape.dims, "whole"))
+        side = _named(side, "whole")
+    # The sum first, as squares of small numbers are 0 in float32.
+    x = x / (mtf.reduce_sum(mtf.abs(x)) + 1e-30)
+    x = x * mtf.rsqrt(mtf.reduce_sum(mtf.square(x)) + 1e-20)
+    square = mtf.Shape([*side, *second])
+    for _ in range(steps):
+        across = _renamed(x, side, second)
+        s = mtf.einsum([x, across], square)
+        s_s = mtf.einsum([_renamed(s, second, third), _renamed(s, side, third)], square)
+        x = x * _A + mtf.einsum([s * _B + s_s * _C, across], x.shape)
+    return mtf.reshape(x, shape)
+
+
+def _named(dims: Sequence[mtf.Dimension], name: str) -> list[mtf.Dimension]:
+    return [mtf.Dimension(f"muon_{name}_{d.name}", d.size) for d in dims]
+
+
+def _renamed(
+    x: mtf.Tensor, dims: Sequence[mtf.Dimension], to: Sequence[mtf.Dimension]
+) -> mtf.Tensor:
+    """Returns a tensor whose dimensions `dims` have other names."""
+    names = dict(zip(dims, to))
+    return mtf.reshape(x, mtf.Shape([names.get(d, d) for d in x.shape.dims]))
+
+
+def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], steps: int) -> bool:
+    """Whether a matrix stays split: it is, along its longer side alone, and that sends less.
+
+    To gather it sends about all of its numbers; each product of its shorter side with itself that
+    is summed over the mesh sends twice that many. A mesh that is not known yet may split anything.
+    """
+    meshes = meshes_made()
+    if len(meshes) != 1:
+        return False
+    ((mesh_shape, layout),) = meshes
+    split = [
+        any(layout.tensor_dimension_to_mesh_axis(d, mesh_shape) is not None for d in dims)
+        for dims in (side, along)
+    ]
+    square = mtf.Shape(side).size ** 2
+    return split == [False, False] or (
+        split == [False, True] and 2 * steps * square < mtf.Shape([*side, *along]).size
+    )

@@ -1,0 +1,187 @@
+"""MuonOptimizer against Keller Jordan's reference, written in numpy in float64."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import muon
+from tests import harness
+
+SHAPE, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
+AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
+STEPS = 3
+# Split along the second, the first and no dimension; split and short, so that it stays split.
+VARIABLES = {
+    "wide": [("inputs", 6), ("hidden", 8)],
+    "tall": [("hidden", 8), ("outputs", 4)],
+    "whole": [("a", 5), ("b", 3)],
+    "long": [("few", 2), ("hidden", 64)],
+    "heads": [("model", 6), ("heads", 2), ("hidden", 4)],
+}
+
+
+def orthogonal(x):
+    """zeropower_via_newtonschulz5, whose shorter side are rows."""
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(5):
+        s = x @ x.T
+        x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
+    return x.T if transposed else x
+
+
+def expected(values, gradients, rate, decay, nesterov=True):
+    """The reference for matrices of inputs by outputs, after each step."""
+    means = {k: np.zeros_like(v) for k, v in values.items()}
+    for grads in gradients:
+        for k, g in grads.items():
+            means[k] = 0.95 * means[k] + 0.05 * g
+            update = 0.95 * means[k] + 0.05 * g if nesterov else means[k]
+            matrix = update.reshape(len(update), -1)
+            update = orthogonal(matrix).reshape(update.shape)
+            update = update * max(1, matrix.shape[1] / matrix.shape[0]) ** 0.5
+            values[k] = values[k] * (1 - rate * decay) - rate * update
+        yield dict(values), dict(means)
+
+
+def sizes(dims):
+    return [n for _, n in dims]
+
+
+def random(seed, size=1.0):
+    rng = np.random.RandomState(seed)
+    return {k: (rng.randn(*sizes(dims)) * size).astype("f") for k, dims in VARIABLES.items()}
+
+
+def applied(make):
+    def build(mesh, inputs):
+        variables, grads = [], []
+        for name, dims in VARIABLES.items():
+            shape = mtf.Shape([mtf.Dimension(*d) for d in dims])
+            first = tf.constant_initializer(random(0)[name])
+            variables.append(mtf.get_variable(mesh, name, shape, initializer=first).operation)
+            grads.append(mtf.import_tf_tensor(mesh, inputs[f"gradient_of_{name}"], shape))
+        return make().apply_grads(grads, variables), {}
+
+    return build
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-18, 1e18])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.mostly_slow
+def test_three_updates_are_the_references(mesh_kind, size, nesterov):
+    gradients = [random(seed, size) for seed in range(1, STEPS + 1)]
+    feeds = [{f"gradient_of_{k}": v for k, v in grads.items()} for grads in gradients]
+
+    def make():
+        opt = gs.MuonOptimizer(0.02, nesterov=nesterov, weight_decay_rate=0.1)
+        return gs.CrossShardOptimizer(opt, **AXES)
+
+    program = harness.built(mesh_kind, SHAPE, LAYOUT, applied(make), feeds[0])
+    values = {k: v.astype(np.float64) for k, v in random(0).items()}
+    wide = [{k: v.astype(np.float64) / size for k, v in grads.items()} for grads in gradients]
+    after = zip(program.after_each(feeds), expected(values, wide, 0.02, 0.1, nesterov))
+    for number, (found, (value, mean)) in enumerate(after, 1):
+        for k in VARIABLES:
+            # Five steps raise an error of float32 in the smallest singular values by 3.4445^5.
+            bound = number * 0.02 * 500 * 2**-22
+            np.testing.assert_allclose(found[k], value[k], rtol=0, atol=bound, err_msg=k)
+            found_mean = found[f"{k}/muon_m"].astype(np.float64) / size
+            np.testing.assert_allclose(found_mean, mean[k], rtol=0, atol=2e-6, err_msg=k)
+
+
+def test_which_matrices_stay_split():
+    split, other = [mtf.Dimension("hidden", 64)], [mtf.Dimension("few", 2)]
+    with tf.Graph().as_default():
+        assert not muon._stays_split(other, split, 5)  # the mesh is not known
+        harness.placement(SHAPE, LAYOUT)
+        assert muon._stays_split(other, split, 5)  # 128 numbers, or 10 products of 4
+        assert not muon._stays_split([mtf.Dimension("few", 8)], split, 5)
+        assert not muon._stays_split(split, other, 5)
+        assert muon._stays_split(other, [mtf.Dimension("b", 3)], 5)  # nothing to gather
+
+
+def test_zeros_stay_zeros_and_others_are_nearly_orthogonal():
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        dims = [mtf.Dimension("a", 12), mtf.Dimension("b", 7)]
+        rng = np.random.RandomState(0)
+        given = np.stack([np.zeros((12, 7)), rng.randn(12, 7)]).astype("f")
+        made = [
+            muon.orthogonal(mtf.import_tf_tensor(mesh, tf.constant(x), mtf.Shape(dims)))
+            for x in given
+        ]
+        impl = harness.placement("one:1", "")
+        lowering = mtf.Lowering(mesh.graph, {mesh: impl})
+        with tf.Session() as session:
+            zeros, matrix = session.run([lowering.export_to_tf_tensor(x) for x in made])
+    assert not zeros.any()
+    found = np.linalg.svd(matrix, compute_uv=False)
+    assert found.min() > 0.6
+    assert found.max() < 1.3
+
+
+def with_rest(opt):
+    return gs.ByVariable(gs.AdamWOptimizer(0.01), [(gs.is_hidden_matrix, opt)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)])
+def test_in_sharded_updates_and_accumulation_it_is_the_same(kind):
+    gradients = [random(seed) for seed in range(1, 5)]
+    feeds = [{f"gradient_of_{k}": v for k, v in grads.items()} for grads in gradients]
+
+    def values(wrap):
+        build = applied(lambda: wrap(with_rest(gs.MuonOptimizer(0.02))))
+        return harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
+
+    def accumulated(opt):
+        sharded = gs.ShardedUpdateOptimizer(opt, min_size=2, **AXES)
+        return gs.GradientAccumulationOptimizer(sharded, 2, accumulate="synced", **AXES)
+
+    one = values(lambda opt: gs.GradientAccumulationOptimizer(opt, 2, accumulate="synced", **AXES))
+    parts = values(accumulated)
+    for name, value in one.items():
+        np.testing.assert_allclose(parts[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_a_vector_is_refused_before_anything_is_built():
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        b = mtf.get_variable(mesh, "b", mtf.Shape([mtf.Dimension("a", 3)])).operation
+        before = len(mesh.graph.operations)
+        with pytest.raises(ValueError, match=r"'b' of shape .* gs.ByVariable"):
+            gs.MuonOptimizer(0.02).apply_grads([b.value * 1.0], [b])
+        assert len(mesh.graph.operations) == before + 1  # the product above
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"momentum": 1.0}, ValueError),
+        ({"steps": 0}, ValueError),
+        ({"weight_decay_rate": -1.0}, ValueError),
+        ({"learning_rate": "0.1"}, TypeError),
+    ],
+)
+def test_bad_arguments(arguments, error):
+    with pytest.raises(error, match=next(iter(arguments))):
+        gs.MuonOptimizer(**{"learning_rate": 0.02, **arguments})
+
+
+def test_which_variables_are_hidden_matrices():
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        a, b = mtf.Dimension("a", 2), mtf.Dimension("b", 3)
+        made = {
+            name: mtf.get_variable(mesh, name, mtf.Shape(dims)).operation
+            for name, dims in {
+                "ffn/wi": [a, b],
+                "ffn/bias": [b],
+                "shared/embedding": [a, b],
+                "logits/kernel": [a, b],
+            }.items()
+        }
+    assert [name for name, v in made.items() if gs.is_hidden_matrix(v)] == ["ffn/wi"]
