@@ -3,23 +3,42 @@
 import pytest
 
 from mtf_gradsync.tools.train import gin_files
+from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.verifying import verify_config
 from tests.tools.train.config import small_lm
 
 FEW = "OuterOptimizer.inner_steps = 2"
+# Parts of other configs: `unitransformer.gin` of all of these, `t5_gradsync.gin` of T5's.
+PARTS = {"unitransformer.gin", "t5_gradsync.gin"}
+# Its binding asks for three replicas.
+FOUR = "batch:4;model:1"
 CASES = {
-    "outer steps": ("lm_outer.gin", [FEW], "placement_mesh", "equal"),
-    "sharded updates": ("lm_sharded_updates.gin", [], "cpu_replicas", "equal"),
-    "8-bit numbers": ("lm_quantized.gin", [], "cpu_replicas", "NOT EQUAL"),
-}
+    "the README's": ("lm_cpu_mesh.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
+    "accumulation": ("lm_accumulate.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
+    "float16": ("lm_float16.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
+    "noise scale": ("lm_noise_scale.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
+    "replicas": ("lm_sync_replicas.gin", FOUR, [], "cpu_replicas", "equal"),
+    "outer steps": ("lm_outer.gin", "batch:2;model:2", [FEW], "placement_mesh", "equal"),
+    "outer steps on cores": ("lm_outer.gin", "batch:2;model:2", [FEW], "cpu_replicas", "equal"),
+    "sharded updates": (
+        "lm_sharded_updates.gin", "batch:2;model:2", [], "cpu_replicas", "equal",
+    ),
+    "8-bit numbers": ("lm_quantized.gin", "batch:2;model:2", [], "cpu_replicas", "NOT EQUAL"),
+}  # fmt: skip
+
+
+def bindings(config, mesh_shape, more):
+    """The mesh is named once, for the run and for wrappers that ask for it, or only here."""
+    text = (small_lm.CONFIGS / config).read_text(encoding="utf-8")
+    name = "mesh_shape" if "%mesh_shape" in text else "train.run.mesh_shape"
+    return [*small_lm.SMALL, f"{name} = '{mesh_shape}'", *more]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_has_its_verdict(name):
-    config, bindings, runtime, verdict = CASES[name]
-    mesh = "train.run.mesh_shape = 'batch:2;model:2'"
-    gin_files.load([str(small_lm.CONFIGS / config)], [*small_lm.SMALL, mesh, *bindings])
+    config, mesh_shape, more, runtime, verdict = CASES[name]
+    gin_files.load([str(small_lm.CONFIGS / config)], bindings(config, mesh_shape, more))
     found = verify_config(divisions=["wrappers"], runtime=runtime)
     first, *others = found.lines
     assert first.verdict == verdict, str(found)
@@ -27,3 +46,18 @@ def test_a_config_has_its_verdict(name):
     # What is not equal is so because of the strategy, by no more than its rounding.
     assert ("QuantizedAllReduce" in first.cause) == (verdict == "NOT EQUAL"), str(found)
     assert first.error < 0.1
+
+
+def test_each_config_is_verified():
+    verified = {config for config, *_ in CASES.values()}
+    assert verified | PARTS == {path.name for path in small_lm.CONFIGS.glob("*.gin")}
+
+
+@pytest.mark.slow
+def test_a_report_of_outer_steps_on_a_placement_mesh(capsys):
+    """Where no mesh is bound, the wrapper has the run's."""
+    given = bindings("lm_outer.gin", "batch:2;model:2", [FEW])
+    given.append("train.run.runtime = 'placement_mesh'")
+    config = f"--gin_file={small_lm.CONFIGS / 'lm_outer.gin'}"
+    assert cli.main(["report", config, *(f"--gin_param={x}" for x in given)]) == 0
+    assert "OuterOptimizer > AdafactorOptimizer" in capsys.readouterr().out
