@@ -25,6 +25,7 @@ _NOTHING_TO_SHOW = (
     "Give at least one --gin_file",
     "In a TPU program all cores share",
     "The graph has no variables",
+    "A wrapper's operation is lowered before",
     "The input_fn of the evaluation gave no batch",
     "This Python has no pydoc_data",
     "jax finds no cluster",
