@@ -191,8 +191,7 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
     """
     import tensorflow as tf2
 
-    tensors = [i for i in replica.inputs if not i.is_variable]
-    variables = [i for i in replica.inputs if i.is_variable]
+    tensors, variables = replica.tensors, replica.variables
     has_randomness = any(node.op in RANDOM_TYPES for node in replica.graph_def.node)
     # The bridge needs live variables, and eager execution.
     with eager_mode():

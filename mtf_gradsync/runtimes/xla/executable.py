@@ -21,7 +21,7 @@ from mtf_gradsync.runtimes.xla.bridge import to_hlo
 from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.gathering import Cores
 from mtf_gradsync.runtimes.xla.host_graph import split_program
-from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, ReplicaProgram, replica_program
+from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram, replica_program
 from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
 from mtf_gradsync.runtimes.xla.runner.program import (
     LoadedProgram,
@@ -235,8 +235,6 @@ class CompiledCore(NamedTuple):
     replica: ReplicaProgram
     lowered: CoreModule
     program: LoadedProgram
-    inputs: tuple[ReplicaInput, ...]  # the replica's inputs that are tensors
-    variables: tuple[ReplicaInput, ...]  # the replica's inputs that are variables
 
 
 class PreparedProgram:
@@ -273,13 +271,7 @@ class PreparedProgram:
             program = loaded(module, self._cores.devices, self._cache)
             if not self._cores.is_alone:
                 self._cores.check_same("the orders of collectives", _order(program))
-            self._compiled[inside] = CompiledCore(
-                replica,
-                module,
-                program,
-                tuple(i for i in replica.inputs if not i.is_variable),
-                tuple(i for i in replica.inputs if i.is_variable),
-            )
+            self._compiled[inside] = CompiledCore(replica, module, program)
         return self._compiled[inside]
 
 

@@ -160,10 +160,10 @@ def export(
     names = _fetch_names(program, host.facts.cluster, fetches)
     tensors = sorted(set(names.values()))
     replica = replica_program(program, tensors)
-    called = entries.input_names(replica.inputs, inputs)
+    called = entries.input_names(replica.tensors, inputs)
     made = lowered(replica, Cache(default_cache_dir() if cache_dir == "default" else cache_dir))
     artifact = to_artifact(made.module)
-    variables = [i for i in replica.inputs if i.is_variable]
+    variables = replica.variables
     contents = _Contents()
     with host.session(checkpoint) as opened:
         fed = _by_name(program, keep or {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import hashlib
 from typing import Any, Callable, Iterator, Sequence, TypeVar
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from mtf_gradsync.runtimes.processes.members import ProcessesError
 from mtf_gradsync.runtimes.xla.devices import check_keeps_order
+from mtf_gradsync.runtimes.xla.runner.devices import exchanged
 from mtf_gradsync.runtimes.xla.runner.program import wait_for_turn
 
 
@@ -132,39 +132,13 @@ def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
     """Returns the rows of all processes, one below the other ("gather") or added up ("sum")."""
     import jax
 
-    devices, combined = _exchange_program(how)
     wait_for_turn()
-    mine = next(d for d in devices if d.process_index == jax.process_index())
-    rows = jax.make_array_from_single_device_arrays(
-        (len(devices), *words.shape),
-        jax.sharding.NamedSharding(
-            jax.sharding.Mesh(np.array(devices), ("process",)),
-            jax.sharding.PartitionSpec("process"),
-        ),
-        [jax.device_put(words[np.newaxis], mine)],
-    )
     try:
-        return np.asarray(combined(rows).addressable_data(0))
+        return exchanged(words, tuple(jax.devices()), how)
     except (RuntimeError, ValueError) as error:  # jaxlib 0.4 raises what fails at once as either
         raise ExchangeError(
             f"The processes could not exchange values: {' '.join(str(error).split())}"
         ) from error
-
-
-@functools.lru_cache(maxsize=None)
-def _exchange_program(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Returns a device of each process, and a program that sends each one's values to all."""
-    import jax
-
-    first: dict[int, Any] = {}
-    for device in jax.devices():
-        first.setdefault(device.process_index, device)
-    devices = [first[process] for process in sorted(first)]
-    everywhere = jax.sharding.NamedSharding(
-        jax.sharding.Mesh(np.array(devices), ("process",)), jax.sharding.PartitionSpec()
-    )
-    combine = {"gather": lambda rows: rows, "sum": lambda rows: rows.sum(0, rows.dtype)}[how]
-    return devices, jax.jit(combine, out_shardings=everywhere)
 
 
 def _packed(values: Sequence[np.ndarray]) -> np.ndarray:

@@ -26,17 +26,18 @@ def made_by() -> dict[str, str]:
 
 
 def input_names(
-    inputs: Sequence[ReplicaInput], names: Mapping[str, Any] | None
+    tensors: Sequence[ReplicaInput], names: Mapping[str, Any] | None
 ) -> dict[str, ReplicaInput]:
-    """Returns the tensors among a program's inputs by name, in their order.
+    """Returns the tensors that a program reads from outside by name, in their order.
 
     `names` maps names to tensors that the program reads from outside, or to what
     `Program.per_replica` returned. Other inputs are named after their operations.
     """
     by_tensor: dict[str, ReplicaInput] = {}
-    tensors = [i for i in inputs if not i.is_variable]
     for i in tensors:
-        by_tensor[_tensor_of(i)] = i
+        # The tensor that the input was made for.
+        name, _, number = i.name.partition("/output_")
+        by_tensor[f"{name}:{number or 0}"] = i
         if len(set(i.sources)) == 1:
             by_tensor[i.sources[0]] = i
     called = {i.name: i.name.replace("/output_", ":") for i in tensors}
@@ -52,12 +53,6 @@ def input_names(
     if len(found) < len(tensors):
         raise ValueError(f"Two inputs cannot have one name: {sorted(called.values())}.")
     return found
-
-
-def _tensor_of(given: ReplicaInput) -> str:
-    """Returns the tensor that an input was made for."""
-    name, _, number = given.name.partition("/output_")
-    return f"{name}:{number or 0}"
 
 
 def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[str, Any]:

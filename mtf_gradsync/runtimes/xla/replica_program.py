@@ -38,6 +38,16 @@ class ReplicaProgram(NamedTuple):
     effects: tuple[str, ...]  # names of the operations that have to run
     num_replicas: int  # how many cores run it
 
+    @property
+    def tensors(self) -> list[ReplicaInput]:
+        """The inputs that are tensors, in their order."""
+        return [one for one in self.inputs if not one.is_variable]
+
+    @property
+    def variables(self) -> list[ReplicaInput]:
+        """The inputs that are variables, in their order."""
+        return [one for one in self.inputs if one.is_variable]
+
 
 def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
     """Extracts one core's program: all its effects, as on a TPU, and what `fetches` need besides.

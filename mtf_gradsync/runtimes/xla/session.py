@@ -208,11 +208,11 @@ class XlaSession(ReplicaSession):
             values.update(self._run_outside(plan.first, feeds))
             return Dispatched(fetches, plan.places, values)
         compiled = self._prepared.compiled(tuple(sorted({*plan.inside, *self._counts})))
-        sources = self._inputs.sources(compiled.inputs, feeds)
+        sources = self._inputs.sources(compiled.replica.tensors, feeds)
         first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
         everywhere = None
         if not self._cores.is_alone:
-            everywhere = plan.first.union(*(i.sources for i in compiled.inputs))
+            everywhere = plan.first.union(*(i.sources for i in compiled.replica.tensors))
         values.update(self._run_outside(sources | plan.first, first, everywhere))
         values.update(self._step(compiled, values, feeds, plan.shared))
         step = self._dispatched = self._dispatched + 1
@@ -256,8 +256,8 @@ class XlaSession(ReplicaSession):
         self._is_stepped = True
         note(f"step {self.steps}")
         with devices_errors():
-            arguments = self._inputs.put(compiled.inputs, values, fed, shared)
-            arguments += self._variables.take(compiled.variables)
+            arguments = self._inputs.put(compiled.replica.tensors, values, fed, shared)
+            arguments += self._variables.take(compiled.replica.variables)
             if compiled.lowered.has_randomness:
                 arguments.append(self._random_state or self._initial_random_state())
             results = compiled.program.run(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import Any, ContextManager, Iterator, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Sequence
 
 import numpy as np
 
@@ -202,31 +202,51 @@ def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray
         mine = [np.array(array) for array in value.arrays]
     if len(mine) == len(devices):
         return mine
-    import jax
-
     owners = [d.process_index for d in devices]
     most = max(owners.count(owner) for owner in owners)
     # As bytes, because the program that gathers them might round numbers, but not bytes.
     packed = np.zeros((most, mine[0].nbytes), np.uint8)
     for number, array in enumerate(mine):
         packed[number] = np.frombuffer(array.tobytes(), np.uint8)
-    # One device of each process takes part: once it has the values, nothing runs any more.
-    first = [devices[owners.index(owner)] for owner in sorted(set(owners))]
-    mesh = jax.sharding.Mesh(np.array(first), ("process",))
-    apart, everywhere = (
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-        for axes in (("process",), ())
-    )
-    here = next(d for d in first if d.process_index == d.client.process_index())
-    row = jax.device_put(packed[np.newaxis], here)
-    rows = jax.make_array_from_single_device_arrays((len(first), *packed.shape), apart, [row])
-    gathered = np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(rows).addressable_data(0))
+    gathered = exchanged(packed, tuple(devices))
     numbers = {owner: number for number, owner in enumerate(sorted(set(owners)))}
     found = []
     for core, owner in enumerate(owners):
         bits = np.ascontiguousarray(gathered[numbers[owner], owners[:core].count(owner)])
         found.append(bits.view(mine[0].dtype).reshape(mine[0].shape))
     return found
+
+
+def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") -> np.ndarray:
+    """Returns the rows of all processes, one below the other ("gather"), or their sum ("sum").
+
+    `devices` are those of all processes. All have to call this with rows of one shape and dtype.
+    """
+    import jax
+
+    first, apart, combine = _exchange(devices, how)
+    here = next(d for d in first if d.process_index == d.client.process_index())
+    rows = jax.make_array_from_single_device_arrays(
+        (len(first), *row.shape), apart, [jax.device_put(row[np.newaxis], here)]
+    )
+    return np.asarray(combine(rows).addressable_data(0))
+
+
+@functools.lru_cache(maxsize=None)
+def _exchange(devices: tuple[Any, ...], how: str) -> tuple[list[Any], Any, Callable[[Any], Any]]:
+    """Returns a device of each process, how rows lie on them, and what combines rows."""
+    import jax
+
+    # One device of each process takes part: once it has the values, nothing runs any more.
+    owners = [d.process_index for d in devices]
+    first = [devices[owners.index(owner)] for owner in sorted(set(owners))]
+    mesh = jax.sharding.Mesh(np.array(first), ("process",))
+    apart, everywhere = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in (("process",), ())
+    )
+    combine = {"gather": lambda rows: rows, "sum": lambda rows: rows.sum(0, rows.dtype)}[how]
+    return first, apart, jax.jit(combine, out_shardings=everywhere)
 
 
 def describe(devices: Sequence[Any]) -> str:
