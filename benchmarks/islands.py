@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import multiprocessing
 import sys
 import tempfile
+import threading
+import types
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
@@ -15,6 +18,7 @@ import numpy as np
 
 from benchmarks import less_communication, models, report, timing
 from benchmarks.islands_series import (
+    FAULTS,
     ISLANDS,
     LENGTH,
     TOKENS,
@@ -22,14 +26,19 @@ from benchmarks.islands_series import (
     Series,
     language_model,
     merger_of,
+    numbers_of,
     program,
     rounds_of,
     run,
 )
 from mtf_gradsync import islands
+from mtf_gradsync.tools.islands.folder import Spec
+from mtf_gradsync.tools.islands.objects import numbers_in, parsed_contribution
+from mtf_gradsync.tools.islands.versions import read_version
 
-SETTINGS = {"steps": 160, "step_seconds": 0.3, "down_seconds": 3.0, "kills": 200}
+SETTINGS = {"steps": 160, "step_seconds": 0.3, "down_seconds": 3.0, "kills": 60, "faults": 60}
 ONE, NONE = "one program", "islands"
+CLOSING = "closing"  # an island that learns nothing, by which what came late is named
 SERIES = [
     Series(ONE, is_one=True),
     Series(f"{ONE}, 1 in 100", kill=0.01, is_one=True),
@@ -105,34 +114,90 @@ def measure(options: report.Options) -> report.Table:
 
 
 def measure_kills(options: report.Options) -> report.Table:
-    """Kills islands and the merger many times, and makes every version again."""
+    """Kills islands and the merger many times while their folder fails, and asks what is lost."""
     settings = {**SETTINGS, **options.settings}
-    kills = 5 if options.quick else int(settings["kills"])
-    scale = Scale(1_000_000, 0.05, 0.3, 600.0)
-    series = Series("all killed", kill=0.05, merger_seconds=1.0, kills=kills)
+    kills, faults = (5 if options.quick else int(settings[x]) for x in ("kills", "faults"))
+    scale = Scale(1_000_000, 0.05, 0.3, 300.0)
+    series = Series("all killed", kill=0.02, merger_seconds=2.0, kills=kills, faults=faults)
     with tempfile.TemporaryDirectory() as directory:
         (place,) = _run([series], scale, Path(directory)).values()
+        _end_numbers(place, series, scale)
         trained = _islands_trained(series, scale, place)
-        status = islands.read_status(islands.Folder(place / "folder"))
+        folder = islands.Folder(place / "folder")
+        status = islands.read_status(folder)
+        record = json.loads((place / "record.json").read_text("utf-8"))
+        steps = _accounted(folder, status, record["lives"])
     row: report.Row = {
         "islands killed": trained.kills[0],
         "mergers killed": trained.kills[1],
+        "faults": sum(record["faults"].values()),
         "versions": trained.versions,
         "contributions merged": sum(one.merged for one in status.rows),
         "late": trained.late,
+        "refused": sum(one.refused for one in status.rows),
+        **steps,
         "wrong or lost": trained.bad,
     }
+    bad = trained.bad + int(steps["unaccounted"])
+    happened = f"{sum(trained.kills)} kills and {row['faults']} faults"
     return report.Table(
         name="islands_kills",
-        title=f"{ISLANDS} islands and their merger that live about a second",
+        title=f"{ISLANDS} islands and their merger that live some seconds, in a folder that fails",
         rows=[row],
         notes=(
-            "Numbers that move at random, no model; a step of 0.05 s, meetings every 10 steps.",
+            "Numbers that move at random, no model; a step of 0.05 s, meetings every 10 steps, a"
+            " checkpoint after each step.",
+            f"faults: half a second each of {', '.join(FAULTS)}, for half of the requests.",
+            "steps: that islands made. killed: those that were in no checkpoint when their island"
+            " was killed, at most one each. unaccounted: all others that are in no version, or in"
+            " two.",
             "wrong or lost: versions with other bits than --replay makes, or without a decision;"
-            " contributions that two versions have, or none has merged or dropped.",
+            " contributions that two versions have, or none has merged, dropped or refused.",
         ),
-        targets=[report.Target(f"wrong or lost in {sum(trained.kills)} kills", trained.bad, 0, "")],
+        targets=[report.Target(f"wrong, lost or unaccounted in {happened}", bad, 0, "")],
     )
+
+
+def _end_numbers(place: Path, series: Series, scale: Scale) -> None:
+    """Begins the last life of each island of numbers, which contributes all that is left."""
+    with _merging(place, series, scale):
+        for number in range(ISLANDS):
+            made, session, _, _ = numbers_of(place, number, series, scale.step_seconds)
+            made.finish(session)
+
+
+@contextlib.contextmanager
+def _merging(place: Path, series: Series, scale: Scale) -> Iterator[None]:
+    merger, stop = merger_of(place / "folder", series.inner_steps * scale.step_seconds), []
+    thread = threading.Thread(target=merger.run, args=(lambda: bool(stop),))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.append(True)
+        thread.join()
+
+
+def _accounted(folder: islands.Folder, status: islands.Status, lives: Any) -> dict[str, float]:
+    """Counts the steps that islands made, lost with a kill, and that are not accounted for.
+
+    One of the numbers of a change is how many steps are in it.
+    """
+    merged: collections.Counter[str] = collections.Counter()
+    for one in (c for decision in status.decisions[1:] for c in decision.contributions):
+        found = folder.load(one.object)
+        steps = float(found.tensors["b"]) if found and "b" in found.tensors else 0.0
+        merged[one.island] += one.steps
+        if abs(steps - one.steps) > 1e-2 and one.island != CLOSING:
+            merged[one.island] += 10**6  # it is of other steps than it says
+    made, killed, unaccounted = 0.0, 0.0, 0.0
+    for number in range(ISLANDS):
+        own = [life for life in lives if life["name"] == str(number)]
+        steps, kept = (sum(life[what] for life in own) for what in ("steps", "kept"))
+        found = merged[f"island-{number}"]
+        unaccounted += max(kept - found, 0.0) + max(found - steps, 0.0)
+        made, killed = made + steps, killed + max(steps - found, 0.0)
+    return {"steps": made, "killed": killed, "unaccounted": unaccounted}
 
 
 def _run(chosen: Sequence[Series], scale: Scale, directory: Path) -> dict[Series, Path]:
@@ -154,8 +219,7 @@ def available() -> list[str]:
 def _islands_trained(series: Series, scale: Scale, place: Path) -> Trained:
     """Reads the folder of a series; a version is replayed from its contributions."""
     folder = islands.Folder(place / "folder")
-    # The merger was killed, too: what it has decided on is made.
-    merger_of(place / "folder", 1.0).run(lambda: True)
+    _merge_once_more(place, series, scale)
     record = json.loads((place / "record.json").read_text("utf-8"))
     status = islands.read_status(folder)
     points, tokens = [], 0.0
@@ -171,21 +235,43 @@ def _islands_trained(series: Series, scale: Scale, place: Path) -> Trained:
     )  # fmt: skip
 
 
+def _merge_once_more(place: Path, series: Series, scale: Scale) -> None:
+    """Has the merger make what it has decided on, and a version that names all that came late."""
+    with _merging(place, series, scale):
+        folder = islands.Folder(place / "folder")
+        version = max(numbers_in(folder, "versions", ".safetensors"))
+        values, _ = read_version(folder, version, 1)
+
+        still = types.SimpleNamespace(
+            specs={name: Spec.of(value) for name, value in values.items()},
+            read=dict, write=dict.update,
+        )  # fmt: skip
+        made = islands.Island(str(place / "folder"), CLOSING, 1, values=still, follow="own")
+        session = dict(values)
+        made.begin(session)
+        made.after_step(session, 1e-6)
+        made.finish(session)
+
+
 def _bad_versions(folder: islands.Folder, status: islands.Status) -> int:
     """Counts versions that are wrong or missing, and contributions merged twice or lost."""
     wrong = len(islands.replay(folder))
     lost = sum(d.version != number for number, d in enumerate(status.decisions))
     used = [c.object for d in status.decisions for c in (*d.contributions, *d.dropped)]
     twice = len(used) - len(set(used))
-    # What comes too late for the newest version is named with the next one.
-    newest = f"{max((status.version or 0) - 1, 0):08d}"
-    there = {
-        f"contributions/{version}/{name}"
+    merged = [c.pair for d in status.decisions[1:] for c in d.contributions]
+    twice += len(merged) - len(set(merged))
+    # Of several to one version, those before the last one are in it.
+    pairs = {parsed_contribution(name)[:2] for name in used if parsed_contribution(name)}
+    refused = {name for d in status.decisions for name in d.refused}
+    there = [
+        parsed
         for version in folder.names("contributions")
         for name in folder.names(f"contributions/{version}")
-        if version < newest
-    }
-    return wrong + lost + twice + len(there - set(used))
+        if (parsed := parsed_contribution(f"contributions/{version}/{name}"))
+        and f"contributions/{version}/{name}" not in refused
+    ]
+    return wrong + lost + twice + len({parsed[:2] for parsed in there} - pairs)
 
 
 def _program_trained(series: Series, scale: Scale, place: Path) -> Trained:

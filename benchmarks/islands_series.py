@@ -9,11 +9,13 @@ checkpoint does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import multiprocessing
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
@@ -33,6 +35,7 @@ ISLANDS, BATCH, LENGTH = 4, 8, 32
 TOKENS = BATCH * LENGTH  # of a step of one island
 RATE, WARM_UP = 3e-3, 50
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.5
+CHECKPOINT_STEPS = 2  # of an island
 
 
 class Series(NamedTuple):
@@ -47,6 +50,7 @@ class Series(NamedTuple):
       is_added: whether the last island is added when half of the tokens are merged.
       is_one: whether one program trains by `OuterOptimizer`, and all islands die with it.
       kills: how many are enough, whatever was trained; its islands are numbers without a model.
+      faults: how many faults of the folder are enough, beside the kills.
       seed: of values, data and faults.
     """
 
@@ -58,6 +62,7 @@ class Series(NamedTuple):
     is_added: bool = False
     is_one: bool = False
     kills: int = 0
+    faults: int = 0
     seed: int = 0
 
 
@@ -119,22 +124,25 @@ def run(series: Series, scale: Scale, directory: str) -> None:
         less_communication.text("train")  # read once, before the processes begin
     work = _one_program if series.is_one else _numbers if series.kills else _island
 
+    faults = Faults(place / "folder")
+
     def process(number: int) -> _Process:
         # One program dies when one of its islands does.
         kill = series.kill * (ISLANDS if series.is_one else 1)
         step_seconds = scale.step_seconds * (series.slow if number == 0 else 1.0)
         life = step_seconds / kill if kill else math.inf
-        given = (number, series, scale, place, built)
+        given = (number, series, scale, place, built, faults)
         return _Process(f"{number}", work, given, life, scale.down_seconds, step_seconds)
 
     processes = [process(number) for number in range(1 if series.is_one else ISLANDS)]
     merger = _Process(
-        "merger", _merger, (series, scale, place, None), series.merger_seconds or math.inf,
+        "merger", _merger, (series, scale, place, faults), series.merger_seconds or math.inf,
         scale.down_seconds / 4, scale.step_seconds,
     )  # fmt: skip
     try:
-        _watch(series, scale, processes, merger, place)
+        _watch(series, scale, processes, merger, place, faults)
     finally:
+        faults.end()
         for one in (*processes, merger):
             one.kill()
     began = min(life["ready"] for process in processes for life in process.lives)
@@ -143,6 +151,7 @@ def run(series: Series, scale: Scale, directory: str) -> None:
         "lives": [life for process in processes for life in process.lives],
         "kills": sum(process.kills for process in processes),
         "merger_kills": merger.kills,
+        "faults": faults.made,
     }
     (place / "record.json").write_text(json.dumps(record), encoding="utf-8")
 
@@ -166,16 +175,23 @@ def _built(series: Series) -> tuple[simd.Program, models.Program]:
 
 
 def _watch(
-    series: Series, scale: Scale, processes: list[_Process], merger: _Process, place: Path
-) -> None:
-    """Starts and kills until the tokens are there, or the kills."""
+    series: Series, scale: Scale, processes: list[_Process], merger: _Process, place: Path,
+    faults: Faults,
+) -> None:  # fmt: skip
+    """Starts and kills until the tokens are there, or the kills and the faults."""
     until, done = time.time() + scale.most_seconds, 0.0
     tokens_of = _tokens_of_program if series.is_one else _MergedTokens(place).read
     while time.time() < until:
         done = tokens_of(place)
         kills = merger.kills + sum(process.kills for process in processes)
-        if kills >= series.kills if series.kills else done >= scale.tokens:
+        is_enough = kills >= series.kills and sum(faults.made.values()) >= series.faults
+        if is_enough if series.kills else done >= scale.tokens:
             return
+        if series.faults and done:
+            faults.tend(all(one.is_settled for one in (*processes, merger)))
+        if faults.is_away:  # who begins now would begin in another folder
+            time.sleep(0.01)
+            continue
         waits = series.is_added and done < scale.tokens / 2
         for process in processes[: -1 if waits else None]:
             process.tend()
@@ -229,7 +245,7 @@ class _Process:
         self._life, self._down, self._step_seconds = life_seconds, down_seconds, step_seconds
         self._random = random.Random(name)
         self._fork = multiprocessing.get_context("fork")
-        self._shared: Any = None  # when it was ready, and the steps of this life
+        self._shared: Any = None  # when it was ready; steps of this life; those in a checkpoint
         self._process: Any = None
         self._start_at, self._kill_at = 0.0, math.inf
 
@@ -249,8 +265,13 @@ class _Process:
         elif not self._process.is_alive():
             raise RuntimeError(f"process {self._name} has ended by itself")
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it does not begin just now."""
+        return self._process is None or bool(self._shared[0])
+
     def _start(self) -> None:
-        self._shared, self._kill_at = self._fork.Array("d", 2, lock=False), math.inf
+        self._shared, self._kill_at = self._fork.Array("d", 3, lock=False), math.inf
         given = (*self._arguments, self._shared, self._step_seconds)
         self._process = self._fork.Process(target=self._work, args=given, daemon=True)
         self._process.start()
@@ -264,17 +285,20 @@ class _Process:
         if self._shared[0]:
             self.lives.append(
                 {"name": self._name, "ready": self._shared[0], "end": time.time(),
-                 "steps": self._shared[1], "step_seconds": self._step_seconds}
+                 "steps": self._shared[1], "kept": self._shared[2],
+                 "step_seconds": self._step_seconds}
             )  # fmt: skip
         self._process = None
 
 
 def _merger(
-    series: Series, scale: Scale, place: Path, built: Any, shared: Any, step_seconds: float
+    series: Series, scale: Scale, place: Path, faults: Faults, shared: Any, step_seconds: float
 ) -> None:
     """Merges until it is killed, as the command ``mtf-gradsync islands`` does."""
+    if series.faults:
+        faults.begin()
     merger = merger_of(place / "folder", series.inner_steps * step_seconds)
-    shared[0] = time.time()
+    shared[0] = _clock()
     merger.run()
 
 
@@ -287,6 +311,101 @@ def merger_of(folder: Path, round_seconds: float) -> Merger:
         keep_all=True,
         poll_seconds=min(0.2, round_seconds / 10),
     )
+
+
+class Faults:
+    """What goes wrong with a folder, in all processes that use it, for half a second each time."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._away = folder, folder.with_name("away")
+        self._now = multiprocessing.get_context("fork").Array("d", 2, lock=False)  # kind, until
+        self._random, self._next = random.Random(0), 0.0
+        self.made = dict.fromkeys(FAULTS, 0)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the folder has another name now."""
+        return self._away.exists()
+
+    def tend(self, is_settled: bool) -> None:
+        """Begins or ends a fault if it is time to; `is_settled` if all have found the folder."""
+        now = time.time()
+        if self.is_away and now >= self._now[1]:
+            self._put_back()
+        if now < self._next:
+            return
+        kind = min(FAULTS, key=lambda one: (self.made[one], self._random.random()))
+        if kind == "renamed" and not is_settled:
+            return
+        self.made[kind] += 1
+        self._now[0], self._now[1] = FAULTS.index(kind), now + 0.5
+        self._next = now + 0.9
+        if kind == "renamed":
+            os.rename(self._folder, self._away)
+
+    def end(self) -> None:
+        """Ends the fault of now."""
+        self._now[1] = 0.0
+        if self.is_away:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        # What a request that was on its way has made in its place.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.rename(self._away, self._folder)
+
+    def _kind(self) -> str:
+        """What goes wrong now with half of the requests, "" for nothing."""
+        is_now = _clock() < self._now[1] and self._random.random() < 0.5
+        return FAULTS[int(self._now[0])] if is_now else ""
+
+    def begin(self) -> None:
+        """Makes the requests of this process fail as `tend` says."""
+        import obstore
+        from obstore.exceptions import GenericError, NotFoundError
+
+        self._random = random.Random(os.getpid())
+        hours = self._random.choice([-5.0, 0.0, 0.0, 7.0])
+        time.time = lambda: _clock() + 3600.0 * (hours if self._kind() == "clock" else 0.0)
+        put, get, listed = obstore.put, obstore.get, os.scandir
+
+        def kind_at(place: Any) -> str:
+            """What goes wrong now in a store or a path; nothing does in other folders."""
+            at = str(getattr(place, "prefix", place))
+            return self._kind() if at.startswith(str(self._folder)) else ""
+
+        def reading(work: Callable[..., Any]) -> Callable[..., Any]:
+            def asked(place: Any, *args: Any, **more: Any) -> Any:
+                kind = kind_at(place)
+                if kind == "503":
+                    raise GenericError("503 Service Unavailable")
+                if kind == "EIO":
+                    raise OSError(errno.EIO, "Input/output error")
+                return work(place, *args, **more)
+
+            return asked
+
+        def writing(store: Any, name: str, data: bytes, **more: Any) -> Any:
+            kind = kind_at(store)
+            if kind == "full":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if kind == "half write":
+                path = self._folder / name
+                if name.startswith("contributions/") and self._random.random() < 0.5:
+                    return put(store, name, data[: len(data) // 2], **more)
+                with contextlib.suppress(OSError):
+                    path.with_name(f"{path.name}#1").write_bytes(data[: len(data) // 2])
+                raise OSError(errno.EIO, "Input/output error")
+            found = reading(put)(store, name, data, **more)
+            if kind == "404 after put":
+                raise NotFoundError("404 Not Found")
+            return found
+
+        obstore.put, obstore.get, os.scandir = writing, reading(get), reading(listed)
+
+
+FAULTS = ("503", "404 after put", "half write", "EIO", "renamed", "full", "clock")
+_clock = time.time
 
 
 class _Numbers:
@@ -303,48 +422,69 @@ class _Numbers:
 
 
 def _numbers(
-    number: int, series: Series, scale: Scale, place: Path, built: Any, shared: Any,
-    step_seconds: float,
+    number: int, series: Series, scale: Scale, place: Path, built: Any, faults: Faults,
+    shared: Any, step_seconds: float,
 ) -> None:  # fmt: skip
     """An island of numbers that move at random, without TensorFlow, until it is killed."""
-    random_numbers, values = np.random.RandomState(os.getpid()), _Numbers()
-    session = {name: np.zeros(spec.shape, np.float32) for name, spec in values.specs.items()}
-    made = Island(
-        str(place / "folder"), f"island-{number}", series.inner_steps, values=values, wait="none",
-        poll_seconds=step_seconds,
-    )  # fmt: skip
-    made.begin(session)
-    shared[0] = time.time()
+    if series.faults:
+        faults.begin()
+    random_numbers = np.random.RandomState(os.getpid())
+    made, session, checkpoint, step = numbers_of(place, number, series, step_seconds)
+    shared[0] = _clock()
     while True:
-        for name, value in session.items():
-            session[name] = value + random_numbers.standard_normal(value.shape).astype(np.float32)
+        session["a"] = session["a"] + random_numbers.standard_normal((64, 96)).astype(np.float32)
+        session["b"] = session["b"] - np.float32(1.0)
+        step += 1
         shared[1] += 1
         made.after_step(session, TOKENS)
+        path = checkpoint.path(step)
+        made.save(path)
+        checkpoint.save_values(session, step)
+        shared[2] = shared[1]
         time.sleep(step_seconds)
+
+
+def numbers_of(
+    place: Path, number: int, series: Series, step_seconds: float
+) -> tuple[Island, dict[str, np.ndarray], _Checkpoint, int]:
+    """An island of numbers that has begun; its values, its checkpoints, and its step.
+
+    Of the numbers one counts steps: a change of it is how many are in it.
+    """
+    values, checkpoint = _Numbers(), _Checkpoint(place / f"island-{number}")
+    session = {name: np.zeros(spec.shape, np.float32) for name, spec in values.specs.items()}
+    step = checkpoint.restore_values(session)
+    made = Island(
+        str(place / "folder"), f"island-{number}", series.inner_steps, values=values, wait="none",
+        follow="own", poll_seconds=step_seconds,
+    )  # fmt: skip
+    made.begin(session, step, checkpoint.path(step))
+    return made, session, checkpoint, step
 
 
 def _island(
     number: int, series: Series, scale: Scale, place: Path,
-    built: tuple[simd.Program, models.Program], shared: Any, step_seconds: float,
+    built: tuple[simd.Program, models.Program], faults: Faults, shared: Any, step_seconds: float,
 ) -> None:  # fmt: skip
     """Trains as one island until it is killed."""
     with _session(built) as session:
         made = Island(str(place / "folder"), f"island-{number}", series.inner_steps, wait="none")
         checkpoint = _Checkpoint(place / f"island-{number}")
         step = checkpoint.restore(session)
-        made.begin(session, step)
+        made.begin(session, step, checkpoint.path(step))
         while True:
             _step(session, built[1], series.seed, [number], step, step_seconds)
             step += 1
             _count(shared, step_seconds)
             made.after_step(session, TOKENS)
-            if step % series.inner_steps == 0:
+            if step % CHECKPOINT_STEPS == 0:
+                made.save(checkpoint.path(step))
                 checkpoint.save(session, step)
 
 
 def _one_program(
     number: int, series: Series, scale: Scale, place: Path,
-    built: tuple[simd.Program, models.Program], shared: Any, step_seconds: float,
+    built: tuple[simd.Program, models.Program], faults: Faults, shared: Any, step_seconds: float,
 ) -> None:  # fmt: skip
     """Trains all islands in one program until it is killed."""
     with _session(built) as session:
@@ -387,7 +527,7 @@ def _count(shared: Any, step_seconds: float) -> None:
     """Counts a step; the first one is the end of a start: TensorFlow prepares the graph in it."""
     shared[1] += 1
     if not shared[0]:
-        shared[0] = time.time() - step_seconds
+        shared[0] = _clock() - step_seconds
 
 
 class _Checkpoint:
@@ -405,16 +545,38 @@ class _Checkpoint:
         session.restore(found["path"])
         return found["step"]
 
+    def path(self, step: int) -> str:
+        """The path of the checkpoint of a step."""
+        return str(self._directory / f"step-{step}")
+
     def save(self, session: Any, step: int) -> str:
         """Writes a checkpoint and returns its path."""
         self._directory.mkdir(exist_ok=True)
-        path = session.save(str(self._directory / f"step-{step}"))
+        path = session.save(self.path(step))
+        self._note(step, path)
+        return path
+
+    def _note(self, step: int, path: str) -> None:
         _write(self._newest, {"step": step, "path": path})
         if not self._keeps_all:
             for file in self._directory.glob("step-*"):
                 if not file.name.startswith(f"step-{step}."):
                     file.unlink()
-        return path
+
+    def restore_values(self, values: dict[str, np.ndarray]) -> int:
+        """Reads what `save_values` has written; returns the step, 0 where there is nothing."""
+        if not self._newest.exists():
+            return 0
+        found = json.loads(self._newest.read_text("utf-8"))
+        with np.load(found["path"]) as stored:
+            values.update(stored)
+        return found["step"]
+
+    def save_values(self, values: dict[str, np.ndarray], step: int) -> None:
+        """Writes values without a session."""
+        path = f"{self.path(step)}.npz"
+        np.savez(path, **values)
+        self._note(step, path)
 
 
 def _write(path: Path, value: Any) -> None:

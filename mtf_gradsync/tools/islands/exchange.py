@@ -96,20 +96,24 @@ class Exchange:
     def begin(self, seconds: float) -> None:
         """Takes the island's name; raises IslandError if another process has it, and lives."""
         until = time.monotonic() + max(seconds, 2.0 * places.LIFE_SECONDS)
-        while holder := self.trying("begin", self._place.take, "nobody: the folder fails"):
-            if self._place.has_changed() or time.monotonic() > until:
+        while holder := self.trying("begin", self._place.take, "?"):
+            is_late, fails = time.monotonic() > until, holder == "?"
+            if fails and is_late:
+                raise IslandError(" ".join(self._reminders.said()))
+            if not fails and (is_late or self._place.has_changed()):
                 raise IslandError(
                     f"The island {self._island!r} of {self.folder.url} lives: {holder} has its "
                     "name. Each island needs one of its own (ElasticIslands.name, by default the "
                     "last part of model_dir)."
                 )
-            self._reminders.lasts("name", f"waiting whether {holder} still has the name of the "
-                                  f"island {self._island}")  # fmt: skip
+            if not fails:
+                self._reminders.lasts("name", f"waiting whether {holder} still has the name of the "
+                                      f"island {self._island}")  # fmt: skip
             time.sleep(min(self._poll, 0.2))
         self._reminders.over("name")
         assert self._place.term is not None
         self.life = self._place.term
-        self.journal = Journal(self.folder, self._island, self.life)
+        self.journal = Journal(self.folder, self._island, self.life, self._reminders)
 
     def check_name(self) -> None:
         """Raises IslandError if another process has taken the island's name."""

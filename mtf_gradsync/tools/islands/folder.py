@@ -208,18 +208,17 @@ class Folder:
 
     @contextlib.contextmanager
     def _asking(self, name: str, what: str) -> Iterator[None]:
-        """Makes errors of the store FolderErrors; lets what is not there, or there, be said."""
-        from obstore.exceptions import AlreadyExistsError
-
+        """Makes errors of the store FolderErrors."""
         _check_not_forked()
         if name and any(part in ("", ".", "..") for part in name.split("/")):
             raise DamagedObjectError(f"{name!r} is no name of an object of {self.url}.")
         try:
             yield
-        except (FileNotFoundError, AlreadyExistsError, FolderError, DamagedObjectError):
+        except (FolderError, DamagedObjectError):
             raise
         except Exception as error:
-            raise FolderError(f"{name} in {self.url} cannot be {what}: {_reason(error)}") from error
+            where = f"{name} in {self.url}" if name else self.url
+            raise FolderError(f"{where} cannot be {what}: {_reason(error)}") from error
 
     def names(self, folder: str) -> list[str]:
         """Returns the sorted names of what is whole in a folder of it, or in itself ("")."""

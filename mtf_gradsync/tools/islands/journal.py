@@ -17,7 +17,7 @@ import msgspec
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder, FolderError
 from mtf_gradsync.tools.islands.objects import Decision, Total, numbers_in, read_decision
-from mtf_gradsync.tools.islands.places import Beat, Holder, terms_of
+from mtf_gradsync.tools.islands.places import Beat, Holder, Reminders, terms_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ class Journal:
     Lines that cannot be written now are written with the next ones.
     """
 
-    def __init__(self, folder: Folder, island: str, life: int):
+    def __init__(self, folder: Folder, island: str, life: int, reminders: Reminders):
         self._folder, self._place, self._life = folder, f"journal/{island}", life
+        self._reminders = reminders
         self._island, self._part, self._lines = island, 0, list[dict[str, Any]]()
         self._before = 0  # lines in earlier parts
         self.keeps_all = True
@@ -68,13 +69,15 @@ class Journal:
         try:
             self._folder.write(self._name(), b"".join(map(_line, self._lines)))
         except FolderError as error:
-            logger.warning("%s; the next line is written with it", error)
+            what = f"Island {self._island}: {error}; it is written with a later line"
+            self._reminders.lasts("journal", what)
             with contextlib.suppress(FolderError):
                 try:
                     self._folder.read(self._name())
                 except DamagedObjectError:  # a directory, or the like
                     self._folder.set_aside(self._name())
             return True
+        self._reminders.over("journal")
         return False
 
     def _remove_old(self) -> None:

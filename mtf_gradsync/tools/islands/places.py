@@ -161,7 +161,9 @@ class Place:
         if term and holder and self._lives(term, holder):
             return f"process {holder.pid} on {holder.host.split(' ')[0]}"
         number = term.number + 1 if term else 1
-        if not self._folder.create_json(self._object(number, "json"), self._own):
+        if term and holder == self._own:  # the folder's answer to that was lost
+            number = term.number
+        elif not self._folder.create_json(self._object(number, "json"), self._own):
             return "another process"
         self.term = number
         _HELD.add(self._own.id)

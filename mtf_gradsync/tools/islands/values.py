@@ -116,6 +116,7 @@ class Values:
         self._counters = self._reads_of_counters(
             [name for name in state if name.endswith((*_WAITING, *_SKIPPED))]
         )
+        self._counted_in: Any = None  # session of `_count`
         self._access: VariableAccess | None = None
         if self._lowerings:
             _warn_of_races(self._lowerings)
@@ -140,7 +141,10 @@ class Values:
         )
 
     def _reads_of_counters(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
-        """Adds reads of scalars of the step, which need no copy of all slices."""
+        """Adds reads of scalars of the step, which need no copy of all slices.
+
+        They are one tensor for each ending, as each fetch takes time after each step.
+        """
         if names and not self._lowerings:
             raise ValueError(
                 f"Optimizers of this step count in {sorted(names)[0]!r} which steps they apply, by "
@@ -153,18 +157,27 @@ class Values:
                 for name in set(own) & set(names):
                     value = laid_out.laid_out_tensor.all_slices[0].read_value()
                     reads[name] = tf.reshape(value, [-1])[own.index(name)]
-        return reads
+        totals = {}
+        for field, endings in (("waiting", _WAITING), ("skipped", _SKIPPED)):
+            found = [tf.cast(x, tf.int64) for name, x in reads.items() if name.endswith(endings)]
+            if found:
+                totals[field] = tf.add_n(found)
+        return totals
 
     def counts(self, session: Any) -> StepCounts:
         """Returns what optimizers have counted; nothing is read where they apply every step."""
         if not self._counters:
             return StepCounts()
-        found = session.run(self._counters)
-
-        def total(endings: tuple[str, ...]) -> int:
-            return sum(int(value) for name, value in found.items() if name.endswith(endings))
-
-        return StepCounts(total(_WAITING), total(_SKIPPED))
+        if session is not self._counted_in:
+            # A callable takes half of the time of a session's run.
+            is_plain = isinstance(session, tf.Session)
+            self._count = (
+                session.make_callable(self._counters)
+                if is_plain
+                else lambda: session.run(self._counters)
+            )
+            self._counted_in = session
+        return StepCounts(**{field: int(total) for field, total in self._count().items()})
 
     def read(self, session: Any) -> dict[str, np.ndarray]:
         """Returns the values of all variables by name, and those of `follows`."""
