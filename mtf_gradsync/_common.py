@@ -7,7 +7,17 @@ import logging
 import math
 import numbers
 import re
-from typing import TYPE_CHECKING, Any, Callable, Collection, Iterable, Iterator, Sequence, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+    TypeVar,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeGuard
@@ -200,6 +210,23 @@ def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Itera
             if new not in seen:
                 seen[new] = None
                 todo.append(new)
+
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
+    """Calls `make` once for each different key, and returns a result for each position in `keys`.
+
+    `make` gets a key and all positions that have it, and returns a result for each of them.
+    """
+    positions: dict[_K, list[int]] = {}
+    for position, key in enumerate(keys):
+        positions.setdefault(key, []).append(position)
+    results: dict[int, Any] = {}
+    for key, some in positions.items():
+        results.update(zip(some, make(key, some)))
+    return [results[position] for position in range(len(keys))]
 
 
 _64_BITS = (1 << 64) - 1

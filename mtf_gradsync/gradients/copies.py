@@ -7,8 +7,9 @@ from typing import Any, Sequence
 
 import numpy as np
 
+from mtf_gradsync._common import by_key
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.operations import StageOperation, by_key, reduced_values
+from mtf_gradsync.gradients.operations import StageOperation, reduced_values
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.mesh.axes import ProcessorGroups
 from mtf_gradsync.reduce import Strategy

@@ -6,13 +6,12 @@ from typing import (
     Any,
     Callable,
     Collection,
-    Hashable,
     NamedTuple,
     Optional,
     Sequence,
-    TypeVar,
 )
 
+from mtf_gradsync._common import by_key
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
     give_outputs,
@@ -120,23 +119,6 @@ def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> lis
 def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
     """Reshapes each slice of a `LaidOutTensor`."""
     return mesh_impl.slicewise(lambda x: tf.reshape(x, shape), value)
-
-
-_K = TypeVar("_K", bound=Hashable)
-
-
-def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
-    """Calls `make` once for each different key, and returns a result for each position in `keys`.
-
-    `make` gets a key and all positions that have it, and returns a result for each of them.
-    """
-    positions: dict[_K, list[int]] = {}
-    for position, key in enumerate(keys):
-        positions.setdefault(key, []).append(position)
-    results: dict[int, Any] = {}
-    for key, some in positions.items():
-        results.update(zip(some, make(key, some)))
-    return [results[position] for position in range(len(keys))]
 
 
 def on_present(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from mtf_gradsync._common import check_flag, warn_once
+from mtf_gradsync._common import by_key, check_flag, warn_once
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.arguments import check_gradients, check_one_mesh
 from mtf_gradsync.gradients.layout import check_batch_dims
 from mtf_gradsync.gradients.operations import (
     MaybeGradients,
     StageOperation,
-    by_key,
     gradient_name,
     on_present,
     partial_sum,

@@ -22,7 +22,7 @@ from mtf_gradsync.reduce.sums import (
     check_algorithm,
     check_values,
     group_sum_dtype,
-    in_groups,
+    in_turns,
     positions,
     simd_all_reduce,
     simd_wire_dtype,
@@ -127,32 +127,26 @@ def placement_two_levels(
     Only one member of each inner group takes part in the outer sum; the others read its result.
     """
 
-    def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:
-        def sums_of(number: int, group: list[int]) -> list[Any]:
-            inners = inner_groups(mesh_impl, group, outer_axes)
-            start = turn + number
-            roots = [start % len(inner) for inner in inners]
-            sums = []
-            for inner, root in zip(inners, roots):
-                members = [value.tensor_list[p] for p in inner]
-                devices = [mesh_impl.devices[p] for p in inner]
-                sums.append(members if len(inner) == 1 else inner_sum(members, devices, root))
-            if len(inners) > 1:
-                partial = [s[root] for s, root in zip(sums, roots)]
-                devices = [mesh_impl.devices[inner[root]] for inner, root in zip(inners, roots)]
-                totals = outer_sum(partial, devices, start % len(inners))
-                sums = [
-                    _hand_out(total, device, len(inner))
-                    for total, device, inner in zip(totals, devices, inners)
-                ]
-            total_of = {p: x for inner, xs in zip(inners, sums) for p, x in zip(inner, xs)}
-            return [total_of[p] for p in group]
+    def sum_group(value: Any, group: list[int], turn: int) -> list[Any]:
+        inners = inner_groups(mesh_impl, group, outer_axes)
+        roots = [turn % len(inner) for inner in inners]
+        sums = []
+        for inner, root in zip(inners, roots):
+            members = [value.tensor_list[p] for p in inner]
+            devices = [mesh_impl.devices[p] for p in inner]
+            sums.append(members if len(inner) == 1 else inner_sum(members, devices, root))
+        if len(inners) > 1:
+            partial = [s[root] for s, root in zip(sums, roots)]
+            devices = [mesh_impl.devices[inner[root]] for inner, root in zip(inners, roots)]
+            totals = outer_sum(partial, devices, turn % len(inners))
+            sums = [
+                _hand_out(total, device, len(inner))
+                for total, device, inner in zip(totals, devices, inners)
+            ]
+        total_of = {p: x for inner, xs in zip(inners, sums) for p, x in zip(inner, xs)}
+        return [total_of[p] for p in group]
 
-        return in_groups(mesh_impl, value, groups, sums_of)
-
-    return lambda values, groups, turns: [
-        sum_one(x, groups, turn) for x, turn in zip(values, turns)
-    ]
+    return in_turns(mesh_impl, sum_group)
 
 
 def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import check_flag, check_whole_number, is_number
+from mtf_gradsync._common import by_key, check_flag, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import control_flow_v1
@@ -64,15 +64,12 @@ def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
     A column that is spanned by those before it, up to rounding, becomes zeros. A matrix with a
     number that is not finite becomes NaN.
     """
-    result: list[tf.Tensor] = [matrices[0]] * len(matrices)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for index, x in enumerate(matrices):
-        alike.setdefault(tuple(x.shape.as_list()), []).append(index)
-    for members in alike.values():
+
+    def of_one_shape(_: Any, members: list[int]) -> Sequence[tf.Tensor]:
         stacked = _orthonormal(tf.stack([matrices[i] for i in members]))
-        for index, x in zip(members, tf.unstack(stacked, len(members))):
-            result[index] = x
-    return tuple(result)
+        return tf.unstack(stacked, len(members))
+
+    return tuple(by_key([tuple(x.shape.as_list()) for x in matrices], of_one_shape))
 
 
 def _orthonormal(x: tf.Tensor) -> tf.Tensor:
@@ -302,14 +299,11 @@ class LowRankAllReduce(GradientStrategy):
         def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
             """Makes this step's orthonormal Q, from the last step's or random numbers."""
             step = 0 if self.warm_start else factors[0]
-            fresh: dict[int, list[int]] = {}
-            for number, m in enumerate(made):
-                fresh.setdefault(m.rank, []).append(number)
-            drawn = [tf.constant(0.0)] * len(made)
-            for rank, members in fresh.items():
-                columns = [made[i].columns for i in members]
-                for i, q in zip(members, random_factors(columns, rank, step)):
-                    drawn[i] = q
+
+            def of_one_rank(rank: int, members: list[int]) -> Sequence[tf.Tensor]:
+                return random_factors([made[i].columns for i in members], rank, step)
+
+            drawn = by_key([m.rank for m in made], of_one_rank)
             if self.warm_start:
                 last = [tf.reshape(q, [m.rank, m.columns]) for q, m in zip(factors, made)]
                 drawn = [without_dead_columns(tf.transpose(q), new) for q, new in zip(last, drawn)]

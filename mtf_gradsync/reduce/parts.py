@@ -141,11 +141,6 @@ def from_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts)
     return tf.reshape(_transposed(x, [order.index(i) for i in range(len(order))]), list(shape))
 
 
-def part_of_row(mesh_impl: Any, row: tf.Tensor, shape: Sequence[int], cuts: Cuts) -> tf.Tensor:
-    """Returns the part in one row of `to_rows`, where the slice has shape `shape`."""
-    return tf.reshape(row, part_shape(mesh_impl, shape, cuts))
-
-
 def _split_axes(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> tuple[list[int], list[int]]:
     """Returns a shape with cut axes split in two, and its axes, those that number parts first."""
     mesh_axis = {cut.tensor_axis: cut.mesh_axis for cut in cuts}

@@ -25,7 +25,6 @@ from mtf_gradsync.reduce.parts import (
     mesh_axes_of,
     one_memory,
     part_number,
-    part_of_row,
     part_shape,
     slice_groups,
     to_rows,
@@ -135,7 +134,7 @@ def _parts_of(
     def unpacked(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
         pieces = tf.unstack(x) if count > 1 else [x]
         if len(cuts) > 1:
-            pieces = [part_of_row(mesh_impl, p, shape, cuts) for p in pieces]
+            pieces = [tf.reshape(p, part_shape(mesh_impl, shape, cuts)) for p in pieces]
         return tuple(pieces)
 
     return list(mesh_impl.slicewise(unpacked, scattered))

@@ -166,17 +166,22 @@ def simd_all_reduce(
         return [mesh_impl.slicewise(cross_replica_sum, x) for x in values]
 
 
-def placement_all_reduce(
-    mesh_impl: Any, value: Any, groups: ProcessorGroups, turn: int, group_sum: GroupSum = add_n
-) -> Any:
-    """Sums over groups of a placement mesh; `turn` chooses the member that adds up, if one does."""
+def in_turns(mesh_impl: Any, sum_group: Callable[[Any, list[int], int], Sequence[Any]]) -> SumFn:
+    """Makes a function that sums on a placement mesh of one that sums a group.
 
-    def sums(number: int, group: list[int]) -> Sequence[Any]:
-        slices = [value.tensor_list[p] for p in group]
-        devices = [mesh_impl.devices[p] for p in group]
-        return group_sum(slices, devices, (turn + number) % len(group))
+    `sum_group` gets a value, the members of a group and the group's turn, and returns the slices
+    for the members.
+    """
 
-    return in_groups(mesh_impl, value, groups, sums)
+    def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:
+        def compute(number: int, group: list[int]) -> Sequence[Any]:
+            return sum_group(value, group, turn + number)
+
+        return in_groups(mesh_impl, value, groups, compute)
+
+    return lambda values, groups, turns: [
+        sum_one(x, groups, turn) for x, turn in zip(values, turns)
+    ]
 
 
 def in_groups(
@@ -225,7 +230,9 @@ def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool =
     """
     if is_simd(mesh_impl):
         return lambda values, groups, turns: simd_all_reduce(mesh_impl, values, groups, one_group)
-    return lambda values, groups, turns: [
-        placement_all_reduce(mesh_impl, x, groups, turn, group_sum)
-        for x, turn in zip(values, turns)
-    ]
+
+    def sum_group(value: Any, group: list[int], turn: int) -> Sequence[Any]:
+        devices = [mesh_impl.devices[p] for p in group]
+        return group_sum([value.tensor_list[p] for p in group], devices, turn % len(group))
+
+    return in_turns(mesh_impl, sum_group)

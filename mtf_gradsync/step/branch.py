@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
-from mtf_gradsync._common import some_of, warn_once
+from mtf_gradsync._common import by_key, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs
 from mtf_gradsync._private.tensorflow import control_flow_v1, replace_capture, set_attr
@@ -340,8 +340,8 @@ def values_after(
     `writes` are lowered before. The tensors have the variables' shapes, in the dtype of their
     slices.
     """
-    values: dict[mtf.Variable, mtf.Tensor] = {}
-    for mesh in dict.fromkeys(v.mesh for v in variables):
-        some = [v for v in variables if v.mesh is mesh]
-        values.update(zip(some, ValuesAfter(some, writes).outputs))
-    return [values[v] for v in variables]
+
+    def of_one_mesh(_: Any, some: list[int]) -> Sequence[mtf.Tensor]:
+        return ValuesAfter([variables[i] for i in some], writes).outputs
+
+    return by_key([v.mesh for v in variables], of_one_mesh)
