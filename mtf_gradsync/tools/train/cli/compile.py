@@ -1,4 +1,19 @@
-"""The command ``mtf-gradsync compile``: a config's training step by the TPU compiler."""
+"""Compile what gin files describe for a TPU, without a TPU.
+
+Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
+compiler. Prints whether it is accepted, the collectives before and after the compiler's
+optimizations, the memory per core and an estimate of a step's cost. Nothing is
+trained and no TPU is needed.
+
+Needs the extra "tpu": in a clone, pip install ".[train,tpu]".
+
+Examples:
+  mtf-gradsync compile --gin_file=configs/lm_cpu_mesh.gin --topology=v3:2x2
+  mtf-gradsync compile --gin_file=lm_cpu_mesh.gin --topology=v5e:2x4 --json=compiled.json
+
+The topology must have as many cores as the config's mesh. Exit code 0: accepted, 1: refused.
+docs/tpu.md says what the numbers mean.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +30,6 @@ from mtf_gradsync.tools.train.cli.arguments import (
     write_output,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
-
-HELP = "compile what gin files describe for a TPU, without a TPU"
-DESCRIPTION = """\
-Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
-compiler. Prints whether it is accepted, the collectives before and after the compiler's
-optimizations, the memory per core and an estimate of a step's cost. Nothing is
-trained and no TPU is needed.
-
-Needs the extra "tpu": in a clone, pip install ".[train,tpu]"."""
-
-EPILOG = """\
-examples:
-  mtf-gradsync compile --gin_file=configs/lm_cpu_mesh.gin --topology=v3:2x2
-  mtf-gradsync compile --gin_file=lm_cpu_mesh.gin --topology=v5e:2x4 --json=compiled.json
-
-The topology must have as many cores as the config's mesh. Exit code 0: accepted, 1: refused.
-docs/tpu.md says what the numbers mean."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

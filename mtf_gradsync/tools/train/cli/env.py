@@ -1,4 +1,8 @@
-"""The command ``mtf-gradsync env``: versions, runtimes and devices of this machine."""
+"""Print versions, runtimes and devices of this machine.
+
+Prints versions, the runtimes that train.run.runtime can name here and why others cannot run, and
+the devices. Paste it into a bug report.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,6 @@ from typing import Iterator
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train.cli.arguments import add_json_argument, output_path, write_output
 from mtf_gradsync.tools.train.cli.loading import import_package
-
-HELP = "print versions, runtimes and devices of this machine"
-DESCRIPTION = """\
-Prints versions, the runtimes that train.run.runtime can name here and why others cannot run, and
-the devices. Paste it into a bug report."""
-EPILOG = None
 
 _LIBRARIES = (
     "mtf-gradsync",

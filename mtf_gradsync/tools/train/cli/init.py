@@ -1,4 +1,16 @@
-"""The command ``mtf-gradsync init``, which copies a config, with a text of the user's."""
+"""Copy an example config to start from.
+
+Copies a gin file that comes with the package, to be changed and trained. Without a name it lists
+what there is. A file that is there already stays as it is. With --text it trains on text files of
+yours, and has the name of the first; the last tenth is held out.
+
+Examples:
+  mtf-gradsync init
+  mtf-gradsync init lm_cpu_mesh
+  mtf-gradsync init lm_cpu_mesh my_model.gin
+  mtf-gradsync init --text novel.txt letters.txt     (writes novel.gin)
+  mtf-gradsync init lm_accumulate --text novel.txt
+"""
 
 from __future__ import annotations
 
@@ -14,20 +26,7 @@ from mtf_gradsync.runtimes._common import ConfigError, configs_dir
 from mtf_gradsync.tools.train.cli.arguments import output_path
 from mtf_gradsync.tools.train.data.texts import check_length, read_files
 
-HELP = "copy an example config to start from"
-DESCRIPTION = """\
-Copies a gin file that comes with the package, to be changed and trained. Without a name it lists
-what there is. A file that is there already stays as it is. With --text it trains on text files of
-yours, and has the name of the first; the last tenth is held out."""
-
 _USAGE = "mtf-gradsync init [CONFIG [FILE]] [--text TEXT [TEXT ...]]"
-EPILOG = """\
-examples:
-  mtf-gradsync init
-  mtf-gradsync init lm_cpu_mesh
-  mtf-gradsync init lm_cpu_mesh my_model.gin
-  mtf-gradsync init --text novel.txt letters.txt     (writes novel.gin)
-  mtf-gradsync init lm_accumulate --text novel.txt"""
 
 _COMMAND = "mtf-gradsync train --gin_file="
 # The config that --text takes by itself.

@@ -1,4 +1,16 @@
-"""The command ``mtf-gradsync islands``: the merger of a folder, its status, its replay."""
+"""Merge what islands contribute to a folder, show or replay it.
+
+Makes versions of the values from what islands contribute to a folder, until it is stopped: the
+merger of ElasticIslands. Killed anywhere and started again, it makes the same bits.
+
+Examples:
+  mtf-gradsync islands runs/folder --quorum=2
+  mtf-gradsync islands gs://bucket/folder --keep_all
+  mtf-gradsync islands runs/folder --status --plot=islands.png
+  mtf-gradsync islands runs/folder --status --watch=10
+  mtf-gradsync islands runs/folder --export=runs/exported --version=40 --run=runs/a
+  mtf-gradsync islands runs/folder --replay
+"""
 
 from __future__ import annotations
 
@@ -22,19 +34,6 @@ from mtf_gradsync.tools.train.cli.arguments import (
     output_paths,
     write_output,
 )
-
-HELP = "merge what islands contribute to a folder, show or replay it"
-DESCRIPTION = """\
-Makes versions of the values from what islands contribute to a folder, until it is stopped: the
-merger of ElasticIslands. Killed anywhere and started again, it makes the same bits."""
-EPILOG = """\
-examples:
-  mtf-gradsync islands runs/folder --quorum=2
-  mtf-gradsync islands gs://bucket/folder --keep_all
-  mtf-gradsync islands runs/folder --status --plot=islands.png
-  mtf-gradsync islands runs/folder --status --watch=10
-  mtf-gradsync islands runs/folder --export=runs/exported --version=40 --run=runs/a
-  mtf-gradsync islands runs/folder --replay"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import inspect
 import os
 import re
 import signal
@@ -34,16 +35,8 @@ EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 
 _COMMANDS: dict[str, Any] = {
-    "init": init,
-    "train": train,
-    "sample": sample,
-    "report": report,
-    "compile": compile,
-    "plan": plan,
-    "verify": verify,
-    "timeline": timeline,
-    "islands": islands,
-    "env": env,
+    command.__name__.rpartition(".")[2]: command
+    for command in (init, train, sample, report, compile, plan, verify, timeline, islands, env)
 }
 
 
@@ -58,11 +51,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mtf-gradsync {version}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in _COMMANDS.items():
+        # The docstring of a command's module is its help; `python -OO` has none.
+        title, text = (inspect.getdoc(command) or "\n\n").split("\n\n", 1)
+        description, examples, more = text.partition("\n\nExamples:\n")
         subparser = subparsers.add_parser(
             name,
-            help=command.HELP,
-            description=command.DESCRIPTION,
-            epilog=command.EPILOG,
+            help=title[:1].lower() + title[1:].rstrip("."),
+            description=description,
+            epilog=f"examples:\n{more}" if examples else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)

@@ -1,4 +1,18 @@
-"""The command ``mtf-gradsync plan``: what a config's training step would cost on TPUs."""
+r"""Predict what a training costs on TPUs for each mesh shape, without a TPU.
+
+Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
+that the chips can have: whether it fits, the time of its operations, what goes along each mesh
+axis and how long that takes over the links, the step, tokens per second, share of the peak.
+Nothing is trained, no data is read, and no TPU is needed: the compiler is (the extra [tpu]).
+
+Examples:
+  mtf-gradsync plan --gin_file=lm_cpu_mesh.gin --topologies=v5e:2x4,v5p:2x2x2
+  mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:16x16 --jobs=4 --json=plan.json
+  mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:4x4 \
+      --mesh_shape="batch:16;model:1" --mesh_shape="batch:8;model:2"
+
+Ctrl-C and SIGTERM print what was found until then. docs/plan.md explains the table.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +32,6 @@ from mtf_gradsync.tools.train.cli.arguments import (
     write_found,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
-
-HELP = "predict what a training costs on TPUs for each mesh shape, without a TPU"
-DESCRIPTION = """\
-Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
-that the chips can have: whether it fits, the time of its operations, what goes along each mesh
-axis and how long that takes over the links, the step, tokens per second, share of the peak.
-Nothing is trained, no data is read, and no TPU is needed: the compiler is (the extra [tpu])."""
-
-EPILOG = """\
-examples:
-  mtf-gradsync plan --gin_file=lm_cpu_mesh.gin --topologies=v5e:2x4,v5p:2x2x2
-  mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:16x16 --jobs=4 --json=plan.json
-  mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:4x4 \\
-      --mesh_shape="batch:16;model:1" --mesh_shape="batch:8;model:2"
-
-Ctrl-C and SIGTERM print what was found until then. docs/plan.md explains the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

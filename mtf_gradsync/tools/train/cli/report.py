@@ -1,4 +1,17 @@
-"""The command ``mtf-gradsync report``: what a training step exchanges, bare and wrapped."""
+"""List what the cores exchange in a training step, bare and wrapped.
+
+Builds the training step that gin files describe, with bare Mesh-TensorFlow (the innermost
+optimizer alone) and with the optimizer of the config, and lists what their cores exchange:
+collectives of the SIMD (TPU) program, transfers between the devices of a placement mesh.
+Nothing is trained, no data is read, and no TPU is needed.
+
+Examples:
+  mtf-gradsync report --gin_file=lm_cpu_mesh.gin
+  mtf-gradsync report --gin_file=lm_cpu_mesh.gin --json=report.json --png=report.png
+  mtf-gradsync report --gin_file=my_model.gin --gin_param="train.run.mesh_shape = 'batch:32'"
+
+docs/simd.md explains the tables.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +24,6 @@ from mtf_gradsync.tools.train.cli.arguments import (
     write_found,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
-
-HELP = "list what the cores exchange in a training step, bare and wrapped"
-DESCRIPTION = """\
-Builds the training step that gin files describe, with bare Mesh-TensorFlow (the innermost
-optimizer alone) and with the optimizer of the config, and lists what their cores exchange:
-collectives of the SIMD (TPU) program, transfers between the devices of a placement mesh.
-Nothing is trained, no data is read, and no TPU is needed."""
-
-EPILOG = """\
-examples:
-  mtf-gradsync report --gin_file=lm_cpu_mesh.gin
-  mtf-gradsync report --gin_file=lm_cpu_mesh.gin --json=report.json --png=report.png
-  mtf-gradsync report --gin_file=my_model.gin --gin_param="train.run.mesh_shape = 'batch:32'"
-
-docs/simd.md explains the tables."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

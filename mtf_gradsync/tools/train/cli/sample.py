@@ -1,4 +1,17 @@
-"""The command ``mtf-gradsync sample``: the model of a run continues a text."""
+r"""Let the model of a run write.
+
+Prints what the language model of a run writes after a prompt: the run's own config and its newest
+checkpoint, whatever runtime has made it. The run may be finished, stopped, or still going on.
+
+Examples:
+  mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
+  mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt=import --temperature=0
+  mtf-gradsync sample --model_dir=runs/mine --prompt=a --gin_param="train.run.mesh_devices = None"
+  mtf-gradsync sample --model_dir=runs/mine --prompt=a \
+      --gin_param="train.run.evaluate_with_averages = True"
+
+Every token takes a pass of the whole model: that is for a look at a model, not for serving one.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +31,6 @@ from mtf_gradsync.tools.train.cli.arguments import (
     write_output,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
-
-HELP = "let the model of a run write"
-DESCRIPTION = """\
-Prints what the language model of a run writes after a prompt: the run's own config and its newest
-checkpoint, whatever runtime has made it. The run may be finished, stopped, or still going on."""
-
-EPILOG = """\
-examples:
-  mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
-  mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt=import --temperature=0
-  mtf-gradsync sample --model_dir=runs/mine --prompt=a --gin_param="train.run.mesh_devices = None"
-  mtf-gradsync sample --model_dir=runs/mine --prompt=a \\
-      --gin_param="train.run.evaluate_with_averages = True"
-
-Every token takes a pass of the whole model: that is for a look at a model, not for serving one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

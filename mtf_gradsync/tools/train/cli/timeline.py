@@ -1,4 +1,22 @@
-"""The command ``mtf-gradsync timeline``: where the time of a run's steps goes."""
+"""Record where the time of a training step goes.
+
+Makes some training steps of a run and tells where their time goes: compute, collectives, the part
+of those that no compute hides, the host, and idle time, core by core, with the longest operations
+and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
+
+With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
+Gin files and bindings go over the config that it has, or are in its place where it has none.
+With --gin_file alone they begin with new values.
+
+Examples:
+  mtf-gradsync timeline --model_dir=runs/lm_cpu_mesh
+  mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --steps=20 --trace=lm.trace.json.gz
+  mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --gin_param="train.run.runtime = 'cpu_replicas'"
+  mtf-gradsync timeline --merge=a.part.json --merge=b.part.json --trace=both.trace.json.gz
+
+Processes on XLA devices all take the command; process 0 writes the result for all. --part writes
+what one process recorded, for --merge. docs/guides/timeline.md explains the numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +42,6 @@ from mtf_gradsync.tools.train.cli.processes import add_cluster_arguments, is_alo
 
 if TYPE_CHECKING:
     from mtf_gradsync.tools.timelines import Timeline
-
-HELP = "record where the time of a training step goes"
-DESCRIPTION = """\
-Makes some training steps of a run and tells where their time goes: compute, collectives, the part
-of those that no compute hides, the host, and idle time, core by core, with the longest operations
-and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
-
-With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
-Gin files and bindings go over the config that it has, or are in its place where it has none.
-With --gin_file alone they begin with new values."""
-
-EPILOG = """\
-examples:
-  mtf-gradsync timeline --model_dir=runs/lm_cpu_mesh
-  mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --steps=20 --trace=lm.trace.json.gz
-  mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --gin_param="train.run.runtime = 'cpu_replicas'"
-  mtf-gradsync timeline --merge=a.part.json --merge=b.part.json --trace=both.trace.json.gz
-
-Processes on XLA devices all take the command; process 0 writes the result for all. --part writes
-what one process recorded, for --merge. docs/guides/timeline.md explains the numbers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

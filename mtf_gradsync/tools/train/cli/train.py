@@ -1,4 +1,20 @@
-"""The command ``mtf-gradsync train``."""
+r"""Train a transformer that gin files describe.
+
+Trains a mesh_tensorflow.transformer model that gin files describe, then prints held-out
+perplexity beside a unigram baseline, lets the model write, and leaves a page with plots
+(report.html) and TensorBoard event files.
+
+Ctrl-C stops after the current step and saves a checkpoint; the same command goes on from there.
+
+Examples:
+  mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin
+  mtf-gradsync train --gin_file=lm_cpu_mesh.gin --gin_param="train.run.train_steps = 50"
+  mtf-gradsync train --gin_file=my_model.gin --gin_file=my_data.gin --model_dir=runs/mine
+  mtf-gradsync train --gin_file=my_model.gin --cluster_spec=worker=a:2222,b:2222 \
+      --job_name=worker --task_index=0      (on a; on b with --task_index=1)
+
+docs/training.md lists the bindings of train.run and the files that a run writes.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +28,6 @@ from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, Miss
 from mtf_gradsync.tools.train.cli.arguments import add_gin_arguments, check_model_dir, names_in
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 from mtf_gradsync.tools.train.cli.processes import add_cluster_arguments, is_alone, run_by_flags
-
-HELP = "train a transformer that gin files describe"
-DESCRIPTION = """\
-Trains a mesh_tensorflow.transformer model that gin files describe, then prints held-out
-perplexity beside a unigram baseline, lets the model write, and leaves a page with plots
-(report.html) and TensorBoard event files.
-
-Ctrl-C stops after the current step and saves a checkpoint; the same command goes on from there."""
-
-EPILOG = """\
-examples:
-  mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin
-  mtf-gradsync train --gin_file=lm_cpu_mesh.gin --gin_param="train.run.train_steps = 50"
-  mtf-gradsync train --gin_file=my_model.gin --gin_file=my_data.gin --model_dir=runs/mine
-  mtf-gradsync train --gin_file=my_model.gin --cluster_spec=worker=a:2222,b:2222 \\
-      --job_name=worker --task_index=0      (on a; on b with --task_index=1)
-
-docs/training.md lists the bindings of train.run and the files that a run writes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

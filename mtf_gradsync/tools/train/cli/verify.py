@@ -1,4 +1,19 @@
-"""The command ``mtf-gradsync verify``: whether a config's update is the same, however divided."""
+"""Prove that an update is the same however it is divided.
+
+Shows whether an update of the training that gin files describe is the same however it is divided.
+From the same values and batches it makes one update on one core without wrappers, and one in each
+division: the config's mesh, its cores along one axis, another order of axes, microbatch steps, each
+wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the innermost
+optimizer, new values and slots on all cores, and the losses: equal to rounding, NOT EQUAL (the
+first variable that differs, by what factor, and what brings it in), or not shown, and why.
+
+Examples:
+  mtf-gradsync verify --gin_file=lm_cpu_mesh.gin
+  mtf-gradsync verify --gin_file=my.gin --mesh_shape="batch:2;model:4" --divisions=wrappers
+  mtf-gradsync verify --gin_file=my.gin --without=dropout --json=verified.json --png=verified.png
+
+Exit code 0: equal, 1: NOT EQUAL, 3: not shown. docs/guides/verify.md explains the table.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +28,6 @@ from mtf_gradsync.tools.train.cli.arguments import (
     write_found,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
-
-HELP = "prove that an update is the same however it is divided"
-DESCRIPTION = """\
-Shows whether an update of the training that gin files describe is the same however it is divided.
-From the same values and batches it makes one update on one core without wrappers, and one in each
-division: the config's mesh, its cores along one axis, another order of axes, microbatch steps, each
-wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the innermost
-optimizer, new values and slots on all cores, and the losses: equal to rounding, NOT EQUAL (the
-first variable that differs, by what factor, and what brings it in), or not shown, and why."""
-
-EPILOG = """\
-examples:
-  mtf-gradsync verify --gin_file=lm_cpu_mesh.gin
-  mtf-gradsync verify --gin_file=my.gin --mesh_shape="batch:2;model:4" --divisions=wrappers
-  mtf-gradsync verify --gin_file=my.gin --without=dropout --json=verified.json --png=verified.png
-
-Exit code 0: equal, 1: NOT EQUAL, 3: not shown. docs/guides/verify.md explains the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
