@@ -77,6 +77,34 @@ SOME_THAT_WORK = sorted(
 )
 
 
+def around(shape: str, layout: str) -> dict[str, tuple[Callable[[Any], Wrapper], int]]:
+    """Each wrapper with arguments by which it leaves an optimizer's updates as they are.
+
+    With each is how many steps make an update, which is that of their mean. Every wrapper is among
+    them, which a test of `ByVariable` looks at.
+    """
+    axes: dict[str, Any] = {"mesh_shape": shape, "layout": layout}
+
+    def local(opt: Any) -> Wrapper:
+        sharded = gs.ShardedUpdateOptimizer(opt, min_size=2, **axes)
+        return gs.GradientAccumulationOptimizer(sharded, 2, True, **axes)
+
+    return {
+        "cross_shard": (gs.CrossShardOptimizer, 1),
+        "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1e3), 1),
+        "loss_scale": (gs.LossScaleOptimizer, 1),
+        "average": (lambda opt: gs.AverageOptimizer(gs.CrossShardOptimizer(opt), 0.5), 1),
+        "sharded": (lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=2, **axes), 1),
+        "replicas": (lambda opt: gs.SyncReplicasOptimizer(opt, 2, **axes), 1),
+        "local(sharded)": (local, 2),
+        "synced": (
+            lambda opt: gs.GradientAccumulationOptimizer(opt, 2, True, accumulate="synced"),
+            2,
+        ),
+        "one island": (lambda opt: gs.OuterOptimizer(opt, 1, 1.0, 0.0, outer_dims=()), 1),
+    }
+
+
 def exported() -> set[str]:
     """Returns the names of the wrappers that the package exports."""
     found = {name: getattr(gs, name) for name in dir(gs) if name.endswith("Optimizer")}

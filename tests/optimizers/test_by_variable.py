@@ -52,22 +52,7 @@ def expected_groups():
     )
 
 
-WRAPPERS = {
-    "cross_shard": (gs.CrossShardOptimizer, 1),
-    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1e3), 1),
-    "loss_scale": (gs.LossScaleOptimizer, 1),
-    "average": (lambda opt: gs.AverageOptimizer(gs.CrossShardOptimizer(opt), 0.5), 1),
-    "sharded": (lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=2, **AXES), 1),
-    "replicas": (lambda opt: gs.SyncReplicasOptimizer(opt, 2, **AXES), 1),
-    "local(sharded)": (
-        lambda opt: gs.GradientAccumulationOptimizer(
-            gs.ShardedUpdateOptimizer(opt, min_size=2, **AXES), 2, True, **AXES
-        ),
-        2,
-    ),
-    "synced": (lambda opt: gs.GradientAccumulationOptimizer(opt, 2, True, accumulate="synced"), 2),
-    "one island": (lambda opt: gs.OuterOptimizer(opt, 1, 1.0, 0.0, outer_dims=()), 1),
-}
+WRAPPERS = wrappers.around(SHAPE, LAYOUT)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
