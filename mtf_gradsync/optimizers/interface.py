@@ -36,8 +36,11 @@ class TrainOptimizerInterface:
     _groups: list[list[int]] | None = None
     # Pairs gathered for it, or for a wrapper around it, whose steps are still to be built.
     _to_build: tuple[_Pairs, ...] = ()
+    # While `minimize` computes gradients, the arguments of the step that it makes then.
+    _minimizing: OwnArguments | None = None
     apply_grads: Callable[..., list[mtf.Operation]]
     _checked: Callable[..., Any]
+    _check_stack: Callable[..., Any]
     _without_scales: Callable[..., list[Any]]
     _check_arguments: Callable[[OwnArguments], None]
     _wrappers: Callable[[], list[Any]]
@@ -95,6 +98,10 @@ class TrainOptimizerInterface:
             weighted = weighted_loss(loss, weights, self._stack_shard_names())
             joined = weighted if share == 1.0 else weighted * share
             grads = mtf.gradients([joined], [v.value for v in variables])
+            if self._minimizing is not None and any(w.scales_loss for w in self._wrappers()):
+                # Before a loss scale makes its variables, which stay in the TensorFlow graph.
+                self._build_pairs(loss.graph)
+                self._check_stack(grads, variables, self._minimizing)
             grads = self._without_scales(grads, variables)
             names = self._stack_shard_names()
             is_of_shards = any(d.name in names and d.size > 1 for d in loss.shape.dims)
@@ -161,9 +168,14 @@ class TrainOptimizerInterface:
         """Calls `compute_gradients`, then `apply_gradients`."""
         _check_loss(loss)
         self._check_step(global_step, name)
-        self._check_arguments(OwnArguments((), kwargs))
+        own = OwnArguments((), kwargs)
+        self._check_arguments(own)
         with StepPlan.of(loss.graph).undone_on_error():
-            pairs = self.compute_gradients(loss, var_list, weights)
+            self._minimizing = own
+            try:
+                pairs = self.compute_gradients(loss, var_list, weights)
+            finally:
+                del self._minimizing
             return self.apply_gradients(pairs, global_step, name, **kwargs)
 
     def apply_grad(

@@ -150,6 +150,7 @@ class LossScaleOptimizer(ReportsSkips):
       `tf.keras.mixed_precision.LossScaleOptimizer`
     """
 
+    scales_loss = True
     shown = (("loss scale", "loss_scale/scale"), ("skipped", "loss_scale/skipped"))
 
     _writes = OfStep[Sequence[mtf.Operation]](())

@@ -107,6 +107,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     Attributes:
       shown: the values of `reported` that training shows next to the loss, by the names to show.
+      scales_loss: whether it scales the loss, so that `without_scale` makes variables.
       opt: the inner optimizer.
       axes: the replica axes, `ReplicaAxes`; None if no mesh was given.
       reducer: the reduction strategy.
@@ -116,6 +117,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     """
 
     shown: Sequence[tuple[str, str]] = ()
+    scales_loss = False
 
     opt: Any
     reducer: Strategy
@@ -273,10 +275,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         if variables and self._to_build:
             self._build_pairs(variables[0].graph)
         owners = [v for g, v in zip(grads, variables) if g is not None]
-        stack = self._stack(grads, variables)
-        check_meshes(stack, grads, variables)
-        for one in stack.stages:
-            one.check(grads, variables, own)
+        stack = self._check_stack(grads, variables, own)
         if not owners:
             self._warn_of_no_gradients(variables)
             return []
@@ -298,14 +297,21 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
             wrapper._note_step(step)
         return operations
 
-    def _stack(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    def _check_stack(
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        own: OwnArguments,
     ) -> Stack:
-        """Returns the stack, completed for gradients; nothing is built."""
+        """Returns the stack, completed for gradients and checked; nothing is built."""
         present = [g for g in grads if g is not None]
         program = Program.of(present) if present else None
         islands = StepPlan.of(variables[0].graph).islands if variables else None
-        return completed(self._segment_wrappers(), self._others(), program, islands)
+        stack = completed(self._segment_wrappers(), self._others(), program, islands)
+        check_meshes(stack, grads, variables)
+        for one in stack.stages:
+            one.check(grads, variables, own)
+        return stack
 
     def _checked_weights(
         self,

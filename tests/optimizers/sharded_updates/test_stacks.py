@@ -115,6 +115,20 @@ def test_nothing_to_split_is_an_error_before_anything_is_built():
         assert mesh.graph.operations == before
 
 
+def test_minimize_with_nothing_to_split_leaves_nothing_in_tensorflows_graph(fresh_graph):
+    mesh, batch = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("batch", 8)
+    odd = mtf.Dimension("odd", 7)
+    w = mtf.get_variable(mesh, "w", mtf.Shape([odd]), initializer=tf.ones_initializer())
+    x = mtf.import_tf_tensor(mesh, tf.ones([8, 7]), mtf.Shape([batch, odd]))
+    loss = mtf.reduce_mean(mtf.square(mtf.einsum([x, w], mtf.Shape([batch]))))
+    before = fresh_graph.get_operations()
+    for scale in ("dynamic", 8.0):
+        opt = gs.LossScaleOptimizer(sharded(OPTIMIZERS["adam"](), MESH), scale)
+        with pytest.raises(ValueError, match="nothing to split"):
+            opt.minimize(loss)
+        assert fresh_graph.get_operations() == before
+
+
 @pytest.mark.slow
 def test_reported_norms_are_those_of_unsharded_updates():
     def reported(wrap):
