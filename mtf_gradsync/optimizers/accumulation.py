@@ -11,16 +11,21 @@ import gin
 import numpy as np
 
 from mtf_gradsync import compat_v1
-from mtf_gradsync._common import check_flag, log_once, walk, warn_once
+from mtf_gradsync._common import check_flag, log_once, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
-from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizer, OptimizerLike, given_optimizer, is_v1
+from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients.arguments import is_scalar
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, times, without_skipped
+from mtf_gradsync.optimizers.pipeline.accumulators import (
+    Accumulators,
+    times,
+    weight_state,
+    without_skipped,
+)
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
 from mtf_gradsync.optimizers.pipeline.passes import Traits
@@ -33,8 +38,12 @@ from mtf_gradsync.optimizers.pipeline.stack import (
     nth,
     told,
 )
-from mtf_gradsync.optimizers.pipeline.weights import Weights
-from mtf_gradsync.optimizers.schedules import Passes, check_passes, passes_at
+from mtf_gradsync.optimizers.schedules import (
+    Passes,
+    check_passes,
+    hint_if_micro_steps_are_counted,
+    passes_at,
+)
 from mtf_gradsync.optimizers.skip_functions import SkipFn, check_skip_fn, says_skip
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
@@ -47,7 +56,6 @@ from mtf_gradsync.optimizers.skips import (
     waiting_state,
 )
 from mtf_gradsync.optimizers.state.variables import (
-    named_state,
     note_sums_not_kept,
     scalar_state,
     update_counter,
@@ -56,44 +64,6 @@ from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.step import values_after
-
-_logger = logging.getLogger("mtf_gradsync")
-
-
-def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
-    """Logs a hint when settings of the innermost optimizer depend on the TF global step.
-
-    The training loop advances the global step on every microbatch step. Learning-rate schedules,
-    and Adafactor's default decay rate and learning rate, are functions of it.
-    """
-    global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
-    if not global_steps:
-        return
-    handle = getattr(global_steps[0], "handle", global_steps[0])
-    if isinstance(opt, MeshOptimizer):
-        opt = opt.opt
-    found = [
-        key.lstrip("_")
-        for key, value in sorted(getattr(opt, "__dict__", {}).items())
-        if isinstance(value, tf.Tensor) and _depends_on(value, handle.op)
-    ]
-    if found:
-        _logger.info(
-            "%s: %s of %s follow the TF global step, which counts microbatch steps, not updates. "
-            "Base them on the update step: see docs/accumulation.md, per_update and update_step.",
-            name,
-            " and ".join(found),
-            type(opt).__name__,
-        )
-
-
-def _depends_on(tensor: tf.Tensor, source: tf.Operation) -> bool:
-    def inputs(op: tf.Operation) -> list[tf.Operation]:
-        # A step divided by an integer, as in `per_update`, counts updates.
-        return [] if op.type == "FloorDiv" else [t.op for t in op.inputs]
-
-    return source in walk([tensor.op], inputs)
-
 
 #: Where gradients of microbatch steps add up: on each shard, or reduced over the mesh.
 Accumulate = Literal["local", "synced"]
@@ -343,16 +313,6 @@ class GradientAccumulationOptimizer(ReportsSkips):
                 "backward_passes_per_step=lambda step: 1 its first step applies them.",
             )
 
-    def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
-        """Makes the counters but for that of weights, of which only some steps have one."""
-        return _Counters(
-            scalar_state(mesh, f"{self.name}/mini_step", checkpointed=self._checkpointed),
-            update_counter(mesh, self.name),
-            scalar_state(mesh, f"{self.name}/skipped", stacked=self._skip_fn is None),
-            self._waiting_state(mesh) if self._skip_fn is not None else None,
-            None,
-        )
-
     def _dtype_of_products(self) -> tf.DType | None:
         """Returns the dtype to add up gradients times weights in: float16 has too small a range."""
         if self._dtype != tf.float16:
@@ -364,28 +324,6 @@ class GradientAccumulationOptimizer(ReportsSkips):
             self.name,
         )
         return tf.float32
-
-    def _waiting_state(self, mesh: mtf.Mesh) -> mtf.Variable | None:
-        """Makes the count of steps without an update, where there may be such steps."""
-        return waiting_state(mesh, self.name, self._limit)
-
-    @property
-    def _weight_name(self) -> str:
-        return f"{self.name}/weight"
-
-    def _weight_state(self, mesh: mtf.Mesh) -> mtf.Variable:
-        # Sums of a run without weights have a weight of one for each microbatch step.
-        counter = f"{self.name}/mini_step"
-        return named_state(
-            mesh,
-            self._weight_name,
-            mtf.Shape([]),
-            tf.float32,
-            self._checkpointed,
-            start=counter,
-            counter=counter,
-            is_total=True,
-        )
 
 
 _MIXED_WARNING = (
@@ -472,27 +410,47 @@ class _Accumulate(Stage):
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """See `Stage.apply`."""
         wrapper, mesh = self.wrapper, gradients.mesh
+        name, skip_fn, checkpointed = wrapper.name, wrapper._skip_fn, wrapper._checkpointed
         skips: Skips | None = None
-        before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
+
+        def make_counters() -> _Counters:
+            return _Counters(
+                scalar_state(mesh, f"{name}/mini_step", checkpointed=checkpointed),
+                update_counter(mesh, name),
+                scalar_state(mesh, f"{name}/skipped", stacked=skip_fn is None),
+                waiting_state(mesh, name, wrapper._limit) if skip_fn is not None else None,
+                None,  # only some steps have weights
+            )
+
+        before = step.plan.state(wrapper, name, make_counters)
         weights = gradients.weights
         if weights is not None:
-            waiting = before.waiting or wrapper._waiting_state(mesh)
-            before = before._replace(weight=wrapper._weight_state(mesh), waiting=waiting)
+            waiting = before.waiting or waiting_state(mesh, name, wrapper._limit)
+            weight_before = weight_state(mesh, name, f"{name}/mini_step", checkpointed)
+            before = before._replace(weight=weight_before, waiting=waiting)
         mini_step, skipped = (on_mesh(c.value, mesh) for c in (before.mini_step, before.skipped))
         for state in before[:3]:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
         checked = gradients
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
-        if wrapper._skip_fn is not None:
+        if skip_fn is not None:
             if weights is not None:  # without data, a mean may be 0 / 0
                 gradients = without_skipped(gradients, mtf.less_equal(weights.total, 0.0))
-            skip = on_mesh(says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer), mesh)
+            skip = on_mesh(says_skip(skip_fn, gradients.present, wrapper.reducer), mesh)
             skip = step.agreed(skip, by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
         weight: mtf.Tensor | None = None
-        if wrapper._skip_fn is not None or weights is not None:
-            step.write_state(when=lambda: _uses_sums(counted, weights))
+        if skip_fn is not None or weights is not None:
+
+            def uses_sums() -> mtf.Tensor:
+                # Sums that were reduced on this step are added up: it is not skipped, and has data.
+                is_counted = mtf.greater(counted, 0)
+                if weights is None:
+                    return is_counted
+                return mtf.logical_and(is_counted, mtf.greater(weights.total, 0.0))
+
+            step.write_state(when=uses_sums)
         if weights is not None:
             gradients = gradients.with_present(
                 [times(on_mesh(weights.total, g.mesh), g) for g in gradients.present]
@@ -502,17 +460,17 @@ class _Accumulate(Stage):
             gradients,
             wrapper._slots,
             wrapper._dtype if weights is None else wrapper._dtype_of_products(),
-            wrapper._checkpointed,
+            checkpointed,
+            owner=name,
             counter=before.mini_step.name,
-            weight=wrapper._weight_name,
         )
         count = mini_step + counted
         with step.plan.outside_of_branches():
             given = wrapper.backward_passes_per_step
-            passes = passes_at(given, before.update_step.value, wrapper.name)
+            passes = passes_at(given, before.update_step.value, name)
         passes = on_mesh(passes, mesh) if isinstance(passes, mtf.Tensor) else passes
         due = mtf.greater_equal(count, passes)
-        if wrapper._skip_fn is not None:
+        if skip_fn is not None:
             # A checkpoint may hold more microbatch steps than an update takes now; a skipped step
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
@@ -521,7 +479,10 @@ class _Accumulate(Stage):
             if callable(flag):
                 flag = flag()
                 _check_flush(flag)
-            flush = mtf.logical_and(_flag_on_mesh(flag, mesh), mtf.greater(count, 0))
+            flag = flag.value if isinstance(flag, mtf.Variable) else flag
+            if not isinstance(flag, mtf.Tensor):
+                flag = mtf.import_tf_tensor(mesh, tf.convert_to_tensor(flag), mtf.Shape([]))
+            flush = mtf.logical_and(on_mesh(flag, mesh), mtf.greater(count, 0))
             due = mtf.logical_or(due, flush)
         updated = mtf.cast(due, tf.int32)
         has_update = updated
@@ -544,9 +505,9 @@ class _Accumulate(Stage):
         # Before a reduction, they may say more about shards.
         received = step.received[-1]
         axes, of_shards_only = step.shards_to_name(received.present)
-        if wrapper._skip_fn is not None or before.waiting is not None:
+        if skip_fn is not None or before.waiting is not None:
             skips = self._make_skips(checked, before, axes)
-        if wrapper._skip_fn is not None and skips is not None:
+        if skip_fn is not None and skips is not None:
             report = skips.report
             step.run_when(
                 skip,
@@ -592,14 +553,6 @@ class _Accumulate(Stage):
         return Skips(wrapper.name, words, counts, waiting, wrapper._limit)
 
 
-def _uses_sums(counted: mtf.Tensor, weights: Weights | None) -> mtf.Tensor:
-    """Whether sums that were reduced on this step are added up: it is not skipped and has data."""
-    is_counted = mtf.greater(counted, 0)
-    if weights is None:
-        return is_counted
-    return mtf.logical_and(is_counted, mtf.greater(weights.total, 0.0))
-
-
 def _why_synced(place: Place, is_known: bool) -> str:
     """Returns, for the log, why gradients cannot accumulate on each shard; "" if they can.
 
@@ -640,10 +593,3 @@ def _check_flush(flush: Any) -> None:
             "flush must be a boolean scalar, such as tf.placeholder_with_default(False, []), got "
             f"{flush!r}."
         )
-
-
-def _flag_on_mesh(flag: Any, mesh: mtf.Mesh) -> mtf.Tensor:
-    flag = flag.value if isinstance(flag, mtf.Variable) else flag
-    if isinstance(flag, mtf.Tensor):
-        return on_mesh(flag, mesh)
-    return mtf.import_tf_tensor(mesh, tf.convert_to_tensor(flag), mtf.Shape([]))

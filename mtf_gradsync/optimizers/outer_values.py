@@ -14,6 +14,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     keep_unstacked,
     master_of,
 )
+from mtf_gradsync.gradients.losses import losses_behind
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.operations import (
     PartialSum,
@@ -244,3 +245,42 @@ def hold_by_islands(
     keep_unstacked(variable, unstacked(variable.dtype))
     StepPlan.of(variable.graph).part(Islands).hold(variable, holder)
     return holder
+
+
+class LossesOfPeriod:
+    """Finds which islands have had a loss that is not finite since the outer step before.
+
+    Each island keeps the number of the last period that it had one in, so that nothing has to be
+    reset, and nothing is sent between islands. Periods are numbered from 1.
+
+    Attributes:
+      variable: `<owner>/bad_loss`, the number for each island, or 0.
+      last: its value after the step.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        period: mtf.Tensor,
+        islands: ReplicaAxes,
+        strategy: Strategy,
+        owner: str,
+        has_data: mtf.Tensor | None = None,
+    ):
+        dims = list(islands.shard_dims)
+        self.variable = named_state(
+            period.mesh, f"{owner}/bad_loss", mtf.Shape(dims), num_shard_dims=len(dims), fill=0
+        )
+        self._period, last = period, self.variable.value
+        losses = losses_behind(grads)
+        if losses:
+            # A loss that islands share says of none of them that it is its own.
+            found = NotFinite(losses, islands, strategy, of_shards_only=True).outputs[0]
+            bad = mtf.greater(mtf.reduce_sum(found, output_shape=mtf.Shape(dims)), 0.0)
+            bad = bad if has_data is None else mtf.logical_and(bad, has_data)
+            last = last + (period - last) * mtf.cast(bad, tf.int32)
+        self.last = last
+
+    def are_bad(self) -> mtf.Tensor:
+        """1 for each island that had one, else 0: float32 `[islands...]`."""
+        return mtf.cast(mtf.equal(self.last, self._period), tf.float32)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, Callable, Sequence, Union
 
 import gin
 import numpy as np
 
-from mtf_gradsync._common import check_number, check_whole_number, is_number
+from mtf_gradsync._common import check_number, check_whole_number, is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step, within
 from mtf_gradsync.step import StepPlan
 
+_logger = logging.getLogger("mtf_gradsync")
 _CONSTANT = "Where it changes, base the schedule on get_update_step."
 Schedule = Callable[..., Any]
 Factor = Union[float, Schedule]
@@ -124,6 +127,38 @@ def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], A
         return tf.reshape(tf.cast(rate, tf.float32), [])
 
     return mtf.cwise(evaluate, [update_step], tf.float32, name="learning_rate")
+
+
+def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
+    """Logs a hint when settings of the innermost optimizer depend on the TF global step.
+
+    The training loop advances the global step on every microbatch step. Learning-rate schedules,
+    and Adafactor's default decay rate and learning rate, are functions of it.
+    """
+    global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
+    if not global_steps:
+        return
+    handle = getattr(global_steps[0], "handle", global_steps[0])
+    if isinstance(opt, MeshOptimizer):
+        opt = opt.opt
+
+    def inputs(op: tf.Operation) -> list[tf.Operation]:
+        # A step divided by an integer, as in `per_update`, counts updates.
+        return [] if op.type == "FloorDiv" else [t.op for t in op.inputs]
+
+    found = [
+        key.lstrip("_")
+        for key, value in sorted(getattr(opt, "__dict__", {}).items())
+        if isinstance(value, tf.Tensor) and handle.op in walk([value.op], inputs)
+    ]
+    if found:
+        _logger.info(
+            "%s: %s of %s follow the TF global step, which counts microbatch steps, not updates. "
+            "Base them on the update step: see docs/accumulation.md, per_update and update_step.",
+            name,
+            " and ".join(found),
+            type(opt).__name__,
+        )
 
 
 def check_passes(passes: Any) -> Passes:

@@ -24,6 +24,7 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
     DirectUpdate,
     ZerosWhere,
     times,
+    weight_state,
     without_skipped,
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -38,7 +39,6 @@ from mtf_gradsync.optimizers.replicas import (
     make_state,
 )
 from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
-from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
@@ -343,20 +343,20 @@ class _AggregateReplicas(Stage):
         # Besides gradients, only this is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         contributions = mtf.reduce_sum(contributed)
-        step.tell_finite(lambda: _any_or_none_wanted(contributions, wanted))
+
+        def finite_and_asked() -> tuple[mtf.Tensor, mtf.Tensor]:
+            # If no replica was asked to contribute, no gradient stopped one.
+            number = mtf.reduce_sum(mtf.anonymize(mtf.cast(wanted, tf.int32)))
+            asked = mtf.greater(number, 0)
+            some = mtf.greater(contributions, 0)
+            return mtf.logical_or(some, mtf.logical_not(asked)), asked
+
+        step.tell_finite(finite_and_asked)
         # The terms are 1/num_shards of the contributions, or parts of the sum of the weights.
         unit: Any = float(axes.num_shards)
-        counts, weight, weight_name = contributions, None, f"{wrapper.name}/weight"
+        counts, weight = contributions, None
         if weights is not None:
-            weight = named_state(
-                mesh,
-                weight_name,
-                mtf.Shape([]),
-                tf.float32,
-                start=before.count.name,
-                counter=before.count.name,
-                is_total=True,
-            )
+            weight = weight_state(mesh, wrapper.name, before.count.name)
             unit = weights.total
             counts = mtf.reduce_sum(mtf.cast(fresh, tf.float32) * weight_of)
             gradients = gradients.with_grads(
@@ -370,8 +370,8 @@ class _AggregateReplicas(Stage):
             gradients,
             wrapper._slots,
             is_share=True,
+            owner=wrapper.name,
             counter=before.count.name,
-            weight=weight_name,
         )
         count = before.count.value + contributions
         due = mtf.greater_equal(count, wrapper._to_aggregate)
@@ -421,18 +421,6 @@ class _AggregateReplicas(Stage):
         axes, reducer = self.axes, self.wrapper.reducer
         found = NotFinite(gradients.present, axes, reducer).outputs[0]
         return skips.report([mtf.anonymize(found)])
-
-
-def _any_or_none_wanted(
-    contributions: mtf.Tensor, wanted: mtf.Tensor
-) -> tuple[mtf.Tensor, mtf.Tensor]:
-    """Whether a replica contributes, or none was asked to, and whether one was asked to.
-
-    If none was, no gradient stopped one.
-    """
-    number = mtf.reduce_sum(mtf.anonymize(mtf.cast(wanted, tf.int32)))
-    asked = mtf.greater(number, 0)
-    return mtf.logical_or(mtf.greater(contributions, 0), mtf.logical_not(asked)), asked
 
 
 # For some gradients, by position, each replica's parts of the sums that they are made of.

@@ -21,6 +21,19 @@ from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, named_state
 from mtf_gradsync.step import Gate, StepPlan, WriteInPlace, write_slices
 
 
+def weight_state(
+    mesh: mtf.Mesh, owner: str, counter: str, checkpointed: bool = True
+) -> mtf.Variable:
+    """Makes `<owner>/weight`, the sum of the weights of what `counter` counts in accumulators.
+
+    Sums of a run without weights have a weight of one for each addition.
+    """
+    name, shape = f"{owner}/weight", mtf.Shape([])
+    return named_state(
+        mesh, name, shape, tf.float32, checkpointed, start=counter, counter=counter, is_total=True
+    )
+
+
 class DirectUpdate(NamedTuple):
     """The condition for an update with this step's gradients, without accumulators.
 
@@ -49,8 +62,9 @@ class Accumulators:
         dtype: tf.DType | None = None,
         checkpointed: bool = True,
         is_share: bool = False,
-        counter: str | None = None,
-        weight: str | None = None,
+        *,
+        owner: str,
+        counter: str,
     ):
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
@@ -60,8 +74,8 @@ class Accumulators:
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
           is_share: as in `StateNote`.
-          counter: as in `StateNote`.
-          weight: as in `StateNote`.
+          owner: the wrapper's name, as for `weight_state`.
+          counter: the name of the variable that counts additions.
         """
         self._given = gradients
         self._variables: list[mtf.Variable] = []
@@ -83,7 +97,7 @@ class Accumulators:
                 is_share=is_share,
                 is_total=gradients.weights is not None,
                 counter=counter,
-                weight=weight,
+                weight=f"{owner}/weight",
             )
             slots.record([accumulator], [variable], tf.get_variable_scope().name)
             self._variables.append(accumulator)
