@@ -35,7 +35,8 @@ from mtf_gradsync.runtimes.xla.replica_program import replica_program
 from mtf_gradsync.runtimes.xla.session import session
 from mtf_gradsync.runtimes.xla.topology.compiled import CoreMemory
 from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
-from mtf_gradsync.tools.planning.machines import Begun, Compiled
+from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
+from mtf_gradsync.tools.planning.machines import Begun, Compiled, StepCost
 
 Mesh = tuple[int, int]
 _HEADS = 4
@@ -407,11 +408,15 @@ class CpuMachine:
         elsewhere = sum(self.seconds(c.operation, c.groups, c.bytes_per_core) for c in collectives)
         return Compiled(
             bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
-            flops=work.flops,
-            bytes_accessed=work.bytes,
-            estimate_seconds=max(0.0, calibration.seconds(work) - elsewhere),
-            loops_counted_once=lowered.module.count("stablehlo.while"),
-            collectives=collectives,
+            step=StepCost(
+                CostEstimate(
+                    work.flops,
+                    work.bytes,
+                    max(0.0, calibration.seconds(work) - elsewhere),
+                    loops_counted_once=lowered.module.count("stablehlo.while"),
+                ),
+                collectives,
+            ),
             seconds=time.monotonic() - start,
         )
 

@@ -249,12 +249,10 @@ class Torus:
 Begun = Callable[["subprocess.Popen[str]"], None]
 
 
-class SkippedStep(NamedTuple):
-    """A step on which all conditions of a program are false, such as one that only accumulates."""
+class StepCost(NamedTuple):
+    """What a step costs one core."""
 
-    flops: float  # this and the others as in `Compiled`
-    bytes_accessed: float
-    estimate_seconds: float
+    cost: CostEstimate  # of its operations one after the other, without the links
     collectives: tuple[HloCollective, ...] = ()
 
 
@@ -263,16 +261,12 @@ class Compiled(NamedTuple):
 
     error: str = ""  # why the program was refused
     bytes_per_core: int = 0
-    flops: float = 0.0  # of one core, by the compiler's count
-    bytes_accessed: float = 0.0  # by one core
-    estimate_seconds: float = 0.0  # of a core's operations one after the other, without the links
-    unknown: int = 0  # custom calls of which the estimate has the bytes alone
-    unknown_names: tuple[str, ...] = ()
-    loops_counted_once: int = 0  # loops of which the estimate has one turn
-    is_of_update: bool = False  # whether it has conditionals, and these figures have all true
-    collectives: tuple[HloCollective, ...] = ()
+    step: StepCost | None = None  # with all conditions true, where it has some; None if refused
+    # With all conditions false, as in a step that only accumulates; None without conditionals, or
+    # where it was refused.
+    skipped: StepCost | None = None
+    is_of_update: bool = False  # whether it has conditionals, and `step` has all true
     seconds: float = 0.0  # how long the compilation took
-    skipped: SkippedStep | None = None  # where there are conditionals and an estimate of it
 
 
 class Machine(Protocol):
@@ -333,22 +327,15 @@ class TpuMachine:
         """See `Machine`. The estimate of a program with conditionals is that of an update step."""
         made = compile_lowered(lowered, self.name, begun=begun)
         if made.memory is None:
-            return Compiled(error=made.error, seconds=made.seconds)
-        of_update = made.estimates.get("conditions_true")
-        cost = of_update or made.estimates["step"]
-        none_true = made.estimates.get("conditions_false")
+            return Compiled(made.error, seconds=made.seconds)
+        costs = made.estimates
+        skipped = costs.get("conditions_false")
         return Compiled(
             bytes_per_core=made.memory.total,
-            flops=cost.flops,
-            bytes_accessed=cost.bytes_accessed,
-            estimate_seconds=cost.seconds,
-            unknown=cost.unknown,
-            unknown_names=cost.unknown_operations,
-            loops_counted_once=cost.loops_counted_once,
-            is_of_update=of_update is not None,
-            collectives=made.of_update,
+            step=StepCost(costs.get("conditions_true") or costs["step"], made.of_update),
+            skipped=StepCost(skipped, made.of_skipped_step) if skipped else None,
+            is_of_update="conditions_true" in costs,
             seconds=made.seconds,
-            skipped=_skipped_step(none_true, made.of_skipped_step),
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
@@ -365,14 +352,6 @@ class TpuMachine:
             return self._torus.cores_per_chip * sent / self.dcn_bytes_per_second
         local = [[core % self._of_slice for core in group] for group in groups]
         return self._torus.seconds(operation, local, size)
-
-
-def _skipped_step(
-    cost: CostEstimate | None, collectives: tuple[HloCollective, ...]
-) -> SkippedStep | None:
-    if cost is None:
-        return None
-    return SkippedStep(cost.flops, cost.bytes_accessed, cost.seconds, collectives)
 
 
 def factorizations(cores: int, axes: Sequence[str]) -> list[str]:

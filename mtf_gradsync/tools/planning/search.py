@@ -18,16 +18,15 @@ from mtf_gradsync.runtimes.simd.collectives import groups_by_axes, list_collecti
 from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
-from mtf_gradsync.runtimes.xla.collectives import HloCollective
 from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
+from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
 from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError
 from mtf_gradsync.runtimes.xla.topology.roofline import why_doubtful
 from mtf_gradsync.tools.planning.machines import (
     DCN,
     Compiled,
-    Exchange,
     Machine,
-    SkippedStep,
+    StepCost,
     exchanges_of,
 )
 from mtf_gradsync.tools.planning.result import (
@@ -134,10 +133,7 @@ class _Work(NamedTuple):
 
     candidate: Candidate
     lowered: LoweredProgram
-    tokens: int | None
-    parameters: int | None
-    steps_per_update: int
-    model_flops: float | None
+    built: Built  # without the program and its fetches
     report: CommunicationReport
     axes: dict[frozenset, str]
     build_seconds: float
@@ -235,9 +231,8 @@ class _Search:
         needed = built.model_flops
         if needed is None and built.parameters and built.tokens:
             needed = 6.0 * built.parameters * built.tokens
-        steps = built.steps_per_update
-        facts = built.tokens, built.parameters, steps, needed, report, axes, seconds
-        return [_Work(c, lowered[type(c.machine)], *facts) for c in group]
+        kept: Any = built._replace(program=None, fetches=(), model_flops=needed)  # type: ignore[arg-type]
+        return [_Work(c, lowered[type(c.machine)], kept, report, axes, seconds) for c in group]
 
     def _start(self, pool: concurrent.futures.Executor, work: _Work) -> None:
         machine, lowered = work.candidate.machine, work.lowered
@@ -313,25 +308,27 @@ def _by_program(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
 
 def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
     mesh_shape, layout, machine, _ = work.candidate
-    traffic = _traffic_of(compiled.collectives, work, True)
+    assert compiled.step is not None  # it was not refused
+    cost, tokens = compiled.step.cost, work.built.tokens
+    traffic = _traffic_of(compiled.step, work, True)
     links = sum(t.seconds for t in traffic)
-    step = mean = compiled.estimate_seconds + links
-    flops, tokens, steps = compiled.flops, work.tokens, work.steps_per_update
+    step = mean = cost.seconds + links
+    flops, steps = cost.flops, work.built.steps_per_update
     skipped_step = None
     if compiled.skipped is not None:
-        skipped = compiled.skipped
-        others = sum(t.seconds for t in _traffic_of(skipped.collectives, work, False))
-        skipped_step = skipped.estimate_seconds + others
+        others = sum(t.seconds for t in _traffic_of(compiled.skipped, work, False))
+        skipped_step = compiled.skipped.cost.seconds + others
         mean = (step + (steps - 1) * skipped_step) / steps
-        flops = (compiled.flops + (steps - 1) * skipped.flops) / steps
+        flops = (flops + (steps - 1) * compiled.skipped.cost.flops) / steps
     dcn = sum(t.seconds for t in traffic if t.axis == DCN)
     peak, limit = machine.peak_flops_per_core, machine.memory_per_core
-    roofline, doubt = _roofline(compiled, machine), ""
+    roofline, doubt = _roofline(cost, machine), ""
     if roofline is not None:
-        doubt = why_doubtful(compiled.estimate_seconds, roofline)
+        doubt = why_doubtful(cost.seconds, roofline)
         if compiled.skipped is not None and not doubt:
-            of_skipped = _roofline(compiled.skipped, machine)
-            doubt = why_doubtful(compiled.skipped.estimate_seconds, of_skipped or 0.0)
+            of_skipped = _roofline(compiled.skipped.cost, machine)
+            doubt = why_doubtful(compiled.skipped.cost.seconds, of_skipped or 0.0)
+    needed = work.built.model_flops
     return PlanRow(
         mesh_shape=mesh_shape,
         layout=layout,
@@ -340,27 +337,25 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         fits=limit is None or compiled.bytes_per_core <= limit,
         bytes_per_core=compiled.bytes_per_core,
         memory_per_core=limit,
-        flops=compiled.flops,
-        bytes_accessed=compiled.bytes_accessed,
-        estimate_seconds=compiled.estimate_seconds,
-        unknown_operations=compiled.unknown,
-        unknown_names=compiled.unknown_names,
-        loops_counted_once=compiled.loops_counted_once,
+        flops=cost.flops,
+        bytes_accessed=cost.bytes_accessed,
+        estimate_seconds=cost.seconds,
+        unknown_operations=cost.unknown,
+        unknown_names=cost.unknown_operations,
+        loops_counted_once=cost.loops_counted_once,
         is_of_update=compiled.is_of_update,
         traffic=traffic,
         link_seconds=links,
         step_seconds=step,
-        overlapped_seconds=max(compiled.estimate_seconds, links),
+        overlapped_seconds=max(cost.seconds, links),
         tokens_per_second=tokens / mean if tokens and mean else None,
         share_of_peak=flops / (mean * peak) if peak and mean else None,
-        model_flops=work.model_flops,
-        mfu=work.model_flops / (mean * peak * machine.cores)
-        if work.model_flops and peak and mean
-        else None,
+        model_flops=needed,
+        mfu=needed / (mean * peak * machine.cores) if needed and peak and mean else None,
         build_seconds=work.build_seconds,
         compile_seconds=compiled.seconds,
         is_repeated=is_repeated,
-        parameters=work.parameters,
+        parameters=work.built.parameters,
         steps_per_update=steps,
         skipped_step_seconds=skipped_step,
         mean_step_seconds=mean,
@@ -383,7 +378,7 @@ def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
     An outer step adds up float32 values of each core over the slices. An island, one process of
     which reads and writes, sends its change and reads the merged values, beside its steps.
     """
-    machine, parameters = work.candidate.machine, work.parameters
+    machine, parameters = work.candidate.machine, work.built.parameters
     (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))
     rules = [rule.split(":") for rule in re.split("[ ,.;]", work.candidate.layout) if rule]
     if machine.slices < 2 or not parameters or not any([b, first] in rules for b in _BATCH):
@@ -399,25 +394,19 @@ def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
     )
 
 
-def _roofline(step: Compiled | SkippedStep, machine: Machine) -> float | None:
+def _roofline(cost: CostEstimate, machine: Machine) -> float | None:
     """The least time of a step's work on a core, without the links; None if that is unknown."""
     peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
     if not peak or not bandwidth:
         return None
-    return max(step.flops / peak, step.bytes_accessed / bandwidth)
+    return max(cost.flops / peak, cost.bytes_accessed / bandwidth)
 
 
-def _traffic_of(
-    collectives: Sequence[HloCollective], work: _Work, conditions: bool
-) -> tuple[AxisTraffic, ...]:
+def _traffic_of(step: StepCost, work: _Work, conditions: bool) -> tuple[AxisTraffic, ...]:
     machine = work.candidate.machine
     exchanges = exchanges_of(
-        collectives, work.report, work.axes, machine.cores, conditions, machine.slices
+        step.collectives, work.report, work.axes, machine.cores, conditions, machine.slices
     )
-    return _traffic(exchanges, machine)
-
-
-def _traffic(exchanges: Sequence[Exchange], machine: Machine) -> tuple[AxisTraffic, ...]:
     known: dict[Any, float] = {}
     sums: dict[str, tuple[int, int, float]] = {}
     for one in exchanges:

@@ -8,8 +8,9 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.xla.collectives import HloCollective
 from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
+from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
 from mtf_gradsync.tools import planning
-from mtf_gradsync.tools.planning.machines import Compiled
+from mtf_gradsync.tools.planning.machines import Compiled, StepCost
 
 LAYOUT = "batch:batch;hidden:model"
 
@@ -76,12 +77,12 @@ class Counting:
         groups = ((0, 1), (2, 3))
         return Compiled(
             bytes_per_core=600,
-            flops=200.0,
-            bytes_accessed=50.0,
-            estimate_seconds=self.estimate,
-            collectives=(HloCollective("all-reduce", "r", 3, groups, "main", ()),),
-            seconds=0.5,
+            step=StepCost(
+                CostEstimate(200.0, 50.0, self.estimate),
+                (HloCollective("all-reduce", "r", 3, groups, "main", ()),),
+            ),
             skipped=self.skipped,
+            seconds=0.5,
         )
 
     def seconds(self, operation, groups, size):

@@ -11,7 +11,7 @@ from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
 from mtf_gradsync.tools import planning
 from mtf_gradsync.tools.planning import machines
-from mtf_gradsync.tools.planning.machines import SkippedStep, TpuMachine
+from mtf_gradsync.tools.planning.machines import StepCost, TpuMachine
 from tests.tools.planning.machines import LAYOUT, build
 
 no_compiler = xla.why_no_tpu_compiler()
@@ -152,10 +152,10 @@ def test_figures_of_a_program_with_conditionals_are_those_of_an_update(monkeypat
     monkeypatch.setattr(machines, "places_of", lambda topology: [(0, 0, 0, 0)])
     monkeypatch.setattr(machines, "compile_lowered", lambda *_, **__: made)
     compiled = TpuMachine("v5e:1x1").compile(LoweredProgram(1, "module"), lambda process: None)
-    assert compiled.estimate_seconds == max(estimates.values())
+    assert compiled.step.cost.seconds == max(estimates.values())
     assert compiled.is_of_update == (len(estimates) > 1)
     assert compiled.skipped == (
-        SkippedStep(1.0, 1.0, 0.5, ("sent",)) if len(estimates) > 1 else None
+        StepCost(CostEstimate(1.0, 1.0, 0.5), ("sent",)) if len(estimates) > 1 else None
     )
 
 

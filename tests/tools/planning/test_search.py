@@ -13,9 +13,10 @@ import pytest
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes.xla.collectives import HloCollective
 from mtf_gradsync.runtimes.xla.runner.devices import make_cpu_devices
+from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
 from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError
 from mtf_gradsync.tools import planning
-from mtf_gradsync.tools.planning.machines import Compiled, SkippedStep
+from mtf_gradsync.tools.planning.machines import Compiled, StepCost
 from mtf_gradsync.tools.planning.search import Candidate, search
 from tests.tools.planning.machines import LAYOUT, Counting, build, interrupted_and_dropped
 
@@ -115,7 +116,7 @@ def test_operations_that_a_model_needs():
 
 def test_under_accumulation_the_means_are_over_all_steps_of_an_update():
     """An update of 2 s and 3 s of links; the other steps take a second and 100 operations."""
-    machine = Counting(skipped=SkippedStep(100.0, 10.0, 1.0))
+    machine = Counting(skipped=StepCost(CostEstimate(100.0, 10.0, 1.0)))
 
     def accumulating(shape, layout):
         return build(shape, layout)._replace(steps_per_update=4, parameters=64)
@@ -127,8 +128,8 @@ def test_under_accumulation_the_means_are_over_all_steps_of_an_update():
     assert row.share_of_peak == (200.0 + 3 * 100.0) / (8.0 * 100.0)
     assert row.doubt == ""
     # What it sends without an update takes its time, too.
-    sends = SkippedStep(
-        100.0, 10.0, 1.0, (HloCollective("all-reduce", "r", 2, ((0, 1),), "m", ()),)
+    sends = StepCost(
+        CostEstimate(100.0, 10.0, 1.0), (HloCollective("all-reduce", "r", 2, ((0, 1),), "m", ()),)
     )
     (row,) = search(accumulating, candidates(Counting(skipped=sends), "batch:2;model:2")).rows
     assert row.skipped_step_seconds == 1.0 + 2
@@ -150,7 +151,7 @@ def test_what_cannot_be_beside_its_roofline_is_not_ranked():
     assert doubts[:2] == ["", ""]
     assert "below its roofline of 2e+03 ms" in doubts[2]
     assert "40 times its roofline" in doubts[3]
-    wrong = Counting(skipped=SkippedStep(100.0, 10.0, 0.5))
+    wrong = Counting(skipped=StepCost(CostEstimate(100.0, 10.0, 0.5)))
     (row,) = search(build, candidates(wrong, "batch:4")).rows
     assert "below its roofline of 1e+03 ms" in row.doubt
 
