@@ -19,8 +19,8 @@ from mtf_gradsync.gradients.arguments import (
 )
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
 from mtf_gradsync.gradients.operations import (
+    GradientOperation,
     MaybeGradients,
-    StageOperation,
     each_mesh,
     gradient_name,
     on_mesh,
@@ -49,7 +49,7 @@ class Clipping(NamedTuple):
     size: int
 
 
-class ScaleGradients(StageOperation):
+class ScaleGradients(GradientOperation):
     """Multiplies gradients of a mesh by one factor, or each shard's by that shard's factor.
 
     Attributes:
@@ -129,7 +129,7 @@ def _sources(tensor: mtf.Tensor, ends: Container[mtf.Tensor]) -> Sequence[mtf.Te
     if isinstance(operation, mtf.WhileLoopOperation):
         return [loop_body(operation).outputs[number]] if operation.outputs else ()
     inputs = operation.inputs
-    is_list = isinstance(operation, StageOperation) and len(inputs) >= len(operation.outputs) > 1
+    is_list = isinstance(operation, GradientOperation) and len(inputs) >= len(operation.outputs) > 1
     return [inputs[number]] if is_list else inputs
 
 
@@ -197,7 +197,7 @@ def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
 
 
 def unclipped(grad: mtf.Tensor) -> mtf.Tensor:
-    """Returns a gradient as it was before it was clipped; others as they are."""
+    """Undoes a clip of this package; returns any other gradient unchanged."""
     operation = grad.operation
     if not isinstance(operation, ScaleGradients):
         return grad

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtf_gradsync._common import by_key
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.operations import StageOperation, reduced_values
+from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.mesh.axes import ProcessorGroups
 from mtf_gradsync.reduce import Strategy
@@ -59,7 +59,7 @@ def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> in
     return sizes.pop()
 
 
-class SumCopies(StageOperation):
+class SumCopies(GradientOperation):
     """Sums tensors of shards within groups; each shard gets the sum of its group."""
 
     def __init__(

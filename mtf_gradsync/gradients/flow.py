@@ -23,7 +23,7 @@ from mtf_gradsync.gradients.linear import (
     runs_on_slices,
     sums_before_broadcast,
 )
-from mtf_gradsync.gradients.operations import StageOperation, gradient_name
+from mtf_gradsync.gradients.operations import GradientOperation, gradient_name
 from mtf_gradsync.step.plan import flat
 
 
@@ -351,7 +351,7 @@ def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
 _COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_processors")
 
 
-class Unsummed:
+class MissingSumWarnings:
     """Warns where an operation behind a gradient drops the sum over the shards."""
 
     def __init__(self, flow: Flow, targets: Sequence[mtf.Tensor]):
@@ -391,7 +391,7 @@ def _is_suspect(operation: mtf.Operation, cause: Cause) -> bool:
     if is_between_meshes(operation):
         return False  # it communicates by itself, in a way that the dimensions do not show
     of_mesh_tf = type(operation).__module__.startswith("mesh_tensorflow")
-    is_own = not of_mesh_tf and not isinstance(operation, StageOperation)
+    is_own = not of_mesh_tf and not isinstance(operation, GradientOperation)
     return cause is Cause.DROPS_SUM or is_own
 
 

@@ -8,7 +8,7 @@ from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body, meshes_made
 from mtf_gradsync.gradients.linear import passes_on
-from mtf_gradsync.gradients.operations import StageOperation
+from mtf_gradsync.gradients.operations import GradientOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
 from mtf_gradsync.step.plan import flat
@@ -83,7 +83,7 @@ _WITHOUT_DATA = (
     mtf.Constant,
     mtf.RandomOperation,
     mtf.RangeOperation,
-    StageOperation,
+    GradientOperation,
     ValuesAfter,
 )
 
@@ -119,7 +119,7 @@ def own_slices(
                 return Axes()
             data = [d for d in output.shape.dims if d.name not in names]
             return Axes({layout.axis_of(output.mesh, d) for d in data} - {None})
-        if isinstance(operation, StageOperation) and len(inputs) >= len(operation.outputs):
+        if isinstance(operation, GradientOperation) and len(inputs) >= len(operation.outputs):
             return inputs[position]  # a list of gradients
         if isinstance(operation, mtf.ReshapeOperation):
             (source,), mesh = operation.inputs, operation.mesh
@@ -140,7 +140,7 @@ AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
 # Operations without inputs that bring no data.
 _MADE = (mtf.Variable, mtf.Constant, mtf.RandomOperation, mtf.RangeOperation)
 # Their outputs have dimensions that data do not have.
-_WIDENS = (mtf.BroadcastOperation, mtf.OneHotOperation, mtf.WhileLoopOperation, StageOperation)
+_WIDENS = (mtf.BroadcastOperation, mtf.OneHotOperation, mtf.WhileLoopOperation, GradientOperation)
 # Operations on the way from each example's loss to the loss.
 _TO_LOSS = (
     mtf.AddOperation,
@@ -281,7 +281,7 @@ def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str])
     known = {
         dim.name
         for operation in flat(graph.operations)
-        if mesh in (None, operation.mesh) and not isinstance(operation, StageOperation)
+        if mesh in (None, operation.mesh) and not isinstance(operation, GradientOperation)
         for tensor in operation.outputs
         for dim in tensor.shape.dims
     }

@@ -220,7 +220,7 @@ def _scale_in(
 
 
 def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:
-    """Gives tensors and those that they are computed from, back to ends, which are included."""
+    """Walks from tensors to what they are computed from; stops at members of `ends`, included."""
 
     def sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
         return () if any(tensor in some for some in ends) else computed_from(tensor)

@@ -9,9 +9,9 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.arguments import check_one_mesh, check_present
 from mtf_gradsync.gradients.operations import (
+    GradientOperation,
     MaybeGradients,
     PartialSum,
-    StageOperation,
     each_mesh,
     on_mesh,
     partial_sum,
@@ -101,7 +101,7 @@ def _flat(x: tf.Tensor) -> tf.Tensor:
     return x if x.shape.rank < 2 else tf.reshape(x, [-1])
 
 
-class SumOverGradients(StageOperation):
+class SumOverGradients(GradientOperation):
     """Sums a measure over all gradients of a mesh, for each shard or for all shards together."""
 
     def __init__(
@@ -157,7 +157,7 @@ class SumOverGradients(StageOperation):
         self.set_outputs(lowering, [total])
 
 
-class NotFinite(StageOperation):
+class NotFinite(GradientOperation):
     """Finds gradients of each shard with a NaN or an infinity; pending ones stay pending.
 
     Its output is a float32 tensor `[shards..., gradients]`: greater than 0 where an entry is not
@@ -243,7 +243,7 @@ def _norms(
     return _Root(sums).outputs[0]
 
 
-class _Root(StageOperation):
+class _Root(GradientOperation):
     """Makes norms of `_sums_of_squares`, `[..., ranges]`."""
 
     def __init__(self, sums: mtf.Tensor):

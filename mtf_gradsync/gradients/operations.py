@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import (
     Any,
     Callable,
     Collection,
+    Iterator,
+    Mapping,
     NamedTuple,
     Optional,
     Sequence,
@@ -29,7 +32,7 @@ from mtf_gradsync.reduce.strategy import reduce_scatter_by
 MaybeGradients = Sequence[Optional[mtf.Tensor]]
 
 
-class StageOperation(mtf.Operation):
+class GradientOperation(mtf.Operation):
     """An operation on a list of tensors, all of which are lowered at once.
 
     Attributes:
@@ -69,7 +72,7 @@ class StageOperation(mtf.Operation):
             lowering.set_tensor_lowering(output, value)
 
 
-class _OnMesh(StageOperation):
+class _OnMesh(GradientOperation):
     """Gives a tensor that no mesh splits to the processors of another mesh."""
 
     def __init__(self, x: mtf.Tensor, mesh: mtf.Mesh):
@@ -114,6 +117,17 @@ def gradient_name(grad: mtf.Tensor) -> str:
 def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
     """Returns the lowered values of tensors, reduced over all of their pending axes."""
     return [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
+
+
+@contextlib.contextmanager
+def in_place_of(lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]) -> Iterator[None]:
+    """Gives tensors other lowered values inside the block."""
+    before = {t: lowering.tensors[t] for t in values}
+    lowering.tensors.update(values)
+    try:
+        yield
+    finally:
+        lowering.tensors.update(before)
 
 
 def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from typing import Any, Callable, Collection, ContextManager, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Collection, ContextManager, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
@@ -14,14 +13,15 @@ from mtf_gradsync._private.mesh_tensorflow import (
     loop_condition,
     scalar_of,
 )
-from mtf_gradsync.gradients.flow import Flow, Unsummed, Use
+from mtf_gradsync.gradients.flow import Flow, MissingSumWarnings, Use
 from mtf_gradsync.gradients.layout import Axes, Layout, used_axes
 from mtf_gradsync.gradients.linear import sums_before_broadcast
 from mtf_gradsync.gradients.operations import (
+    GradientOperation,
     PartialSum,
     PendingSum,
-    StageOperation,
     current_context,
+    in_place_of,
     reduce_partial_sums,
     share,
 )
@@ -53,7 +53,7 @@ class PendingLowering(PartLowering):
         lowering: mtf.Lowering,
         flow: Flow,
         buckets: dict[mtf.Tensor, Bucket],
-        unsummed: Unsummed,
+        unsummed: MissingSumWarnings,
     ):
         """Begins a lowering; `buckets`, which is changed, has the sums to reduce with others."""
         self.flow = flow
@@ -65,7 +65,7 @@ class PendingLowering(PartLowering):
 
     def lower(self, operation: mtf.Operation) -> bool:
         """See `PartLowering.lower`."""
-        if isinstance(operation, StageOperation):
+        if isinstance(operation, GradientOperation):
             return False  # it handles pending sums itself
         if isinstance(operation, mtf.WhileLoopOperation):
             self._reduce_captured(operation)
@@ -113,7 +113,7 @@ class PendingLowering(PartLowering):
             for t in pending
             if self._is_reduced_here(operation, t)
         }
-        with self._in_place_of(reduced):
+        with in_place_of(self._lowering, reduced):
             operation.lower_itself(self._lowering)
         self._keep_pending(operation)
 
@@ -159,7 +159,7 @@ class PendingLowering(PartLowering):
             for tensor, lowered in self._tensors.items()
             if isinstance(lowered, PendingSum) and not lowered.is_complete
         }
-        return self._in_place_of(copies)
+        return in_place_of(self._lowering, copies)
 
     @property
     def _tensors(self) -> dict[mtf.Tensor, Any]:
@@ -312,21 +312,12 @@ class PendingLowering(PartLowering):
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
         lowered = StepPlan.of(operation.graph).lowered(self._lowering)
-        with self._in_place_of(inputs), lowered.name_scope(operation.name):
+        with in_place_of(self._lowering, inputs), lowered.name_scope(operation.name):
             operation.lower_itself(self._lowering)
         values = [self._tensors[t] for t in outputs]
         for tensor, old in before.items():
             self._tensors[tensor] = old
         return values
-
-    @contextlib.contextmanager
-    def _in_place_of(self, values: dict[mtf.Tensor, Any]) -> Iterator[None]:
-        before = {t: self._tensors[t] for t in values}
-        self._tensors.update(values)
-        try:
-            yield
-        finally:
-            self._tensors.update(before)
 
 
 class _Want(NamedTuple):
@@ -394,7 +385,9 @@ class PendingSums(PlanPart):
             return used_axes(graph, mesh, axis_of, [*targets, *sums], names)
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)
-        return PendingLowering(lowering, flow, self._buckets(flow), Unsummed(flow, targets))
+        return PendingLowering(
+            lowering, flow, self._buckets(flow), MissingSumWarnings(flow, targets)
+        )
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
         """The sums that are reduced together, in the order in which they were declared."""
@@ -408,7 +401,7 @@ class PendingSums(PlanPart):
             own = [
                 t
                 for operation, tensors in flow.forced.items()
-                if not isinstance(operation, StageOperation)
+                if not isinstance(operation, GradientOperation)
                 for t in tensors
             ]
             for tensor in flow.sums_behind(own, True):

@@ -10,9 +10,10 @@ from mtf_gradsync.gradients.flow import Cause, Flow, Mixing
 from mtf_gradsync.gradients.layout import Axes, Layout, check_batch_dims, names_of_batch, own_slices
 from mtf_gradsync.gradients.linear import linear_positions, passes_on
 from mtf_gradsync.gradients.operations import (
+    GradientOperation,
     MaybeGradients,
-    StageOperation,
     gradient_name,
+    in_place_of,
     reduced_values,
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -46,7 +47,7 @@ class MadeOfSums:
         return _MakeAgain(self._grad, given, [*sums, *shared], self._operations).outputs[0]
 
 
-class _MakeAgain(StageOperation):
+class _MakeAgain(GradientOperation):
     """Lowers operations once more, with other values in place of some tensors."""
 
     def __init__(
@@ -64,16 +65,12 @@ class _MakeAgain(StageOperation):
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
+        made = {t: lowering.tensors[t] for op in self._operations for t in op.outputs}
         values = dict(zip(self._replaced, reduced_values(lowering, self.inputs)))
-        changed = [*values, *(t for op in self._operations for t in op.outputs)]
-        before = {t: lowering.tensors[t] for t in changed}
-        lowering.tensors.update(values)
-        try:
+        with in_place_of(lowering, {**made, **values}):
             for operation in self._operations:
                 operation.lower_itself(lowering)
             result = lowering.tensors[self._result].to_laid_out_tensor()
-        finally:
-            lowering.tensors.update(before)
         self.set_outputs(lowering, [result])
 
 
@@ -243,7 +240,7 @@ class Apart:
 
 def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
     """Whether a gradient comes from stages, which do not tell whose data it holds."""
-    return any(isinstance(op, (StageOperation, ValuesAfter)) for op in flow.before(grad))
+    return any(isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.before(grad))
 
 
 def _checked(

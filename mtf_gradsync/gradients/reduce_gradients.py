@@ -9,8 +9,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scalar_of, slice_function
 from mtf_gradsync.gradients.linear import linear_positions
 from mtf_gradsync.gradients.operations import (
+    GradientOperation,
     PendingSum,
-    StageOperation,
     dims_to_sum,
     partial_sum,
     reduce_partial_sums,
@@ -26,7 +26,7 @@ from mtf_gradsync.reduce.scatter_gather import all_gather
 from mtf_gradsync.reduce.strategy import State
 
 
-class ReduceGradients(StageOperation):
+class ReduceGradients(GradientOperation):
     """Reduces gradients by `Strategy.reduce_gradients`, and gives the strategy's new state.
 
     Attributes:
@@ -130,7 +130,7 @@ def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
     )
 
 
-class ScatterGradients(StageOperation):
+class ScatterGradients(GradientOperation):
     """Reduces pending and per-shard gradients; each processor gets its part."""
 
     takes_pending = True
@@ -223,7 +223,7 @@ def _done(x: mtf.Tensor, operation: mtf.Operation) -> mtf.Tensor:
     return mtf.slicewise(fn, [x], output_dtype=dtype, splittable_dims=x.shape.dims)
 
 
-class TakePart(StageOperation):
+class TakePart(GradientOperation):
     """Gives each processor its part of a tensor that processors share. Nothing is sent."""
 
     def __init__(self, whole: mtf.Tensor, shape: mtf.Shape):
@@ -238,7 +238,7 @@ class TakePart(StageOperation):
         self.set_outputs(lowering, [take_parts(mesh_impl, value, cuts)])
 
 
-class GatherParts(StageOperation):
+class GatherParts(GradientOperation):
     """All-gathers tensors of which each processor has its part, all of them together."""
 
     def __init__(self, parts: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):

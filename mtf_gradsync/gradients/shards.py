@@ -9,8 +9,8 @@ from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.arguments import check_gradients, check_one_mesh
 from mtf_gradsync.gradients.layout import check_batch_dims
 from mtf_gradsync.gradients.operations import (
+    GradientOperation,
     MaybeGradients,
-    StageOperation,
     gradient_name,
     on_present,
     partial_sum,
@@ -32,7 +32,7 @@ def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
     return [d for d in shape.dims if d.name in names]
 
 
-class PerShard(StageOperation):
+class PerShard(GradientOperation):
     """Splits gradients by shard, without communication along the replica axes."""
 
     is_linear = True
@@ -81,7 +81,7 @@ class PerShard(StageOperation):
             )
 
 
-class SumGradients(StageOperation):
+class SumGradients(GradientOperation):
     """Reduces pending and per-shard gradients of one mesh, all of them together."""
 
     is_linear = True

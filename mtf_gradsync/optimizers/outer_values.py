@@ -17,8 +17,8 @@ from mtf_gradsync._private.mesh_tensorflow import (
 from mtf_gradsync.gradients.losses import losses_behind
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.operations import (
+    GradientOperation,
     PartialSum,
-    StageOperation,
     reduce_partial_sums,
     reduced_values,
     reshaped,
@@ -101,7 +101,7 @@ def fragments_of(
     return [[some[v] for v in variables if v in some] for some in fragments]
 
 
-class SameSlices(StageOperation):
+class SameSlices(GradientOperation):
     """Reshapes the slices of tensors, without communication.
 
     It adds a dimension for the islands to tensors with a value for each island, or removes it: the
@@ -119,7 +119,7 @@ class SameSlices(StageOperation):
         self.set_outputs(lowering, [reshaped(mesh_impl, *x) for x in zip(values, shapes)])
 
 
-class Agreed(StageOperation):
+class Agreed(GradientOperation):
     """Combines a boolean of each island to one for all of them."""
 
     def __init__(self, holds: mtf.Tensor, by_any: bool, islands: ReplicaAxes, strategy: Strategy):

@@ -19,7 +19,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
 from mtf_gradsync.gradients.flow import Flow
 from mtf_gradsync.gradients.layout import Layout
 from mtf_gradsync.gradients.linear import is_product_or_sum
-from mtf_gradsync.gradients.operations import StageOperation, reduced_values
+from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts, TakePart
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
@@ -232,7 +232,7 @@ def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVa
         reassign(update, update.variables, NewValues(update).outputs)
 
 
-class NewValues(StageOperation):
+class NewValues(GradientOperation):
     """Computes new values of variables from the changes that an update assigns.
 
     Its lowering makes the update assign the new values. On placement meshes, and where other

@@ -94,7 +94,7 @@ def _length(column: tf.Tensor) -> tf.Tensor:
     return tf.sqrt(tf.reduce_sum(tf.square(column), 1, keepdims=True))
 
 
-def either(
+def laid_out_cond(
     mesh_impl: Any,
     predicate: tf.Tensor,
     if_true: Callable[[], Sequence[Any]],
@@ -272,7 +272,7 @@ class LowRankAllReduce(GradientStrategy):
             flat = as_they_are()
         elif self.start_step:
             late = tf.greater_equal(state.step.tensor_list[0], self.start_step)
-            flat = either(mesh_impl, late, as_factors, as_they_are)
+            flat = laid_out_cond(mesh_impl, late, as_factors, as_they_are)
         else:
             flat = as_factors()
         new = iter(flat[len(values) :])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients.operations import (
-    StageOperation,
+    GradientOperation,
     each_mesh,
     on_mesh,
     on_present,
@@ -174,7 +174,7 @@ def zeros_where(skip: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     return tf.where_v2(skip, tf.zeros_like(x), x)
 
 
-class ZerosWhere(StageOperation):
+class ZerosWhere(GradientOperation):
     """Replaces gradients by zeros if they are skipped, all of them or those of some shards."""
 
     def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
@@ -213,7 +213,7 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
     return mtf.cwise(multiply, [grad, contributions], wide)
 
 
-class _AddUnless(StageOperation):
+class _AddUnless(GradientOperation):
     """Returns gradients as they are, or adds them to accumulators and returns the sums."""
 
     def __init__(

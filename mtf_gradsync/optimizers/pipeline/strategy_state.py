@@ -10,7 +10,7 @@ from typing import Any, Collection, NamedTuple, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.layout import find_axes
-from mtf_gradsync.gradients.operations import StageOperation, reduced_values
+from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
 from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
@@ -105,7 +105,7 @@ class PieceOfState:
         return PutBack([self.variable.value], [value], [self._piece]).outputs[0]
 
 
-class CutOut(StageOperation):
+class CutOut(GradientOperation):
     """Cuts pieces out of tensors, `[shard dims...] + variable dims`, without communication.
 
     The mesh splits the shard dims to size 1.
@@ -133,7 +133,7 @@ class CutOut(StageOperation):
         self.set_outputs(lowering, results)
 
 
-class PutBack(StageOperation):
+class PutBack(GradientOperation):
     """Replaces pieces of tensors by values as `CutOut` gives them, without communication."""
 
     def __init__(
