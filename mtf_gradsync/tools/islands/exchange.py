@@ -57,6 +57,13 @@ class Exchange:
       specs: of the variables in versions.
       poll_seconds: how often to look into the folder at most.
       report: returns "version" and "step", for signs of life.
+
+    Attributes:
+      place: the island's name.
+      reminders: say what lasts.
+      journal: of this life.
+      life: its number, 0 before `begin`.
+      number: of the last contribution.
     """
 
     def __init__(
@@ -69,10 +76,10 @@ class Exchange:
     ):
         self.folder, self._island, self._specs = folder, island, specs
         self._poll = poll_seconds
-        self._reminders = Reminders(logger)
-        self._place = Place(
+        self.reminders = Reminders(logger)
+        self.place = Place(
             folder, "members", f"{island}@",
-            lambda: {"says": self._reminders.said(), **report()}, replaces_own=True,
+            lambda: {"says": self.reminders.said(), **report()}, replaces_own=True,
         )  # fmt: skip
         self._next_look = -float("inf")
         self._passed_over: set[tuple[int, str]] = set()  # damaged versions, with their marks
@@ -80,15 +87,16 @@ class Exchange:
         self._next_try = -float("inf")
         self._looked_for_sent = -float("inf")
         self.life = 0
+        self.journal = Journal(folder, island, self.reminders)
 
     def trying(self, key: str, work: Callable[[], T], otherwise: T) -> T:
         """Returns what some work in the folder returns, or something else where that fails now."""
         try:
             found = work()
         except FolderError as error:
-            self._reminders.lasts(key, f"Island {self._island}: {error}; it is tried again")
+            self.reminders.lasts(key, f"Island {self._island}: {error}; it is tried again")
             return otherwise
-        self._reminders.over(key)
+        self.reminders.over(key)
         return found
 
     # The island's place.
@@ -96,40 +104,32 @@ class Exchange:
     def begin(self, seconds: float) -> None:
         """Takes the island's name; raises IslandError if another process has it, and lives."""
         until = time.monotonic() + max(seconds, 2.0 * places.LIFE_SECONDS)
-        while holder := self.trying("begin", self._place.take, "?"):
+        while holder := self.trying("begin", self.place.take, "?"):
             is_late, fails = time.monotonic() > until, holder == "?"
             if fails and is_late:
-                raise IslandError(" ".join(self._reminders.said()))
-            if not fails and (is_late or self._place.has_changed()):
+                raise IslandError(" ".join(self.reminders.said()))
+            if not fails and (is_late or self.place.has_changed()):
                 raise IslandError(
                     f"The island {self._island!r} of {self.folder.url} lives: {holder} has its "
                     "name. Each island needs one of its own (ElasticIslands.name, by default the "
                     "last part of model_dir)."
                 )
             if not fails:
-                self._reminders.lasts("name", f"waiting whether {holder} still has the name of the "
+                self.reminders.lasts("name", f"waiting whether {holder} still has the name of the "
                                       f"island {self._island}")  # fmt: skip
             time.sleep(min(self._poll, 0.2))
-        self._reminders.over("name")
-        assert self._place.term is not None
-        self.life = self._place.term
-        self.journal = Journal(self.folder, self._island, self.life, self._reminders)
+        self.reminders.over("name")
+        assert self.place.term is not None
+        self.life = self.place.term
+        self.journal.begin(self.life)
 
     def check_name(self) -> None:
         """Raises IslandError if another process has taken the island's name."""
-        if not self.trying("name", self._place.is_held, True):
+        if not self.trying("name", self.place.is_held, True):
             raise IslandError(
                 f"Another process has begun as the island {self._island!r} of {self.folder.url}, "
                 "when this one gave no signs of life: this one ends."
             )
-
-    def leave(self) -> None:
-        """Gives the name up."""
-        self._place.leave()
-
-    def abandon(self) -> None:
-        """Gives no more signs of life, as if the process were killed."""
-        self._place.abandon()
 
     # Versions.
 
@@ -295,13 +295,9 @@ class Exchange:
         stored = self.folder.load(name, kind=Facts, most=most_bytes(specs))
         return stored and (name, stored.facts, decoded(stored, specs))
 
-    def waits(self, key: str, what: str, after: float) -> None:
+    def waits(self, key: str, what: str, after: float = 0.0) -> None:
         """Says what the island waits for, once it has waited so long."""
-        self._reminders.lasts(key, f"Island {self._island}: {what}", after)
-
-    def over(self, key: str) -> None:
-        """Says that the island does not wait any more."""
-        self._reminders.over(key)
+        self.reminders.lasts(key, f"Island {self._island}: {what}", after)
 
 
 def _numbers(marks: Mapping[str, str]) -> list[int]:

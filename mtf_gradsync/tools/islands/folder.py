@@ -233,7 +233,10 @@ class Folder:
         if not self._is_there():
             return {}
         with self._asking(folder, "listed"):
-            return self._local_marks(folder) if self.is_local else self._marks(folder)
+            found = self._local_marks(folder) if self.is_local else self._marks(folder)
+        if not found:
+            self._is_there()  # it may have been moved away just now
+        return found
 
     def _local_marks(self, folder: str) -> dict[str, str]:
         found = {}
@@ -280,6 +283,7 @@ class Folder:
                     raise DamagedObjectError(f"{name} in {self.url} is refused: it is no file")
                 found = obstore.get(self._store, name)
             except (FileNotFoundError, NotADirectoryError):
+                self._is_there()
                 return None
             size = found.meta["size"]
             if most is not None and size > most:
@@ -296,6 +300,7 @@ class Folder:
         self._is_there(creates=True)
         with self._asking(name, "written"):
             obstore.put(self._store, name, data)
+            self._is_there()  # and not what has taken its place meanwhile
 
     def create(self, name: str, data: bytes) -> bool:
         """Writes an object, which appears whole; returns False, and does nothing, if it is there.
@@ -313,6 +318,7 @@ class Folder:
                     obstore.put(self._store, name, data, mode="create")
                 elif self.read(name, most=0) is None:
                     obstore.put(self._store, name, data)
+                self._is_there()
             except AlreadyExistsError:
                 with contextlib.suppress(DamagedObjectError):
                     found = self.read(name, most=len(data))

@@ -150,12 +150,24 @@ class Island:
             else None
         )
         self._merger = self._make_merger()  # wrong settings are an error at once
-        self._exchange: Exchange | None = None
+        self._exchange = self._new_exchange()
         self._has_left = False
         self.version: int | None = None  # whose values the island goes on from
         self._base: dict[str, np.ndarray] = {}  # these values
         self.step = 0
         self._fragments = 1
+
+    def _new_exchange(self) -> Exchange:
+        return Exchange(
+            self.folder, self.name, self._specs, self._poll,
+            lambda: {"version": self.version, "step": self.step},
+        )  # fmt: skip
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Adds an event to the journal, unless the journal is replayed."""
+        if not self._replay:
+            given = {"step": self._at, "version": self.version, **fields}
+            self._exchange.journal.write(event, **given)
 
     # What stands between two versions.
 
@@ -189,15 +201,11 @@ class Island:
         self._step_counts = self._counts_of(session)
         self._waiting_tokens: float | None = None if self._step_counts.waiting else 0.0
         saved = self._read_saved(checkpoint) if checkpoint else None
+        self._exchange.place.abandon()
+        self._exchange = self._new_exchange()
         if self._replay:
             self._events = events_by_step(self.folder, self.name)
             return self._begin_replay(session, step, saved)
-        if self._exchange:
-            self._exchange.abandon()
-        self._exchange = Exchange(
-            self.folder, self.name, self._specs, self._poll,
-            lambda: {"version": self.version, "step": self.step},
-        )  # fmt: skip
         self._exchange.begin(self._begin_seconds)
         self._merger = self._merger or self._make_merger()
         if self._merger:
@@ -209,10 +217,8 @@ class Island:
         if saved and self._is_left(saved, version, decision, outstanding):
             return self._go_on_with(session, saved, version, decision)
         self._join(session, version, decision, outstanding)
-        self._exchange.journal.write(
-            "joined", step=step, version=version, bytes=_bytes(self._base),
-            sent=outstanding[0] if outstanding else "",
-        )  # fmt: skip
+        sent = outstanding[0] if outstanding else ""
+        self._note("joined", bytes=_bytes(self._base), sent=sent)
         # A run that begins takes values as it should; what is overwritten or jumps is said.
         level = logging.WARNING if self.step != step or step else logging.INFO
         logger.log(
@@ -235,8 +241,8 @@ class Island:
         exchange = self._exchange
         learned = Learned(
             island=self.name, version=self.version, counts=self._counts_before, since=self._since,
-            life=exchange.life if exchange else 0, number=exchange.number if exchange else 0,
-            events=exchange.journal.events if exchange else 0, tokens=self._tokens,
+            life=exchange.life, number=exchange.number, events=exchange.journal.events,
+            tokens=self._tokens,
             waiting=self._waiting_tokens, is_sent=self._sent is not None,
         )  # fmt: skip
         try:
@@ -265,7 +271,6 @@ class Island:
         outstanding: tuple[str, Facts, Mapping[str, np.ndarray]] | None,
     ) -> bool:
         """Whether the island has not contributed later what it had learned by a checkpoint."""
-        assert self._exchange is not None
         learned = saved.learned
         last = decision.totals.get(self.name, Total()).last
         later = [
@@ -281,14 +286,10 @@ class Island:
 
     def _go_on_with(self, session: Any, saved: Saved, version: int, decision: Decision) -> None:
         """Goes on from a version with what a checkpoint has learned and no version has."""
-        assert self._exchange is not None
         self._restore(session, saved)
         learned = saved.learned
         waiting = self._sent.tokens if self._sent else 0.0
-        self._exchange.journal.write(
-            "joined", step=self._at, version=learned.version, bytes=0,
-            restored=[learned.life, learned.events],
-        )  # fmt: skip
+        self._note("joined", restored=[learned.life, learned.events])
         if version > learned.version:
             self._take(session, version, (self._new, decision))
         logger.warning(
@@ -322,7 +323,6 @@ class Island:
 
         Returns its number and the decision that made it.
         """
-        assert self._exchange is not None
         until, values = time.monotonic() + self._begin_seconds, self._values.read(session)
         facts = Facts(island=self.name, counts=self._counts_in(values))
         offered = {name: wide(values[name]) for name in self._specs}
@@ -348,12 +348,11 @@ class Island:
                     f"{self._begin_seconds:g} s. {merger or way}"
                 )
             if self._merger is None:
-                self._exchange.waits("begin", f"waiting for a version in {self.folder.url}", 0.0)
+                exchange.waits("begin", f"waiting for a version in {self.folder.url}")
             time.sleep(min(self._poll, 0.5))
 
     def _take_fragments(self) -> None:
-        settings = self._exchange.settings() if self._exchange else MergeSettings.of(self.folder)
-        self._fragments = settings.fragments if settings else 1
+        self._fragments = self._exchange.settings().fragments
         if self.inner_steps % self._fragments:
             raise IslandError(
                 f"inner_steps={self.inner_steps} is no multiple of the {self._fragments} "
@@ -362,8 +361,7 @@ class Island:
 
     def _load(self, newest: int, since: int) -> tuple[dict[str, np.ndarray], Decision] | None:
         """Returns what versions `since` one have changed, as of the newest; None if it cannot."""
-        exchange = self._exchange or Exchange(self.folder, self.name, self._specs, 0.0, dict)
-        found = exchange.load(newest, self._fragments, since)
+        found = self._exchange.load(newest, self._fragments, since)
         if found:
             self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found[0]))
         return found
@@ -455,7 +453,6 @@ class Island:
         if self._replay:
             return self._replay_step(session)
         exchange = self._exchange
-        assert exchange is not None
         newest, is_soon = exchange.look(self.version)
         if newest > self.version:
             self._take(session, newest)
@@ -470,7 +467,7 @@ class Island:
 
     def _look_after_sent(self) -> None:
         """Takes a contribution back that will not be merged, or is for long, to make another."""
-        if self._sent is None or self._exchange is None:
+        if self._sent is None:
             return
         name, version = next(reversed(self._attempts), ""), self._sent.version
         why = self._exchange.is_lost(name, version)
@@ -495,8 +492,7 @@ class Island:
         self._residual.update(sent.residual)
         if why:
             logger.warning("Island %s: %s", self.name, why)
-        if self._exchange:
-            self._exchange.journal.write("took_back", step=self._at, version=self.version, why=why)
+        self._note("took_back", why=why)
 
     def _count(self, session: Any, tokens: float) -> None:
         """Counts an update and the tokens that it applies, once it has applied them."""
@@ -555,17 +551,13 @@ class Island:
         if self._merger:
             self._merger.stop()
             self._merger = None
-        if self._exchange and self.version is not None and not self._has_left:
+        if self.version is not None and not self._has_left:
             self._has_left = True
-            left = max(self._tokens)
-            self._exchange.journal.write(
-                "left", step=self.step, version=self.version, tokens_left=left
-            )
-            self._exchange.leave()
+            self._note("left", step=self.step, tokens_left=max(self._tokens))
+            self._exchange.place.leave()
 
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
         """Takes merged values if they come within some seconds; returns whether it did."""
-        assert self._exchange is not None
         assert self.version is not None
         before, until = self.version, time.monotonic() + seconds
         while self._sent is not None:
@@ -589,7 +581,7 @@ class Island:
         names, tokens = self._turn(), self._tokens[fragment]
         if not tokens:
             return False
-        if self._exchange:
+        if not self._replay:
             self._exchange.check_name()
         now = self._values.read(session)
         change = {name: (self._base[name] - wide(now[name])).astype(np.float32) for name in names}
@@ -602,9 +594,7 @@ class Island:
                     "version %d%s", bad[0], self.name, self._at, self.version,
                     f", and {counted(sorted(anew), 'slot')} begin anew" if anew else "",
                 )  # fmt: skip
-                assert self._exchange is not None
-                self._exchange.journal.write("went_back", step=self._at, version=self.version,
-                                             variable=bad[0], tokens=tokens)  # fmt: skip
+                self._note("went_back", variable=bad[0], tokens=tokens)
             return False
         counts, steps = self._counts_in(now), self._since
         residual = {name: self._residual[name] for name in names if name in self._residual}
@@ -614,7 +604,7 @@ class Island:
             change[name] += value
         tensors, errors = encoded(change, self.form)
         is_there = True
-        if self._exchange:
+        if not self._replay:
             facts = Facts(island=self.name, version=self.version, tokens=tokens, steps=steps,
                           form=self.form, counts=counts)  # fmt: skip
             event = {"step": self._at, "version": self.version, "tokens": tokens, "steps": steps,
@@ -656,10 +646,10 @@ class Island:
             return
         values, decision = found
         now, sent = self._values.read(session), self._sent
-        if self._exchange:
+        if not self._replay:
             version = self.version if sent is None else sent.version
             merged_as = self._exchange.fate(list(self._attempts), version, decision)
-        if merged_as and self._exchange:
+        if merged_as and not self._replay:
             # Another attempt than the last one may be merged.
             then = self._attempts[merged_as]
             if sent is not then:
@@ -690,10 +680,8 @@ class Island:
             self._attempts = {name: self._sent for name in self._attempts}
         else:
             self._sent, self._attempts = None, {}
-        if self._exchange:
-            self._exchange.over("sent")
-            self._exchange.journal.write("took", step=self._at, version=newest,
-                                         merged=merged_as, bytes=_bytes(values))  # fmt: skip
+        self._exchange.reminders.over("sent")
+        self._note("took", merged=merged_as, bytes=_bytes(values))
 
     def _begin_replay(self, session: Any, step: int, saved: Saved | None) -> None:
         """Begins where the journal says that the island joined."""
@@ -735,8 +723,9 @@ class Island:
                 self._new = found[0]
                 name, outstanding = event.get("sent", ""), None
                 if name:
-                    exchange = Exchange(self.folder, self.name, self._specs, 0.0, dict)
-                    outstanding = exchange.contribution(name, self._turn_specs(event["version"]))
+                    outstanding = self._exchange.contribution(
+                        name, self._turn_specs(event["version"])
+                    )
                 self._join(session, event["version"], found[1], outstanding)
             elif kind == "took":
                 self._take(session, event["version"], merged_as=event.get("merged"))

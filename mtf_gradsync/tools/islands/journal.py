@@ -32,12 +32,16 @@ class Journal:
     Lines that cannot be written now are written with the next ones.
     """
 
-    def __init__(self, folder: Folder, island: str, life: int, reminders: Reminders):
-        self._folder, self._place, self._life = folder, f"journal/{island}", life
+    def __init__(self, folder: Folder, island: str, reminders: Reminders):
+        self._folder, self._place, self._life = folder, f"journal/{island}", 0
         self._reminders = reminders
         self._island, self._part, self._lines = island, 0, list[dict[str, Any]]()
         self._before = 0  # lines in earlier parts
         self.keeps_all = True
+
+    def begin(self, life: int) -> None:
+        """Begins with a life, before the first event."""
+        self._life = life
 
     @property
     def events(self) -> int:

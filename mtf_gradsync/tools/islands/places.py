@@ -193,7 +193,7 @@ class Place:
         return self._name in self._signs.living({self._name: term})
 
     def is_held(self) -> bool:
-        """Whether nobody else has taken the place; makes its object again if that is gone."""
+        """Whether nobody else has taken the place, as far as it sees; makes its object again."""
         if self.term is None:
             return False
         term, holder = self._newest()
@@ -203,7 +203,8 @@ class Place:
                 self._folder.set_aside(name)
                 self._folder.create_json(name, self._own)
             term, holder = self._newest()
-        return term is not None and term.number == self.term and holder == self._own
+        number = term.number if term else 0
+        return number < self.term or (number == self.term and holder in (self._own, None))
 
     def beat(self) -> None:
         """Writes a sign of life; one that cannot be written is left out."""

@@ -342,6 +342,36 @@ def test_a_folder_that_is_moved_away_and_back(folder, tmp_path):
     assert read_values(Folder(str(folder)), newest_version(Folder(str(folder))), 1)["b"] == -5.0
 
 
+@pytest.mark.parametrize("request_", ["names", "read", "write", "create"])
+def test_a_folder_that_is_moved_away_during_a_request(folder, tmp_path, monkeypatch, request_):
+    place = Folder(str(folder))
+    place.write("members/a", b"a")
+    known = {"names": (os, "scandir"), "read": (obstore, "get"), "write": (obstore, "put"),
+             "create": (obstore, "put")}[request_]  # fmt: skip
+    original = getattr(*known)
+
+    def moved(*args, **more):
+        monkeypatch.setattr(*known, original)
+        folder.rename(tmp_path / "away")
+        return original(*args, **more)
+
+    monkeypatch.setattr(*known, moved)
+    given = {"names": ["members"], "read": ["members/a"]}.get(request_, ["members/b", b"b"])
+    with pytest.raises(FolderError, match=r"is gone; it was|is another folder than before"):
+        getattr(place, request_)(*given)
+
+
+def test_a_name_that_cannot_be_seen_is_not_lost(folder, monkeypatch):
+    place = places.Place(Folder(str(folder)), "members", "one@")
+    assert not place.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "read_json", lambda self, name, kind=None: None)
+        assert place.is_held()
+    other = places.Place(Folder(str(folder)), "members", "one@", replaces_own=True)
+    assert not other.take()
+    assert (place.is_held(), other.is_held()) == (False, True)
+
+
 PATHS = [
     "README", "settings.json", "versions/00000000.safetensors", "versions/00000001.safetensors",
     "versions/00000002.safetensors", "versions/99999999.safetensors", "versions/00000002.soon",

@@ -162,7 +162,7 @@ def test_the_grace_window_follows_how_far_apart_contributions_come(folder, monke
         nonlocal now
         now += 0.25
         for toy in (one, two):
-            toy.island._exchange._place.beat()
+            toy.island._exchange.place.beat()
         if now - begin >= gap and two.island._sent is None:
             two.step(1.0)
 

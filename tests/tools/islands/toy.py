@@ -65,7 +65,7 @@ class Toy:
 
     def kill(self) -> None:
         """Ends its signs of life, as if the process were killed."""
-        self.island._exchange.abandon()
+        self.island._exchange.place.abandon()
 
     @property
     def b(self) -> float:
