@@ -14,7 +14,7 @@ from mtf_gradsync.extension import session_config, tf
 from mtf_gradsync.runtimes._private.tensorflow import bind_to_loopback
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet
-from mtf_gradsync.runtimes.processes.members import Member, ProcessesError
+from mtf_gradsync.runtimes.processes.members import Member, ProcessesError, all_given
 from mtf_gradsync.runtimes.processes.watchdog import Membership, Watchdog
 
 _logger = logging.getLogger(__name__)
@@ -345,15 +345,11 @@ def _task(
     job_name: str | None,
     task_index: int | None,
 ) -> Task:
-    given = {"cluster_spec": cluster_spec, "job_name": job_name, "task_index": task_index}
-    missing = [name for name, value in given.items() if value is None]
-    if cluster_spec is not None and job_name is not None and task_index is not None:
-        return task_of_spec(cluster_spec, job_name, task_index)
-    if len(missing) < len(given):
-        raise ValueError(
-            f"join_cluster got {', '.join(n for n in given if n not in missing)} without "
-            f"{' and '.join(missing)}. Give all three, or none of them and TF_CONFIG."
-        )
+    given: dict[str, Any] = {
+        "cluster_spec": cluster_spec, "job_name": job_name, "task_index": task_index
+    }  # fmt: skip
+    if all_given("join_cluster", "and TF_CONFIG", **given):
+        return task_of_spec(*given.values())
     task = task_of_environment()
     if task is None:
         raise ValueError(

@@ -81,6 +81,17 @@ class MeetingAddress(NamedTuple):
         return None
 
 
+def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
+    """Returns whether a caller got all of some arguments; ValueError if it got only some."""
+    missing = [name for name, value in arguments.items() if value is None]
+    if missing and len(missing) < len(arguments):
+        raise ValueError(
+            f"{caller} got {', '.join(n for n in arguments if n not in missing)} without "
+            f"{' and '.join(missing)}. Give all three, or none of them {otherwise}."
+        )
+    return not missing
+
+
 # EX_TEMPFAIL of sysexits.h: nothing is wrong with the program; started again, it goes on.
 LOST_PROCESS_EXIT_CODE = 75
 

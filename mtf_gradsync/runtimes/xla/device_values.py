@@ -13,7 +13,7 @@ from mtf_gradsync.runtimes._private.tensorflow import with_own_types
 from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.session import VariableAccess
 from mtf_gradsync.runtimes.xla.gathering import Cores
-from mtf_gradsync.runtimes.xla.host_graph import Outside
+from mtf_gradsync.runtimes.xla.host_graph import HostGraph
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput
 from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, keeping_64_bits, put
 
@@ -21,7 +21,7 @@ from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, keeping_64_bi
 class DeviceInputs:
     """Brings inputs to the devices; inputs that are the same in every step only once."""
 
-    def __init__(self, outside: Outside, cores: Cores):
+    def __init__(self, outside: HostGraph, cores: Cores):
         self._outside = outside
         self._cores = cores
         # For inputs that are made of constants: the operations that they are made of.

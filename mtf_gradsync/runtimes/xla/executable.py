@@ -20,7 +20,7 @@ from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.xla.bridge import to_hlo
 from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.gathering import Cores
-from mtf_gradsync.runtimes.xla.host_graph import split_program
+from mtf_gradsync.runtimes.xla.host_graph import HostGraph
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram, replica_program
 from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
 from mtf_gradsync.runtimes.xla.runner.program import (
@@ -240,13 +240,13 @@ class CompiledCore(NamedTuple):
 class PreparedProgram:
     """A program for devices, compiled for each set of fetches.
 
-    `version` is that of its graph, when the graph was split into `parts`.
+    `version` is that of its graph, when its part outside, `host`, was made.
     """
 
     def __init__(
         self, program: Program, lowerings: Sequence[mtf.Lowering], cores: Cores, cache: Cache
     ):
-        self.parts = split_program(program, lowerings)
+        self.host = HostGraph(program, lowerings)
         self.version = program.graph.version
         self._program = program
         self._cores = cores

@@ -18,7 +18,7 @@ from mtf_gradsync.runtimes.simd.session import ReplicaSession, VariableAccess, l
 from mtf_gradsync.runtimes.xla import manifest as entries
 from mtf_gradsync.runtimes.xla.bridge import initial_state
 from mtf_gradsync.runtimes.xla.executable import Cache, default_cache_dir, lowered
-from mtf_gradsync.runtimes.xla.host_graph import split_program
+from mtf_gradsync.runtimes.xla.host_graph import HostGraph
 from mtf_gradsync.runtimes.xla.installed import check_installed
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput, replica_program
 from mtf_gradsync.runtimes.xla.runner.files import (
@@ -38,16 +38,16 @@ from mtf_gradsync.runtimes.xla.session import XlaSession, host_config
 from mtf_gradsync.runtimes.xla.stablehlo import to_artifact
 
 
-class HostGraph:
+class _Host:
     """The part of a user's graph outside its program, `graph`, with variables in TensorFlow.
 
-    `facts` are those of the user's whole graph; `counter` names the variable that counts steps, or
-    is None.
+    `counter` names the variable that counts steps, or is None.
     """
 
     def __init__(self, program: Program, lowering: Any):
         self.lowerings = lowerings_in(lowering)
-        self._ops, self.facts, self.outside = split_program(program, self.lowerings)
+        self.outside = HostGraph(program, self.lowerings)
+        self._ops = self.outside.ops
         self.graph = self.outside.graph
         self._access = VariableAccess(self.graph)
         counter = tf.train.get_global_step(program.graph)
@@ -156,8 +156,8 @@ def export(
             f"session={session!r} and checkpoint={checkpoint!r}."
         )
     check_free(Path(folder), replace)
-    host = HostGraph(program, lowering)
-    names = _fetch_names(program, host.facts.cluster, fetches)
+    host = _Host(program, lowering)
+    names = _fetch_names(program, host.outside.facts.cluster, fetches)
     tensors = sorted(set(names.values()))
     replica = replica_program(program, tensors)
     called = entries.input_names(replica.tensors, inputs)
@@ -235,7 +235,7 @@ class _Contents:
         self,
         name: str,
         given: ReplicaInput,
-        host: HostGraph,
+        host: _Host,
         session: tf.Session,
         fed: Mapping[str, Any],
     ) -> None:

@@ -41,27 +41,6 @@ _PIECE_BYTES = 64 << 20
 _TEXT_BYTES = 600
 
 
-def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the values of all processes: for each value an array ``[processes, ...]``."""
-    check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
-    return [g for piece in _pieces(values) for g in _exchanged(piece)]
-
-
-def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the values of process 0; those of the others have the same shapes and dtypes."""
-    check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
-    import jax
-
-    found = []
-    for piece in _pieces(values):
-        packed = _packed(piece)
-        words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
-        # All others add zeros to it.
-        sent = _exchange_words(words if jax.process_index() == 0 else np.zeros_like(words), "sum")
-        found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
-    return found
-
-
 def together(work: Callable[[], _Result]) -> _Result:
     """Calls a function on every process, and waits until all have done so.
 
@@ -112,6 +91,8 @@ def _texts_of_all(text: str) -> list[str]:
 
 
 def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """Yields values in pieces to exchange, which are alike on all processes, or raises an error."""
+    check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     piece: list[np.ndarray] = []
     size = 0
     for value in values:
@@ -193,7 +174,9 @@ class Cores:
         """Returns values on all cores, value by value, from those that each process has."""
         if self.is_alone:
             return [list(per_core) for per_core in local]
-        stacked = all_gathered([np.stack(per_core) for per_core in local])
+        pieces = _pieces([np.stack(per_core) for per_core in local])
+        # For each value an array [processes, cores, ...].
+        stacked = [value for piece in pieces for value in _exchanged(piece)]
         rows: dict[int, int] = collections.defaultdict(int)
         where = []
         for owner in self._owners:
@@ -203,7 +186,16 @@ class Cores:
 
     def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the values of the first process, on all processes."""
-        return list(values) if self.is_alone else from_first(values)
+        if self.is_alone:
+            return list(values)
+        found = []
+        for piece in _pieces(values):
+            packed = _packed(piece)
+            words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
+            # All others add zeros to it.
+            sent = _exchange_words(words if self._me == 0 else np.zeros_like(words), "sum")
+            found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
+        return found
 
     def together(self, work: Callable[[], _Result]) -> _Result:
         """See `gathering.together`."""

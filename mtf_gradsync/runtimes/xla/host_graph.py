@@ -51,18 +51,22 @@ class Needs(NamedTuple):
     returned: dict[str, tuple[str, int]]  # -> tensor of the program, and the core to take it from
 
 
-class Outside:
+class HostGraph:
     """The part of a user's graph outside a program: `graph`, finalized, for a ``tf.Session``.
 
-    `facts` are those of the user's graph, `source`. Of its programs only the named one runs.
+    Of the graph's programs only this one runs. `ops` are the operations that its variables need,
+    which the constructor adds to the user's graph; `facts` are those of the user's graph. A graph
+    that cannot run is unchanged, and raises an UnsupportedProgramError.
     """
 
-    def __init__(self, facts: GraphFacts, source: tf.Graph, program: str):
-        self._facts = facts
-        self._source = source
-        self._program = program
-        self._after = self._find_after({program})
-        self._of_other_programs = self._find_after(set(facts.num_replicas) - {program})
+    def __init__(self, program: Program, lowerings: Sequence[mtf.Lowering]):
+        check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
+        self.ops = MasterOps(program.graph, lowerings)
+        self.facts = facts = GraphFacts(program.graph.as_graph_def())
+        self._source = program.graph
+        self._program = program.name
+        self._after = self._find_after({program.name})
+        self._of_other_programs = self._find_after(set(facts.num_replicas) - {program.name})
         self._carried: dict[str, str] = {}  # placeholder's tensor -> tensor of the first part
         self._run_before: dict[str, set[str]] = {}  # node -> operations of the first part
         self._returned: dict[str, tuple[str, int]] = {}  # placeholder's tensor -> inside, core
@@ -99,15 +103,40 @@ class Outside:
             pending += [t.name for t in op.inputs] + [o.name for o in op.control_inputs]
         return True
 
-    def check_runs(self, name: str) -> None:
-        """Raises a ValueError if a fetch belongs to, or needs, another program of the graph."""
-        node = split_input(name)[0]
-        others = self._facts.cluster.get(node, self._program) != self._program
-        if others or node in self._of_other_programs:
+    def source_of(self, name: str, per_replica: bool, cores: Cores) -> FetchSource:
+        """Returns the source of a fetch.
+
+        Raises a ValueError for one in a loop or branch, and for one that belongs to, or needs,
+        another program of the graph.
+        """
+        facts = self.facts
+        node_name, number = split_input(name)
+        others = facts.cluster.get(node_name, self._program) != self._program
+        if others or node_name in self._of_other_programs:
             raise ValueError(
                 f"{name!r} cannot be fetched in a session of the program {self._program!r}: it "
                 "needs another program of the graph. Make a session of that one."
             )
+        node = facts.node[node_name]
+        position = {core: p for p, core in enumerate(cores.local)}
+        if node.op == "TPUReplicatedOutput":
+            inner, inner_number = facts.inputs(node_name)[number]
+            return FetchSource((), f"{inner}:{inner_number}", (position.get(number),), False, True)
+        if node.op == "TPUReplicatedInput":
+            sources = [f"{n}:{k}" for n, k in facts.inputs(node_name) if k != CONTROL]
+            if not per_replica:
+                return FetchSource((sources[cores.local[0]],))
+            return FetchSource(
+                tuple(s if c in position else "" for c, s in enumerate(sources)), is_list=True
+            )
+        if node_name not in facts.cluster:
+            return FetchSource((name,))
+        check_alive_outside(facts, node_name, number)
+        if ":" not in name:
+            return FetchSource(runs_program=True)
+        count = facts.num_replicas[self._program]
+        wanted = range(count) if per_replica else cores.local[:1]
+        return FetchSource((), name, tuple(position.get(c) for c in wanted), per_replica, True)
 
     def ancestors(self, names: Iterable[str]) -> set[str]:
         """Returns the operations of `graph` that some operations need, themselves included."""
@@ -147,7 +176,7 @@ class Outside:
 
     def _find_after(self, programs: set[str]) -> set[str]:
         """Returns the operations that need one of some programs."""
-        facts = self._facts
+        facts = self.facts
         found: set[str] = set()
         for name in facts.order:
             node = facts.node[name]
@@ -162,7 +191,7 @@ class Outside:
         return found
 
     def _copy(self, graph_def: tf.GraphDef, name: str) -> None:
-        facts = self._facts
+        facts = self.facts
         copy = tf.NodeDef()
         copy.CopyFrom(facts.node[name])
         untie(copy)
@@ -204,7 +233,7 @@ class Outside:
     def _return(self, graph_def: tf.GraphDef, source: str, core: int) -> str:
         name = f"mtf_gradsync_returned/{source}_{core}"
         if f"{name}:0" not in self._returned:
-            inner, number = self._facts.inputs(source)[core]
+            inner, number = self.facts.inputs(source)[core]
             tensor = self._source.get_tensor_by_name(f"{inner}:{number}")
             self._add_placeholder(graph_def, name, tensor)
             self._returned[f"{name}:0"] = (tensor.name, core)
@@ -215,25 +244,6 @@ class Outside:
         node.name, node.op = name, "Placeholder"
         node.attr["dtype"].type = like.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(like.shape.as_proto())
-
-
-class Parts(NamedTuple):
-    """A user's graph, split into its program and the part outside."""
-
-    ops: MasterOps  # on its variables
-    facts: GraphFacts  # of the whole graph
-    outside: Outside
-
-
-def split_program(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
-    """Splits a program's graph, after adding the operations that its variables need.
-
-    A graph that cannot run is unchanged, and raises an UnsupportedProgramError.
-    """
-    check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
-    ops = MasterOps(program.graph, lowerings)
-    facts = GraphFacts(program.graph.as_graph_def())
-    return Parts(ops, facts, Outside(facts, program.graph, program.name))
 
 
 class FetchSource(NamedTuple):
@@ -260,7 +270,7 @@ class FetchSource(NamedTuple):
         return found if self.is_list else found[0]
 
 
-class OutsideStep(NamedTuple):
+class FetchPlan(NamedTuple):
     """What a step does for a set of fetches: `first` outside, the program, and `last` outside."""
 
     places: tuple[FetchSource, ...]
@@ -272,7 +282,7 @@ class OutsideStep(NamedTuple):
     shared: frozenset[str]  # tensors of `first` that the caller, or `last`, gets
 
     @classmethod
-    def of(cls, places: Sequence[FetchSource], outside: Outside) -> OutsideStep:
+    def of(cls, places: Sequence[FetchSource], outside: HostGraph) -> FetchPlan:
         """Plans a step."""
         names = {name for place in places for name in place.names if name}
         last = {name for name in names if outside.is_after(name)}
@@ -286,29 +296,3 @@ class OutsideStep(NamedTuple):
             tuple(places), runs_program, tuple(sorted(inside)), frozenset(first), frozenset(last),
             needs, frozenset(shared),
         )  # fmt: skip
-
-
-def source_of(
-    facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores
-) -> FetchSource:
-    """Returns the source of a fetch; raises a ValueError for one in a loop or branch."""
-    node_name, number = split_input(name)
-    node = facts.node[node_name]
-    position = {core: p for p, core in enumerate(cores.local)}
-    if node.op == "TPUReplicatedOutput":
-        inner, inner_number = facts.inputs(node_name)[number]
-        return FetchSource((), f"{inner}:{inner_number}", (position.get(number),), False, True)
-    if node.op == "TPUReplicatedInput":
-        sources = [f"{n}:{k}" for n, k in facts.inputs(node_name) if k != CONTROL]
-        if not per_replica:
-            return FetchSource((sources[cores.local[0]],))
-        return FetchSource(
-            tuple(s if c in position else "" for c, s in enumerate(sources)), is_list=True
-        )
-    if node_name not in facts.cluster:
-        return FetchSource((name,))
-    check_alive_outside(facts, node_name, number)
-    if ":" not in name:
-        return FetchSource(runs_program=True)
-    wanted = range(facts.num_replicas[program]) if per_replica else cores.local[:1]
-    return FetchSource((), name, tuple(position.get(c) for c in wanted), per_replica, True)

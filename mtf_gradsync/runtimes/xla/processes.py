@@ -19,7 +19,7 @@ from mtf_gradsync.runtimes._private.jax import (
 )
 from mtf_gradsync.runtimes._signals import handler_kept
 from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet_at
-from mtf_gradsync.runtimes.processes.members import Member, ProcessesError
+from mtf_gradsync.runtimes.processes.members import Member, ProcessesError, all_given
 from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.runtimes.xla import gathering
 from mtf_gradsync.runtimes.xla.devices import (
@@ -286,15 +286,9 @@ def _resolved(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
 ) -> _Job:
     """Returns the arguments, or what jax finds in their place."""
-    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        raise ValueError(
-            f"start_processes got {', '.join(n for n in given if n not in missing)} without "
-            f"{' and '.join(missing)}. Give all three, or none of them in a cluster that jax knows."
-        )
     cluster = JaxCluster(coordinator, num_processes, process_id, None)
-    if missing:
+    job = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+    if not all_given("start_processes", "in a cluster that jax knows", **job):
         cluster = detected_cluster(timeout)
     coordinator, num_processes, process_id, devices = cluster
     if coordinator is None or num_processes is None or process_id is None:

@@ -26,7 +26,7 @@ from mtf_gradsync.runtimes.xla.executable import (
     default_cache_dir,
 )
 from mtf_gradsync.runtimes.xla.gathering import Cores
-from mtf_gradsync.runtimes.xla.host_graph import BOUNDARY, FetchSource, OutsideStep, source_of
+from mtf_gradsync.runtimes.xla.host_graph import BOUNDARY, FetchPlan, FetchSource
 from mtf_gradsync.runtimes.xla.runner.devices import DevicesError, DeviceValues, devices_errors, put
 from mtf_gradsync.runtimes.xla.topology.chips import peak_flops_of
 
@@ -34,7 +34,7 @@ _logger = logging.getLogger("mtf_gradsync")
 
 # How many steps may be dispatched before the session waits for what an earlier one has skipped:
 # enough to keep devices busy.
-_STEPS_UNTOLD = 4
+_STEPS_UNCHECKED = 4
 
 
 class Dispatched:
@@ -104,27 +104,28 @@ class XlaSession(ReplicaSession):
         self.steps = 0
         self._program = program
         self._prepared = prepared
-        parts = prepared.parts
-        self._facts, self._outside = parts.facts, parts.outside
-        self._watches, cluster = parts.ops.watches, parts.facts.cluster
+        host = prepared.host
+        self._facts, self._outside = host.facts, host
+        self._watches, cluster = host.ops.watches, host.facts.cluster
         self._counts = [
             name for name in self._watches.counts if cluster[split_input(name)[0]] == program.name
         ]
         self._cores = cores
-        self._plans: dict[tuple[tuple[str, ...], bool], OutsideStep] = {}
+        self._plans: dict[tuple[tuple[str, ...], bool], FetchPlan] = {}
         self._random_state: DeviceValues | None = None
         self._dispatched = 0  # `steps` belongs to the user
-        # What steps told that nobody has looked at, with their numbers.
-        self._untold: collections.deque[tuple[int, dict[str, DeviceValues]]] = collections.deque()
+        # What counts skips of the steps whose warnings and errors are still to be looked at.
+        self._pending_checks: collections.deque[tuple[int, dict[str, DeviceValues]]] = (
+            collections.deque()
+        )
         self._entropy = int.from_bytes(os.urandom(7), "little")
-        host = tf.Session(graph=self._outside.graph, config=config or host_config())
-        super().__init__(host, parts.ops)
+        super().__init__(tf.Session(graph=host.graph, config=config or host_config()), host.ops)
         self._variables = DeviceVariables(self._session, cores)
         self._inputs = DeviceInputs(self._outside, cores)
         try:
-            self._session.run(parts.ops.initialize)
+            self._session.run(host.ops.initialize)
             self._variables.share()
-            self._session.run(parts.ops.to_slices)
+            self._session.run(host.ops.to_slices)
         except BaseException:
             self._session.close()
             raise
@@ -200,8 +201,8 @@ class XlaSession(ReplicaSession):
         names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
         plan = self._plans.get((names, per_replica))
         if plan is None:
-            places = [self._place(name, per_replica) for name in names]
-            plan = self._plans[names, per_replica] = OutsideStep.of(places, self._outside)
+            places = [self._outside.source_of(name, per_replica, self._cores) for name in names]
+            plan = self._plans[names, per_replica] = FetchPlan.of(places, self._outside)
         feeds = {self._feed(k): v for k, v in (feed_dict or {}).items()}
         values: dict[str, Any] = {}
         if not plan.runs_program:
@@ -216,9 +217,9 @@ class XlaSession(ReplicaSession):
         values.update(self._run_outside(sources | plan.first, first, everywhere))
         values.update(self._step(compiled, values, feeds, plan.shared))
         step = self._dispatched = self._dispatched + 1
-        self._untold.append((step, {name: values[name] for name in self._counts}))
+        self._pending_checks.append((step, {name: values[name] for name in self._counts}))
         # Nobody may ask for the results.
-        self._look_until(step - _STEPS_UNTOLD)
+        self._look_until(step - _STEPS_UNCHECKED)
         if plan.last:
             last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
             last.update((k, values[v]) for k, v in plan.needs.carried.items())
@@ -227,14 +228,14 @@ class XlaSession(ReplicaSession):
         return Dispatched(fetches, plan.places, values, lambda: self._look_until(step))
 
     def _look_until(self, step: int) -> None:
-        """Looks at what steps told, up to one of them, and waits for these.
+        """Waits for the steps up to `step`, logs their warnings and raises their errors.
 
         All processes look at the same steps, so that all of them raise an error.
         """
-        while self._untold and self._untold[0][0] <= step:
-            _, told = self._untold.popleft()
+        while self._pending_checks and self._pending_checks[0][0] <= step:
+            _, counts = self._pending_checks.popleft()
             with devices_errors():
-                values = {name: np.asarray(x.arrays[0]) for name, x in told.items()}
+                values = {name: np.asarray(x.arrays[0]) for name, x in counts.items()}
             self._watches.look(values, self._read_records, logs=self._cores.is_first)
 
     def _read_records(self, names: list[str]) -> list[Any]:
@@ -354,10 +355,6 @@ class XlaSession(ReplicaSession):
         super()._take_masters()
         self._variables.forget()
         self._random_state = None
-
-    def _place(self, name: str, per_replica: bool) -> FetchSource:
-        self._outside.check_runs(name)
-        return source_of(self._facts, self._program.name, name, per_replica, self._cores)
 
     def _is_inside(self, name: str) -> bool:
         node = self._facts.node[split_input(name)[0]]

@@ -70,7 +70,7 @@ class CostEstimate:
         return max(self.flops / self.rates.flops, self.bytes_accessed / self.rates.bytes)
 
     def plus(self, times: int, less: CostEstimate, more: CostEstimate) -> CostEstimate:
-        """This estimate, and so many times what one of two others has more than the other."""
+        """Returns this estimate plus `times` * (`more` - `less`)."""
         sums = {
             name: getattr(self, name) + times * (getattr(more, name) - getattr(less, name))
             for name in _SUMS

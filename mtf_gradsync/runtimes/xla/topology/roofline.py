@@ -136,7 +136,7 @@ def _read_within(value: Instruction) -> int:
 
 
 def _written(instruction: Instruction) -> int:
-    """Bytes of a result; of one that is written into a parameter only what is written."""
+    """Bytes that an instruction writes; for an in-place update only the updated slice."""
     if instruction.opcode == "dynamic-update-slice":
         into, written = instruction.operands[:2]
         if _passed_on(into).opcode in ("parameter", "get-tuple-element"):

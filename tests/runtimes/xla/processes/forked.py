@@ -32,7 +32,7 @@ from tests.runtimes.xla.processes import job
 @functools.lru_cache(maxsize=None)
 def model_with_parts(islands):
     model = job.Model(islands=islands)
-    parts = executable.split_program(model.program, lowerings_in(model.lowering))
+    parts = executable.HostGraph(model.program, lowerings_in(model.lowering))
     return model, parts
 
 
@@ -48,9 +48,9 @@ def run(folder, name, plan):
         runpy.run_path(plan["script"], run_name="__main__")
     else:
         model, parts = model_with_parts(plan.get("odd") == "islands")
-        split = executable.split_program
-        executable.split_program = lambda program, lowerings: (
-            parts if program is model.program else split(program, lowerings)
+        make = executable.HostGraph
+        executable.HostGraph = lambda program, lowerings: (
+            parts if program is model.program else make(program, lowerings)
         )
         job.main(plan, model)
 
