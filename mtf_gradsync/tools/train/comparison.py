@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
 
 from mtf_gradsync.extension import Description, Wrapper, describe, tf
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.runtimes.sessions import OnDevices
-from mtf_gradsync.runtimes.simd import CommunicationReport, CommunicationRow, Total
+from mtf_gradsync.runtimes.simd import CommunicationReport, Total
 from mtf_gradsync.runtimes.simd.traffic import table_of
 from mtf_gradsync.tools.train.figures import new_figure, write_figure
 from mtf_gradsync.tools.train.model import TrainingJob
@@ -129,7 +129,13 @@ def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
 
 _TITLES = ("bare", "wrapped")
 _WIDTH = 80
-_PART_LABELS = dict(zip(PARTS, ("forward and backward pass", "gradients", "optimizer")))
+_COLORS = {
+    "forward and backward pass": "tab:gray",
+    "gradients": "tab:blue",
+    "optimizer": "tab:orange",
+    "transfers": "tab:green",
+}
+_PART_LABELS = dict(zip(PARTS, _COLORS))
 _BRANCHES, _UPDATE_STEP = "in branches", "update step"
 _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True)
 
@@ -139,58 +145,50 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
 
     With `rows` all other collectives and transfers are listed, too.
     """
-    steps = (comparison.bare, comparison.wrapped)
-    blocks = [_head(comparison)]
-    blocks += ["What the optimizer does", comparison.wrapped.description.as_text(_WIDTH)]
+    bare, wrapped = comparison.bare, comparison.wrapped
+    head = [f"mesh {comparison.mesh}"]
+    for title, step in zip(_TITLES, (bare, wrapped)):
+        head.append(f"{title:8} {' > '.join(step.optimizers)}")
+    if bare is wrapped:
+        head.append("The optimizer of this config has no wrapper, so both are the same.")
+    blocks = ["\n".join(head)]
+    blocks += ["What the optimizer does", wrapped.description.as_text(_WIDTH)]
     blocks += ["Collectives of the SIMD (TPU) program in one step"]
-    blocks += [_totals([_lines(step.collectives, _parts(step)) for step in steps])]
-    if comparison.bare.transfers and comparison.wrapped.transfers:
+    sides = []
+    for step in (bare, wrapped):
+        parts = {f"- {_PART_LABELS[part]}": step.of_part(part).update_step for part in PARTS}
+        sides.append(_by_label(step.collectives, parts))
+    blocks += [_totals(sides)]
+    if bare.transfers and wrapped.transfers:
         blocks += ["Transfers between the devices of a placement mesh in one step"]
-        blocks += [_totals([_lines(s.transfers) for s in steps if s.transfers])]
+        blocks += [_totals([_by_label(bare.transfers, {}), _by_label(wrapped.transfers, {})])]
     blocks += [
         "ops: collectives or transfers. groups: those that are made together, which the\n"
         "compilers of TPUs and GPUs combine. bytes: what one core puts into a collective,\n"
         "or a device receives, on average. share: of the bytes of an update step, which\n"
         "takes every branch."
     ]
-    for title, step in zip(_TITLES, steps):
-        if rows:
-            blocks += [f"All collectives, {title}", _table(step.collectives.rows, step.part)]
-        elif title == "wrapped":
-            sums = step.of_part(GRADIENTS)
-            blocks += [f"Collectives that sum gradients, {title}: {sums.update_step.counts}"]
-            blocks += [_table(sums.rows)]
     if rows:
-        for title, step in zip(_TITLES, steps):
+        for title, step in zip(_TITLES, (bare, wrapped)):
+            listed = table_of(step.collectives.rows, step.part)
+            blocks += [f"All collectives, {title}", "\n".join(listed)]
+        for title, step in zip(_TITLES, (bare, wrapped)):
             if step.transfers:
-                blocks += [f"All transfers, {title}", _table(step.transfers.rows)]
+                blocks += [f"All transfers, {title}", "\n".join(table_of(step.transfers.rows))]
+    else:
+        sums = wrapped.of_part(GRADIENTS)
+        blocks += [f"Collectives that sum gradients, wrapped: {sums.update_step.counts}"]
+        blocks += ["\n".join(table_of(sums.rows))]
     return "\n\n".join(blocks)
 
 
-def _table(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> str:
-    return "\n".join(table_of(rows, parts))
-
-
-def _head(comparison: WrapperComparison) -> str:
-    lines = [f"mesh {comparison.mesh}"]
-    for title, step in zip(_TITLES, (comparison.bare, comparison.wrapped)):
-        lines.append(f"{title:8} {' > '.join(step.optimizers)}")
-    if comparison.bare is comparison.wrapped:
-        lines.append("The optimizer of this config has no wrapper, so both are the same.")
-    return "\n".join(lines)
-
-
-def _parts(step: ComparedStep) -> dict[str, Total]:
-    return {f"- {_PART_LABELS[part]}": step.of_part(part).update_step for part in PARTS}
-
-
-def _lines(report: CommunicationReport, parts: dict[str, Total] | None = None) -> dict[str, Total]:
+def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
     """Returns the totals of a report by label: of steps, of parts of a step, of mesh axes."""
     return {
         "every step": report.every_step,
         _BRANCHES: report.conditional,
         _UPDATE_STEP: report.update_step,
-        **(parts or {}),
+        **parts,
         **{f"- over {group}": total for group, total in report.by_group().items()},
     }
 
@@ -202,41 +200,24 @@ def _totals(sides: Sequence[dict[str, Total]]) -> str:
         labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
     lines = []
     for label in labels:
-        for number, (title, side) in enumerate(zip(_TITLES, sides)):
-            cells = _cells(side.get(label, _NOTHING), side[_UPDATE_STEP])
-            lines.append([label if number == 0 else "", title, *cells])
+        for title, side in zip(_TITLES, sides):
+            total, whole = side.get(label, _NOTHING), side[_UPDATE_STEP].bytes_per_core
+            about = "" if total.is_exact else ">="
+            lines.append(
+                [
+                    label if title == _TITLES[0] else "",
+                    title,
+                    f"{total.operations:,}",
+                    f"{total.groups:,}",
+                    f"{about}{total.runs:,}",
+                    f"{about}{total.bytes_per_core:,}",
+                    f"{total.bytes_per_core / whole:.0%}" if whole else "-",
+                ]
+            )
     headers = ["", "", "ops", "groups", "runs", "bytes", "share"]
     if all(line[2] == line[4] for line in lines):
         headers, lines = [h for h in headers if h != "runs"], [x[:4] + x[5:] for x in lines]
     return "\n".join(text_table(headers, lines, text=[""]))
-
-
-def _cells(total: Total, bare: Total) -> list[str]:
-    about = "" if total.is_exact else ">="
-    share = f"{total.bytes_per_core / bare.bytes_per_core:.0%}" if bare.bytes_per_core else "-"
-    return [
-        f"{total.operations:,}",
-        f"{total.groups:,}",
-        f"{about}{total.runs:,}",
-        f"{about}{total.bytes_per_core:,}",
-        share,
-    ]
-
-
-_COLORS = {
-    "forward and backward pass": "tab:gray",
-    "gradients": "tab:blue",
-    "optimizer": "tab:orange",
-    "transfers": "tab:green",
-}
-_COLOR_LABELS = dict(zip(PARTS, _COLORS))
-
-
-class _Side(NamedTuple):
-    """What one step exchanges: the whole report, and its rows by the label of their color."""
-
-    report: CommunicationReport
-    rows: dict[str, Sequence[CommunicationRow]]
 
 
 def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
@@ -244,17 +225,17 @@ def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
     steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
     parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))
     collectives = {
-        title: _Side(step.collectives, {_COLOR_LABELS[p]: step.of_part(p).rows for p in parts})
+        title: {_PART_LABELS[part]: step.of_part(part) for part in parts}
         for title, step in steps.items()
     }
-    sections = {"collectives, SIMD mesh": _bars(collectives)}
+    axes = dict.fromkeys(group for step in steps.values() for group in step.collectives.by_group())
+    sections = {"collectives, SIMD mesh": _bars(axes, collectives)}
     transfers = {
-        title: _Side(step.transfers, {"transfers": step.transfers.rows})
-        for title, step in steps.items()
-        if step.transfers
+        title: {"transfers": step.transfers} for title, step in steps.items() if step.transfers
     }
     if len(transfers) == len(steps):
-        sections["transfers, placement mesh"] = _bars(transfers)
+        axes = dict.fromkeys(x for one in transfers.values() for x in one["transfers"].by_group())
+        sections["transfers, placement mesh"] = _bars(axes, transfers)
     sizes = [max(1, len(bars)) for bars in sections.values()]
     figure = new_figure(width=10, height=1.6 * len(sections) + 0.4 * sum(sizes))
     # After new_figure, whose error says what to install.
@@ -286,23 +267,22 @@ def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
 _Bar = List[Tuple[str, bool, Total]]
 
 
-def _bars(sides: dict[str, _Side]) -> dict[str, _Bar]:
-    """Returns a stacked bar for each group and step, both steps of a group side by side."""
-    groups = dict.fromkeys(group for side in sides.values() for group in side.report.by_group())
+def _bars(
+    axes: Iterable[str], sides: Mapping[str, Mapping[str, CommunicationReport]]
+) -> dict[str, _Bar]:
+    """Returns a stacked bar for each mesh axis and step, both steps of an axis side by side.
 
-    def total(rows: Sequence[CommunicationRow], group: str, conditional: bool) -> Total:
-        chosen = (r for r in rows if r.group == group and r.is_conditional is conditional)
-        return CommunicationReport(tuple(chosen)).update_step
-
-    return {
-        f"{group}, {title}": [
-            (label, conditional, total(rows, group, conditional))
-            for label, rows in side.rows.items()
-            for conditional in (False, True)
-        ]
-        for group in groups
-        for title, side in sides.items()
-    }
+    The reports of a step stand by the labels of their colors.
+    """
+    bars: dict[str, _Bar] = {}
+    for axis in axes:
+        for title, side in sides.items():
+            bar = bars.setdefault(f"{axis}, {title}", [])
+            for label, report in side.items():
+                rows = tuple(row for row in report.rows if row.group == axis)
+                of_axis = CommunicationReport(rows)
+                bar += [(label, False, of_axis.every_step), (label, True, of_axis.conditional)]
+    return bars
 
 
 def _draw(panel: Any, bars: dict[str, _Bar], value: Callable[[Total], float]) -> None:
