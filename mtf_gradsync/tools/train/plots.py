@@ -283,10 +283,10 @@ def _of_lines(
                 continue
             steps, values, _ = points[label]
             form: dict[str, Any] = {"linewidth": 1.3}
-            if label == _HELD_OUT:
-                form = {"marker": "o", "linestyle": "none"}
-            elif len(steps) == 1:
+            if len(steps) == 1:
                 form = {"marker": "o"}
+            elif label == _HELD_OUT:
+                form = {"marker": "o", "linestyle": "none"}
             axes.plot(steps, values, color=color, label=label, **form)
         if level is not None:
             form = {"color": figures.INK, "linestyle": "--", "linewidth": 1}
