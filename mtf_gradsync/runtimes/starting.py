@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
-import numpy as np
 from tqdm import tqdm
 
 from mtf_gradsync.extension import averaged_checkpoint, tf, write_changed
@@ -159,21 +158,6 @@ def damage_of(path: str, of_a_run: bool = True) -> str | None:
     return None
 
 
-COMPLETED_PREFIX = ".completed-"
-
-
-def completed(path: str, new: Mapping[str, np.ndarray]) -> str:
-    """Writes a copy of a checkpoint with `new` variables, by name, and returns its path.
-
-    It is in a new directory beside the other, so that every machine that sees one sees both. The
-    caller removes the directory.
-    """
-    directory = tempfile.mkdtemp(prefix=COMPLETED_PREFIX, dir=os.path.dirname(path))
-    target = os.path.join(directory, os.path.basename(path))
-    write_changed(path, target, new)
-    return target
-
-
 class Start(NamedTuple):
     """Where a session begins."""
 
@@ -199,11 +183,13 @@ class Start(NamedTuple):
             with averaged_checkpoint(self.path, tf.global_variables()) as path:
                 yield path
         elif self.new:
-            path = completed(self.path, initial_values(self.new))
-            try:
+            # Beside the other, so that every machine that sees one sees both.
+            with tempfile.TemporaryDirectory(
+                prefix=".completed-", dir=os.path.dirname(self.path)
+            ) as directory:
+                path = os.path.join(directory, os.path.basename(self.path))
+                write_changed(self.path, path, initial_values(self.new))
                 yield path
-            finally:
-                shutil.rmtree(os.path.dirname(path))
         else:
             yield self.path
 
@@ -351,7 +337,10 @@ def remove_leftovers(model_dir: str) -> None:
     and are removed, too, unless the state file lists the checkpoint or cannot be read itself.
     """
     with contextlib.suppress(OSError):
-        listed = _listed_prefixes(model_dir)
+        state = checkpoint_state(model_dir)
+        listed = None
+        if state is not None:
+            listed = {os.path.basename(path) for path in state.all_model_checkpoint_paths}
         for path in Path(model_dir).iterdir():
             data = _DATA.fullmatch(path.name)
             is_orphan = (
@@ -364,14 +353,6 @@ def remove_leftovers(model_dir: str) -> None:
             if is_orphan or _LEFTOVER.fullmatch(path.name):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _listed_prefixes(model_dir: str) -> set[str] | None:
-    """Returns the names of checkpoints in the state file; None where it cannot be read."""
-    state = checkpoint_state(model_dir)
-    if state is None:
-        return None
-    return {os.path.basename(path) for path in state.all_model_checkpoint_paths}
 
 
 @contextlib.contextmanager

@@ -10,11 +10,8 @@ from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes.simd.checks import check_functions_are_silent
 from mtf_gradsync.runtimes.simd.graph_facts import (
-    CalledBranch,
     GraphFacts,
-    Loop,
     UnsupportedProgramError,
-    turns_in,
 )
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.session import lowerings_in
@@ -23,7 +20,7 @@ from mtf_gradsync.runtimes.simd.side_effects import (
     find_collectives,
     written_variables,
 )
-from mtf_gradsync.runtimes.simd.traffic import CommunicationReport, CommunicationRow
+from mtf_gradsync.runtimes.simd.traffic import CommunicationReport, CommunicationRow, when_run
 
 
 def list_collectives(
@@ -93,11 +90,7 @@ def _row(
         shape=shape,
         bytes_per_core=None if shape is None else math.prod(shape) * operand.dtype.size,
         group=group_names.get(groups, lists),
-        loops=tuple(c.frame for c in collective.context if isinstance(c, Loop)),
-        turns=turns_in(facts, collective.context),
-        branches=tuple(
-            (c.predicate, c.taken) for c in collective.context if isinstance(c, CalledBranch)
-        ),
+        **when_run(facts, collective.context),
         variables=variables,
         together=collective.together,
     )

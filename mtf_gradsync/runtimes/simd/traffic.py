@@ -431,7 +431,14 @@ def _row(
         shape=None,
         bytes_per_core=None if total is None else math.ceil(total / cores),
         group=axes,
-        loops=tuple(c.frame for c in context if isinstance(c, Loop)),
-        turns=turns_in(facts, context),
-        branches=tuple((c.predicate, c.taken) for c in context if isinstance(c, CalledBranch)),
+        **when_run(facts, context),
     )
+
+
+def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:
+    """Returns the fields of a row that say when what is in a context runs."""
+    return {
+        "loops": tuple(c.frame for c in context if isinstance(c, Loop)),
+        "turns": turns_in(facts, context),
+        "branches": tuple((c.predicate, c.taken) for c in context if isinstance(c, CalledBranch)),
+    }

@@ -166,7 +166,10 @@ def export(
     variables = replica.variables
     contents = _Contents()
     with host.session(checkpoint) as opened:
-        fed = _by_name(program, keep or {})
+        fed = {
+            program.graph.as_graph_element(tensor, allow_operation=False).name: value
+            for tensor, value in (keep or {}).items()
+        }
         for name, given in called.items():
             contents.add_input(name, given, host, opened, fed)
         meshed = entries.mesh_variables(host.lowerings)
@@ -286,11 +289,6 @@ def _fetch_names(
             continue
         found[split_input(element.name)[0] if name is None else name] = element.name
     return found
-
-
-def _by_name(program: Program, values: Mapping[Any, Any]) -> dict[str, Any]:
-    graph = program.graph
-    return {graph.as_graph_element(k, allow_operation=False).name: v for k, v in values.items()}
 
 
 _MEETING = (meeting.__file__, members.__file__)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from tqdm import tqdm
@@ -17,7 +16,7 @@ from mtf_gradsync.runtimes.simd.program import Program, compiled_only
 from mtf_gradsync.runtimes.xla.topology.chips import slice_of
 from mtf_gradsync.tools.planning.machines import TpuMachine, shapes_of
 from mtf_gradsync.tools.planning.result import Plan, PlanRow, Refused
-from mtf_gradsync.tools.planning.search import Built, Candidate, search
+from mtf_gradsync.tools.planning.search import Built, Candidate, rules_of, search
 
 
 def plan(
@@ -83,7 +82,11 @@ def plan(
         raise ValueError(
             f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
         )
-    axes = list(axes) if axes is not None else _axes_of(layouts[0])
+    axes = (
+        list(axes)
+        if axes is not None
+        else [*dict.fromkeys(rule[-1] for rule in rules_of(layouts[0]))]
+    )
     dcn = () if dcn_bandwidth is None else (1e9 * _positive("dcn_bandwidth", dcn_bandwidth),)
     chip_hours = [_chip_hour(price, slice_of(name).chip.name) for name in names]
     with _environment_kept(), Interruption() as stop:
@@ -188,7 +191,7 @@ def _read_shape(text: str) -> tuple[Any, ...]:
 
 def _read_layout(text: str) -> frozenset[tuple[str, ...]]:
     mtf.convert_to_layout_rules(text)  # raises for what are no pairs
-    return frozenset(_rules(text))
+    return frozenset(rules_of(text))
 
 
 def _split(topologies: str | Sequence[str]) -> list[str]:
@@ -197,12 +200,3 @@ def _split(topologies: str | Sequence[str]) -> list[str]:
     for name in filter(None, (part.strip() for part in parts)):
         found.setdefault(slice_of(name), name)
     return list(found.values())
-
-
-def _axes_of(layout: str) -> list[str]:
-    return list(dict.fromkeys(rule[-1] for rule in _rules(layout)))
-
-
-def _rules(layout: str) -> list[tuple[str, ...]]:
-    # What Mesh-TF takes for the end of a rule.
-    return [tuple(rule.split(":")) for rule in re.split("[ ,.;]", layout) if rule]

@@ -119,6 +119,12 @@ def _summed(einsum: mtf.EinsumOperation) -> bool:
     )
 
 
+def rules_of(layout: str) -> list[tuple[str, ...]]:
+    """Returns the rules of a layout, each as its two names."""
+    # What Mesh-TF takes for the end of a rule.
+    return [tuple(rule.split(":")) for rule in re.split("[ ,.;]", layout) if rule]
+
+
 class Candidate(NamedTuple):
     """A mesh to plan."""
 
@@ -380,8 +386,8 @@ def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
     """
     machine, parameters = work.candidate.machine, work.built.parameters
     (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))
-    rules = [rule.split(":") for rule in re.split("[ ,.;]", work.candidate.layout) if rule]
-    if machine.slices < 2 or not parameters or not any([b, first] in rules for b in _BATCH):
+    rules = rules_of(work.candidate.layout)
+    if machine.slices < 2 or not parameters or not any((b, first) in rules for b in _BATCH):
         return ()
     of_core = 4.0 * parameters * int(size) / machine.cores
     everywhere = [tuple(range(0, machine.cores, machine.cores // machine.slices))]

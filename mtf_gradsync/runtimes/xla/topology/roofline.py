@@ -77,7 +77,9 @@ def _run_by(computation: Computation) -> Iterator[Instruction]:
 def _flops(instruction: Instruction) -> float:
     """Operations of the products in an instruction, twice the number of multiplications."""
     if instruction.opcode == "dot":
-        return _flops_of_dot(instruction.proto, instruction.operands[0].shape)
+        left = instruction.operands[0].shape.dimensions
+        summed = instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions
+        return 2.0 * math.prod(instruction.shape.dimensions) * math.prod(left[d] for d in summed)
     if instruction.opcode == "convolution":
         left, right = (operand.shape for operand in instruction.operands)
         return _flops_of_convolution(instruction.proto, left, right)
@@ -156,11 +158,6 @@ def _passed_on(value: Instruction) -> Instruction:
     while value.opcode in _PASSED_ON:
         value = value.operands[0]
     return value
-
-
-def _flops_of_dot(dot: Any, left: Any) -> float:
-    summed = dot.dot_dimension_numbers.lhs_contracting_dimensions
-    return 2.0 * math.prod(dot.shape.dimensions) * math.prod(left.dimensions[d] for d in summed)
 
 
 def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
