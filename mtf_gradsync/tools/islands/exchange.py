@@ -61,8 +61,7 @@ class Exchange:
     Attributes:
       place: the island's name.
       reminders: say what lasts.
-      journal: of this life.
-      life: its number, 0 before `begin`.
+      journal: of this life; its number is 0 before `begin`.
       number: of the last contribution.
     """
 
@@ -86,7 +85,6 @@ class Exchange:
         self.number = 0  # of contributions
         self._next_try = -float("inf")
         self._looked_for_sent = -float("inf")
-        self.life = 0
         self.journal = Journal(folder, island, self.reminders)
 
     def trying(self, key: str, work: Callable[[], T], otherwise: T) -> T:
@@ -120,8 +118,7 @@ class Exchange:
             time.sleep(min(self._poll, 0.2))
         self.reminders.over("name")
         assert self.place.term is not None
-        self.life = self.place.term
-        self.journal.begin(self.life)
+        self.journal.life = self.place.term
 
     def check_name(self) -> None:
         """Raises IslandError if another process has taken the island's name."""
@@ -220,7 +217,7 @@ class Exchange:
         """
         assert facts.version is not None
         self.number += 1
-        name = contribution_object(facts.version, self._island, self.life, self.number)
+        name = contribution_object(facts.version, self._island, self.journal.life, self.number)
         _, data = tensor_object(facts, tensors)
 
         def work() -> bool:

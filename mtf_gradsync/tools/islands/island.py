@@ -17,6 +17,7 @@ from mtf_gradsync.tools.islands.folder import (
     FolderError,
     OtherTensorsError,
     Spec,
+    dtype_of,
 )
 from mtf_gradsync.tools.islands.journal import events_by_step
 from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
@@ -133,7 +134,7 @@ class Island:
         self._values = Values(lowering, variables) if values is None else values
         # Versions are in float32 or wider, whatever the program's variables are in.
         self._specs = {
-            name: Spec(shape, str(np.promote_types(_dtype(dtype), np.float32)))
+            name: Spec(shape, str(np.promote_types(dtype_of(dtype), np.float32)))
             for name, (shape, dtype) in self._values.specs.items()
         }
         self._follows: Mapping[str, str] = (
@@ -200,6 +201,7 @@ class Island:
         self._has_left, self.version = False, None
         self._step_counts = self._counts_of(session)
         self._waiting_tokens: float | None = None if self._step_counts.waiting else 0.0
+        self._checkpoint = checkpoint
         saved = self._read_saved(checkpoint) if checkpoint else None
         self._exchange.place.abandon()
         self._exchange = self._new_exchange()
@@ -238,15 +240,18 @@ class Island:
         """
         if self.version is None:
             return
-        exchange = self._exchange
+        journal = self._exchange.journal
         learned = Learned(
             island=self.name, version=self.version, counts=self._counts_before, since=self._since,
-            life=exchange.life, number=exchange.number, events=exchange.journal.events,
+            life=journal.life, number=self._exchange.number, events=journal.events,
             tokens=self._tokens,
             waiting=self._waiting_tokens, is_sent=self._sent is not None,
         )  # fmt: skip
         try:
-            Saved(learned, self._base, self._residual, self._attempts).write(checkpoint)
+            Saved(learned, self._base, self._residual, self._attempts).write(
+                checkpoint, self._checkpoint
+            )
+            self._checkpoint = checkpoint
         except FolderError as error:
             logger.warning("Island %s: %s", self.name, error)
 
@@ -281,7 +286,7 @@ class Island:
         if later:
             logger.info("What the checkpoint of %s has learned is in %s", self.name, later[0])
         # Lives and versions count up in a folder: others are of another one.
-        is_same = learned.life < self._exchange.life and learned.version <= version
+        is_same = learned.life < self._exchange.journal.life and learned.version <= version
         return is_same and not later and len(learned.tokens) == self._fragments
 
     def _go_on_with(self, session: Any, saved: Saved, version: int, decision: Decision) -> None:
@@ -399,7 +404,7 @@ class Island:
         for name, value in merged.items():
             since = learned.get(name, np.zeros((), value.dtype))
             # Exactly the merged values where nothing was learned since.
-            written[name] = (value + since).astype(_dtype(self._values.specs[name].dtype))
+            written[name] = (value + since).astype(dtype_of(self._values.specs[name].dtype))
             is_exact = written[name].dtype == value.dtype
             self._base[name] = value if is_exact else wide(written[name]) - since
         self._values.write(session, written)
@@ -508,7 +513,7 @@ class Island:
         if now.skipped > before.skipped:
             return
         self._since += 1
-        self._tokens = [before + tokens for before in self._tokens]
+        self._tokens = [count + tokens for count in self._tokens]
 
     def finish(self, session: Any, waits: bool = True) -> None:
         """Contributes all that is left, takes merged values if they come in time, says good-bye.
@@ -537,6 +542,8 @@ class Island:
             # In place of it, with what came since: the merger takes the last one.
             self._take_back("it ends: all that is left goes into one contribution")
             self._contribute(session, True)
+            if self._wait_and_take(session, 0.0):  # a version that has the former one came between
+                self._contribute(session, True)
         left = max(self._tokens)
         if left or (self._sent and waits):
             what = "is in no contribution" if left else "waits to be merged"
@@ -741,9 +748,3 @@ class Island:
 
 def _bytes(values: Mapping[str, np.ndarray]) -> int:
     return sum(value.nbytes for value in values.values())
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    import ml_dtypes  # gives numpy the name "bfloat16"
-
-    return np.dtype(getattr(ml_dtypes, name, name))

@@ -33,15 +33,12 @@ class Journal:
     """
 
     def __init__(self, folder: Folder, island: str, reminders: Reminders):
-        self._folder, self._place, self._life = folder, f"journal/{island}", 0
+        self._folder, self._place = folder, f"journal/{island}"
+        self.life = 0  # to be set before the first event
         self._reminders = reminders
         self._island, self._part, self._lines = island, 0, list[dict[str, Any]]()
         self._before = 0  # lines in earlier parts
         self.keeps_all = True
-
-    def begin(self, life: int) -> None:
-        """Begins with a life, before the first event."""
-        self._life = life
 
     @property
     def events(self) -> int:
@@ -66,7 +63,7 @@ class Journal:
             raise FolderError(f"{self._name()} in {self._folder.url} cannot be written")
 
     def _name(self) -> str:
-        return f"{self._place}/{self._life:08d}-{self._part:06d}.jsonl"
+        return f"{self._place}/{self.life:08d}-{self._part:06d}.jsonl"
 
     def _is_behind(self) -> bool:
         """Writes the part; returns whether that failed."""

@@ -92,10 +92,11 @@ class Saved(NamedTuple):
     residual: dict[str, np.ndarray]
     attempts: dict[str, Sent]
 
-    def write(self, checkpoint: str) -> None:
+    def write(self, checkpoint: str, before: str | None) -> None:
         """Writes it beside a checkpoint, and removes what is beside those that are gone.
 
-        Raises FolderError if it cannot.
+        What is beside the checkpoint `before` stays, from which a process that is killed now has to
+        begin. Raises FolderError if it cannot be written.
         """
         tensors = {_BASE: self.base, _ROUNDED: self.residual}
         attempts = []
@@ -108,10 +109,11 @@ class Saved(NamedTuple):
         folder.store(name, learned, named)
         # Those of other steps, whose checkpoints TensorFlow's Saver has removed.
         there, begin = folder.names(""), name.rpartition("-")[0]
+        kept = {name, _place(before)[1]} if before else {name}
         for other in there:
             is_gone = f"{other.removesuffix(_ENDING)}.index" not in there
             is_own = other.endswith(_ENDING) and other.rpartition("-")[0] == begin
-            if is_gone and is_own and other != name:
+            if is_gone and is_own and other not in kept:
                 folder.remove(other)
 
     @classmethod

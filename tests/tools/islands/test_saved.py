@@ -334,12 +334,21 @@ def test_what_is_not_its_own_is_passed_over(folder, tmp_path, caplog, kind):
 
 def test_what_is_beside_checkpoints_that_are_gone_is_removed(folder, tmp_path):
     (one,) = begun(folder, ["one"])
-    for number in (1, 2, 3):
+    other = tmp_path / "other.ckpt-1.island"
+    other.touch()
+    there = []
+    for number in range(1, 6):
         save(one, tmp_path / f"model.ckpt-{number}")
-        if number == 2:
-            (tmp_path / "model.ckpt-1.index").unlink()
-    there = sorted(path.name for path in tmp_path.glob("*.island"))
-    assert there == ["model.ckpt-2.island", "model.ckpt-3.island"]
+        (tmp_path / f"model.ckpt-{max(number - 2, 0)}.index").unlink(missing_ok=True)
+        there.append(sorted(path.stem[-1] for path in tmp_path.glob("model*.island")))
+    # One more than there are checkpoints: from the one before it begins if it is killed meanwhile.
+    assert there == [["1"], ["1", "2"], ["1", "2", "3"], ["2", "3", "4"], ["3", "4", "5"]]
+    for path in tmp_path.glob("*.index"):  # of a format of one's own
+        path.unlink()
+    one.island.save(str(tmp_path / "model.ckpt-6"))
+    there = sorted(path.stem[-1] for path in tmp_path.glob("model*.island"))
+    assert there == ["5", "6"]
+    assert other.exists()
 
 
 def test_a_directory_that_cannot_be_written_ends_no_training(folder, tmp_path, caplog):
