@@ -108,6 +108,7 @@ def run_by_flags(
         return run_on_processes(
             config, model_dir, **process, **given, settings=settings, first_does=first_does
         )
+    assert task is not None
     given.update(watch_port=args.watch_port, open_to_network=args.open_to_network)
     return run_on_cluster(config, model_dir, task, **given)
 
