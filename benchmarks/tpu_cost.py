@@ -14,9 +14,9 @@ from benchmarks import lm_by_hand, models, report, wrappers_by_hand
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private.jax import hlo_from_text
-from mtf_gradsync.runtimes.xla.topology.chips import slice_of
 from mtf_gradsync.runtimes.xla.topology.compiled import CoreMemory
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate, read_estimate
+from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 TOPOLOGIES = ("v3:2x2", "v5e:2x4", "v5p:2x2x2")
 # Layers, d_model, batch and length.

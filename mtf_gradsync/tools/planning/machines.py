@@ -1,16 +1,14 @@
-"""Machines to plan for, the links between their chips, and the time that collectives take there."""
+"""Machines to plan for, and the time that collectives take over the links between their chips."""
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Protocol, Sequence
+from typing import Callable, Iterator, NamedTuple, Protocol, Sequence
 
 from mtf_gradsync.runtimes.simd.program import Program
-from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
 from mtf_gradsync.runtimes.xla.collectives import HloCollective
-from mtf_gradsync.runtimes.xla.topology.chips import Chip, slice_of
+from mtf_gradsync.runtimes.xla.topology.chips import Chip
 from mtf_gradsync.runtimes.xla.topology.compiling import (
     LoweredProgram,
     compile_lowered,
@@ -18,109 +16,7 @@ from mtf_gradsync.runtimes.xla.topology.compiling import (
     places_of,
 )
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
-
-# The operations of TensorFlow's programs, as HLO calls them.
-_HLO_NAMES = {
-    "CrossReplicaSum": "all-reduce",
-    "AllToAll": "all-to-all",
-    "CollectivePermute": "collective-permute",
-    "XlaReduceScatter": "reduce-scatter",
-}
-_OTHER = "other groups"
-#: The name of the data center network in place of a mesh axis.
-DCN = "DCN"
-
-Groups = Sequence[Sequence[int]]
-
-
-class Exchange(NamedTuple):
-    """One collective of a step."""
-
-    operation: str  # HLO's name of it, as in "all-reduce"
-    axis: str  # the mesh axes along which cores exchange data, joined by "+"; or "other groups"
-    groups: Groups  # the cores that exchange data, group by group
-    size: int  # bytes that each core puts in, each time; 0 if not known
-    times: int  # how often it runs in a step
-
-
-def _connected(groups: Groups) -> frozenset[frozenset[int]]:
-    """Returns groups of cores without overlaps: the pairs of a permutation are joined."""
-    joined: list[frozenset[int]] = []
-    for group in groups:
-        touching = [one for one in joined if not one.isdisjoint(group)]
-        joined = [one for one in joined if one not in touching]
-        joined.append(frozenset(group).union(*touching))
-    return frozenset(joined)
-
-
-def exchanges_of(
-    compiled: Sequence[HloCollective],
-    report: CommunicationReport,
-    axes: Mapping[Any, str],
-    cores: int,
-    conditions: bool = True,
-    slices: int = 1,
-) -> list[Exchange]:
-    """Returns the collectives of a step with all conditions true or false, and how often each runs.
-
-    Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
-    loops from `report`, which is of the program before compilation and says how often a loop turns
-    (once if not known). Those of each core with itself are not listed. `axes` is what
-    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step. Of
-    `slices` the first mesh axis joins the cores; what goes between them has the axis `DCN`.
-    """
-    of_slice = cores // slices
-    everyone = (tuple(range(of_slice)),)
-    found = []
-    for one in compiled:
-        if one.crosses_slices:
-            counterparts = tuple(tuple(range(i, cores, of_slice)) for i in range(of_slice))
-            found.append(Exchange(one.operation, DCN, counterparts, one.bytes_per_core, 1))
-        elif not one.is_in_loop:
-            groups = one.groups or everyone
-            axis = axes.get(_connected(groups)) or (_axis_around(groups, axes, slices) or _OTHER)
-            found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
-    by_axis = {axis: key for key, axis in axes.items()}
-    for row in report.rows:
-        if row.loops and all(taken is conditions for _, taken in row.branches):
-            operation = _HLO_NAMES[row.operation]
-            axis = row.group if row.group in by_axis else _OTHER
-            # Groups that lie along no axes are named by their cores.
-            named = by_axis[axis] if axis in by_axis else json.loads(f"[{row.group}]") or everyone
-            groups = tuple(sorted(tuple(sorted(group)) for group in named))
-            times = 1 if row.turns is None else row.turns
-            one_of_loop = Exchange(operation, axis, groups, row.bytes_per_core or 0, times)
-            found += _by_slice(one_of_loop, of_slice)
-    return [one for one in found if any(len(group) > 1 for group in one.groups)]
-
-
-def _axis_around(groups: Groups, axes: Mapping[Any, str], slices: int) -> str | None:
-    """Returns the axes whose groups, of several slices, have these of one slice in them."""
-    around = [
-        (max(map(len, key)), axis)
-        for key, axis in axes.items()
-        if slices > 1 and all(any(group >= set(own) for group in key) for own in groups)
-    ]
-    return min(around)[1] if around else None
-
-
-def _by_slice(one: Exchange, of_slice: int) -> list[Exchange]:
-    """Returns a collective as its parts within slices and between them, as the compiler does."""
-    members = [sum(core // of_slice == group[0] // of_slice for core in group)
-               for group in one.groups]  # fmt: skip
-    if all(count == len(group) for count, group in zip(members, one.groups)):
-        return [one]
-    count = max(members)
-    within = tuple(tuple(x for x in g if x // of_slice == g[0] // of_slice) for g in one.groups)
-    between = tuple(tuple(g[i::count]) for g in one.groups for i in range(count))
-    if one.operation != "all-reduce":
-        return [one._replace(groups=within), one._replace(axis=DCN, groups=between)]
-    part = one.size // count
-    return [
-        one._replace(operation="reduce-scatter", groups=within),
-        one._replace(axis=DCN, groups=between, size=part),
-        one._replace(operation="all-gather", groups=within, size=part),
-    ]
+from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 
 def bytes_sent(operation: str, members: int, size: float) -> float:

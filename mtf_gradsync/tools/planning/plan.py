@@ -13,7 +13,7 @@ from tqdm import tqdm
 from mtf_gradsync.extension import is_whole_number, mtf
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.runtimes.simd.program import Program, compiled_only
-from mtf_gradsync.runtimes.xla.topology.chips import slice_of
+from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 from mtf_gradsync.tools.planning.machines import TpuMachine, shapes_of
 from mtf_gradsync.tools.planning.result import Plan, PlanRow, Refused
 from mtf_gradsync.tools.planning.search import Built, Candidate, rules_of, search

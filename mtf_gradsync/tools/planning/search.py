@@ -22,13 +22,8 @@ from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
 from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError
 from mtf_gradsync.runtimes.xla.topology.roofline import why_doubtful
-from mtf_gradsync.tools.planning.machines import (
-    DCN,
-    Compiled,
-    Machine,
-    StepCost,
-    exchanges_of,
-)
+from mtf_gradsync.tools.planning.exchanges import DCN, exchanges_of
+from mtf_gradsync.tools.planning.machines import Compiled, Machine, StepCost
 from mtf_gradsync.tools.planning.result import (
     AxisTraffic,
     FewerMessages,

@@ -5,7 +5,7 @@ import dataclasses
 from mtf_gradsync import simd
 from mtf_gradsync.runtimes.simd.collectives import groups_by_axes
 from mtf_gradsync.runtimes.xla.collectives import HloCollective
-from mtf_gradsync.tools.planning.machines import exchanges_of
+from mtf_gradsync.tools.planning.exchanges import exchanges_of
 from tests.tools.planning.machines import LAYOUT, build
 
 ROW = simd.CommunicationRow("CrossReplicaSum", "r", "float32", (2,), 8, "model")

@@ -8,7 +8,7 @@ import pytest
 
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.xla.topology.chips import slice_of
+from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 from mtf_gradsync.tools.train.cli import main as cli
 
 no_compiler = xla.why_no_tpu_compiler()

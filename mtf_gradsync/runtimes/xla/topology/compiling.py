@@ -17,7 +17,7 @@ from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.installed import check_installed
 from mtf_gradsync.runtimes.xla.replica_program import replica_program
 from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo
-from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS, slice_of
+from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS
 from mtf_gradsync.runtimes.xla.topology.compiled import CompiledProgram, CoreMemory
 from mtf_gradsync.runtimes.xla.topology.estimate import (
     CostEstimate,
@@ -27,6 +27,7 @@ from mtf_gradsync.runtimes.xla.topology.estimate import (
     with_conditions,
 )
 from mtf_gradsync.runtimes.xla.topology.own_process import ask
+from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 _LONGEST_ERROR = 600
 _EXAMPLES = ", ".join(g.example for g in GENERATIONS)

@@ -16,7 +16,7 @@ from typing import Any, Callable, Mapping
 
 from mtf_gradsync.runtimes._private import jax as private
 from mtf_gradsync.runtimes.xla.topology import child
-from mtf_gradsync.runtimes.xla.topology.chips import slice_of
+from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 # As Google's logs have what ends a process, after time and thread.
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ (.+)", re.MULTILINE)

@@ -3,8 +3,9 @@
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes.xla.topology.chips import CHIPS, peak_flops_of, slice_of
+from mtf_gradsync.runtimes.xla.topology.chips import CHIPS, peak_flops_of
 from mtf_gradsync.runtimes.xla.topology.compiling import places_of
+from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 GIB = 2**30
 no_compiler = xla.why_no_tpu_compiler()
