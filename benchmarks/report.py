@@ -15,7 +15,7 @@ import absl.flags
 
 from benchmarks.timing import Spread
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.session import enable_mesh_defaults
+from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 
 Row = Dict[str, Any]
 

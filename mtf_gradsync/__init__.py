@@ -59,7 +59,6 @@ from mtf_gradsync.reduce import (
     FusedAllReduce,
     placement_mesh_impl,
 )
-from mtf_gradsync.session import session_config
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 
 # Where programs run, and what people do with them, by the names that these rooms have always had.
@@ -90,6 +89,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.runtimes.cluster import Cluster, join_cluster
     from mtf_gradsync.runtimes.copies import CopiesError, watch_copies
     from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
+    from mtf_gradsync.runtimes.settings import session_config
     from mtf_gradsync.tools import estimator as estimator
     from mtf_gradsync.tools import islands as islands
     from mtf_gradsync.tools.planning.plan import plan
@@ -113,6 +113,7 @@ else:  # a type checker that saw `__getattr__` would take any name
             "watch_copies": "mtf_gradsync.runtimes.copies",
             "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.runtimes.processes.members",
             "ProcessesError": "mtf_gradsync.runtimes.processes.members",
+            "session_config": "mtf_gradsync.runtimes.settings",
             "plan": "mtf_gradsync.tools.planning",
             "Timeline": "mtf_gradsync.tools.timelines",
             "TimelineError": "mtf_gradsync.tools.timelines",
@@ -148,6 +149,7 @@ configurable_when_named(
         "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
         "MuonOptimizer": "mtf_gradsync.optimizers.muon",
         "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
+        "session_config": "mtf_gradsync.runtimes.settings",
         "SpecBuilder": "mtf_gradsync.tools.estimator.builder",
     }
 )

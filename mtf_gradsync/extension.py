@@ -58,7 +58,6 @@ __all__ = [
     "counted",
     "describe",
     "did_you_mean",
-    "enable_mesh_defaults",
     "forget_mesh",
     "gated_update",
     "give_initializer",
@@ -83,7 +82,6 @@ __all__ = [
     "rate_at",
     "ref_variables_explained",
     "reported",
-    "session_config",
     "some_lines",
     "some_of",
     "split_by_shard",
@@ -173,7 +171,6 @@ if TYPE_CHECKING:
         UpdateCounters,
     )
     from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
-    from mtf_gradsync.session import enable_mesh_defaults, ref_variables_explained, session_config
     from mtf_gradsync.step import (
         WATCHED,
         HeldSlices,
@@ -183,6 +180,7 @@ if TYPE_CHECKING:
         is_advanced,
         lowerings_of,
     )
+    from mtf_gradsync.variables import ref_variables_explained
 else:
     # Those that need no TensorFlow first: a name is looked for in this order.
     _HOMES = (
@@ -210,8 +208,8 @@ else:
         "mtf_gradsync.optimizers.state.slots",
         "mtf_gradsync.optimizers.state.variables",
         "mtf_gradsync.reduce",
-        "mtf_gradsync.session",
         "mtf_gradsync.step",
+        "mtf_gradsync.variables",
     )
 
     def __getattr__(name: str) -> Any:

@@ -20,8 +20,8 @@ from mtf_gradsync.compat_v1.rules import (
 )
 from mtf_gradsync.gradients.arguments import check_grads_and_variables
 from mtf_gradsync.gradients.operations import on_mesh
-from mtf_gradsync.session import root_scope
 from mtf_gradsync.step import StepPlan, gated_update
+from mtf_gradsync.variables import root_scope
 
 
 class _MeshState(NamedTuple):

@@ -28,8 +28,8 @@ from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
 from mtf_gradsync.optimizers.state.variables import note_state, unstacked, update_counter
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.session import root_scope
 from mtf_gradsync.step import WriteInPlace
+from mtf_gradsync.variables import root_scope
 
 # The last part of an average's name, as TensorFlow has it.
 AVERAGE = "ExponentialMovingAverage"

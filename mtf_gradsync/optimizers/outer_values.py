@@ -36,8 +36,8 @@ from mtf_gradsync.optimizers.state.variables import (
     unstacked,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.session import root_scope
 from mtf_gradsync.step import Islands, StepPlan, ValuesAfter
+from mtf_gradsync.variables import root_scope
 
 # The number of a layer in a variable's name, as in "decoder/layer_003/kernel" or "h3/w".
 _NUMBER = re.compile(r"\d+(?=/)")

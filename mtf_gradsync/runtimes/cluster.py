@@ -10,12 +10,13 @@ import sys
 import time
 from typing import Any, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync.extension import session_config, tf
+from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes._private.tensorflow import bind_to_loopback
 from mtf_gradsync.runtimes._signals import StopSignal
 from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet
 from mtf_gradsync.runtimes.processes.members import Member, ProcessesError, all_given
 from mtf_gradsync.runtimes.processes.watchdog import Membership, Watchdog
+from mtf_gradsync.runtimes.settings import session_config
 
 _logger = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, ContextManager, Iterator, Literal, Sequence, get_args
 
-from mtf_gradsync.extension import LayoutLike, MeshShapeLike, mtf, session_config, tf
+from mtf_gradsync.extension import LayoutLike, MeshShapeLike, mtf, tf
 from mtf_gradsync.runtimes import simd, xla
 from mtf_gradsync.runtimes._private.tensorflow import session_interface
+from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.simd.session import ReplicaSession
 from mtf_gradsync.runtimes.starting import Start
 

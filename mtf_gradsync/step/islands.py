@@ -7,8 +7,8 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Reshaped
 from mtf_gradsync.mesh.devices import writers_of
-from mtf_gradsync.session import CURE
 from mtf_gradsync.step.plan import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.variables import CURE
 
 
 class Islands(PlanPart):

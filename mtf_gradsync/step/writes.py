@@ -10,9 +10,9 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import check_writers, writers_of, writing
-from mtf_gradsync.session import CURE, ref_variables_explained
 from mtf_gradsync.step.branch import build_later, built
 from mtf_gradsync.step.plan import ControlInputs, PartLowering, PlanPart, StepPlan
+from mtf_gradsync.variables import CURE, ref_variables_explained
 
 
 class Gate:

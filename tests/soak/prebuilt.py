@@ -15,8 +15,8 @@ from typing import Any, Callable, ContextManager
 import gin
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train import run as run_module
 from mtf_gradsync.tools.train.config import transformer_utils

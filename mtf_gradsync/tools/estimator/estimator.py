@@ -14,11 +14,11 @@ from mtf_gradsync.extension import (
     as_mesh_shape,
     check_averages_kept,
     check_whole_number,
-    session_config,
     tf,
 )
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices, RuntimeName, checked_runtime
+from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
 from mtf_gradsync.tools.estimator.host import (
     Evaluation,

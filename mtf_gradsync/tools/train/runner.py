@@ -10,12 +10,13 @@ from typing import Any, Callable, ClassVar, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import OuterOptimizer, ReportsSkips, mtf, session_config, tf, traits_of
+from mtf_gradsync.extension import OuterOptimizer, ReportsSkips, mtf, tf, traits_of
 from mtf_gradsync.runtimes import sessions, simd, xla
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.copies import watch_copies
 from mtf_gradsync.runtimes.saving import TrainingSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools._private.tensorflow import singular_monitored_session
 from mtf_gradsync.tools.islands import Island, IslandError

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import gin
 import numpy as np
 
-from mtf_gradsync.extension import is_number, is_whole_number, session_config
+from mtf_gradsync.extension import is_number, is_whole_number
 from mtf_gradsync.runtimes._common import ConfigError
+from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.tools.train.config import transformer_utils
 from mtf_gradsync.tools.train.data.vocabulary import PAD_ID
 from mtf_gradsync.tools.train.evaluation import Evaluator

@@ -16,12 +16,12 @@ from mtf_gradsync.extension import (
     mean_loss,
     mtf,
     placement_mesh_impl,
-    session_config,
     tf,
 )
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.sessions import program_session
+from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.simd.session import VariableAccess, copied
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division

@@ -18,7 +18,7 @@ from benchmarks import report, two_processes
 from benchmarks.cluster import LocalCluster
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.session import enable_mesh_defaults
+from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 from tests.runtimes.cluster import compressed_program
 from tests.runtimes.cluster.forked_servers import fork_servers
 

@@ -6,7 +6,7 @@ from unittest import mock
 import gin
 import pytest
 
-from mtf_gradsync.session import enable_mesh_defaults
+from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 from mtf_gradsync.tools.train import gin_files, plots
 from mtf_gradsync.tools.train import run as run_module
 from mtf_gradsync.tools.train.run import run

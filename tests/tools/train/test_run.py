@@ -13,8 +13,8 @@ import pytest
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.sessions import OnDevices
+from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
-from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.tools.train import gin_files, run_files, train_graph
 from mtf_gradsync.tools.train import run as run_module
 from mtf_gradsync.tools.train.data.batches import TrainingBatches

@@ -17,7 +17,7 @@ import time
 from typing import Any, NamedTuple, Sequence
 
 import mtf_gradsync.tools.verification as verification
-from mtf_gradsync.session import enable_mesh_defaults
+from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 from tests.tools.verification.faults import FAULTS, MESH, Fault, batches
 from tests.tools.verification.reported_faults import REPORTED
 from tests.tools.verification.right_programs import RIGHT

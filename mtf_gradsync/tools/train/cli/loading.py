@@ -123,7 +123,7 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     from absl import flags
     from absl import logging as absl_logging
 
-    from mtf_gradsync.extension import enable_mesh_defaults
+    from mtf_gradsync.runtimes.settings import enable_mesh_defaults
     from mtf_gradsync.tools.train import gin_files
     from mtf_gradsync.tools.train.figures import check_drawing
 

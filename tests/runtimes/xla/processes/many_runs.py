@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.cluster import free_ports
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 from mtf_gradsync.runtimes.starting import Start
-from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.model import resolve_job
 from mtf_gradsync.tools.train.runner import choose_runtime, training_graph

@@ -7,7 +7,7 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.session import session_config
+from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.data import datasets

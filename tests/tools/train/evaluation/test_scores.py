@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
+from mtf_gradsync.runtimes.settings import enable_mesh_defaults, session_config
 from mtf_gradsync.runtimes.starting import latest_checkpoint
-from mtf_gradsync.session import enable_mesh_defaults, session_config
 from mtf_gradsync.tools.train import evaluation
 from mtf_gradsync.tools.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.tools.train.mesh_settings import resolve_mesh

@@ -1,17 +1,11 @@
-"""TensorFlow's sessions and variables: settings for equal results, scopes, ref variables."""
+"""Settings of TensorFlow for programs on a mesh: of sessions, for equal results, and of graphs."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import Iterator
-
-import gin
-
-from mtf_gradsync._common import check_flag, check_whole_number, counted
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.extension import check_flag, check_whole_number, late_configurable, tf
 
 
-@gin.configurable(module="mtf_gradsync.train")
+@late_configurable(module="mtf_gradsync.train")
 def session_config(
     num_cpu_devices: int | None = None,
     allow_soft_placement: bool = False,
@@ -97,39 +91,3 @@ def enable_mesh_defaults() -> None:
     """
     tf.disable_v2_behavior()
     tf.enable_resource_variables()
-
-
-@contextlib.contextmanager
-def root_scope() -> Iterator[None]:
-    """Makes variable names full names inside it: the current variable scope adds no prefix."""
-    root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
-    with tf.variable_scope(root, auxiliary_name_scope=False):
-        yield
-
-
-#: What a program does to have resource variables in their place.
-CURE = (
-    "Call tf.compat.v1.enable_resource_variables() at the start of the program, after "
-    "tf.compat.v1.disable_v2_behavior(), which takes it back."
-)
-
-
-class RefVariablesError(NotImplementedError):
-    """TensorFlow's error about ref variables, with what to do."""
-
-
-@contextlib.contextmanager
-def ref_variables_explained() -> Iterator[None]:
-    """Within it, TensorFlow's error about ref variables in a TPU program says what to do."""
-    try:
-        yield
-    except RefVariablesError:
-        raise
-    except NotImplementedError as error:
-        variables = tf.global_variables()
-        refs = [v.op.name for v in variables if v.dtype != v.dtype.base_dtype]
-        if not refs:
-            raise
-        raise RefVariablesError(
-            f"{error}. The graph has ref variables, {counted(refs, 'variable')}. {CURE}"
-        ) from error

@@ -3,7 +3,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.session import session_config
+from mtf_gradsync.runtimes.settings import session_config
 from tests import harness, models
 
 
