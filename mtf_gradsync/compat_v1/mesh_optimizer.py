@@ -9,15 +9,8 @@ import gin
 
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1.rules import (
-    NOT_GIVEN,
-    RULES,
-    Rule,
-    Slot,
-    V1OptimizerLike,
-    given_optimizer,
-    rule_of,
-)
+from mtf_gradsync.compat_v1.rules import NOT_GIVEN, V1OptimizerLike, given_optimizer
+from mtf_gradsync.compat_v1.update_rules import RULES, Rule, Slot, rule_of
 from mtf_gradsync.gradients.arguments import check_grads_and_variables
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.step import StepPlan, gated_update
@@ -151,7 +144,12 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         # By the object: two optimizers of one name may train one graph.
         name = f"{type(self).__name__} {id(self)}"
         state = self._last = StepPlan.of(mesh.graph).state(self, name, lambda: _MeshState({}, {}))
-        _forget_undone(state, mesh.graph)
+        # Variables that an error has taken out of their graph again are forgotten.
+        listed = mesh.graph.name_to_variable
+        made: list[dict[Any, mtf.Variable]] = [state.slots, state.powers]
+        for held in made:
+            for key in [k for k, v in held.items() if listed.get(v.name) is not v]:
+                del held[key]
         for name, value in rule.powers:
             if name not in state.powers:
                 state.powers[name] = _make_power(mesh, name, value)
@@ -193,15 +191,6 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                 variable.mesh, free, variable.shape, variable.master_dtype, slot.initial
             )
         return state.slots[key]
-
-
-def _forget_undone(state: _MeshState, graph: mtf.Graph) -> None:
-    """Drops variables that an error has taken out of their graph again."""
-    kept: list[dict[Any, mtf.Variable]] = [state.slots, state.powers]
-    for made in kept:
-        for key, variable in list(made.items()):
-            if graph.name_to_variable.get(variable.name) is not variable:
-                del made[key]
 
 
 def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:

@@ -372,7 +372,12 @@ class _SkipNotFinite(Stage):
         if gradients.weights is not None:
             has_data = step.agreed(mtf.greater(gradients.weights.total, 0.0), True)
         if passed_on.form.is_reduced:
-            finite = self._are_finite(passed_on.present, inside.squares)
+            if inside.squares:
+                # The norm of finite gradients may be infinite, and a clip by it would make NaNs.
+                norm = global_norm(passed_on.present, wrapper.reducer)
+                finite = mtf.less(norm, float("inf"))
+            else:
+                finite = mtf.less_equal(not_finite(passed_on.present, wrapper.reducer), 0.0)
             if gradients.weights is not None:  # without data, a mean may be 0 / 0
                 no_data = mtf.less_equal(gradients.weights.total, 0.0)
                 finite = mtf.logical_or(finite, on_mesh(no_data, finite.mesh))
@@ -422,14 +427,6 @@ class _SkipNotFinite(Stage):
         step.when_built(lambda: wrapper._note(before, known, skips))
         step.at_end(skips.end_of_step)
         return gate
-
-    def _are_finite(self, sums: list[mtf.Tensor], are_squared: bool) -> mtf.Tensor:
-        """Whether reduced gradients, or parts of them, are finite, a boolean scalar."""
-        reducer = self.wrapper.reducer
-        if are_squared:
-            # The norm of finite gradients may be infinite, and a clip by it would make NaNs.
-            return mtf.less(global_norm(sums, reducer), float("inf"))
-        return mtf.less_equal(not_finite(sums, reducer), 0.0)
 
     def _make_skips(
         self, gradients: GradientSet, before: LossScaleState, axes: ReplicaAxes | None

@@ -101,15 +101,11 @@ class ReplicaSummaries(mtf.Operation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         (counts,) = self.inputs
-        values = tf.unstack(tf.reshape(shared_value(lowering, counts), [-1]), counts.shape.size)
+        shared = lowering.tensors[counts].to_laid_out_tensor().all_slices[0]
+        values = tf.unstack(tf.reshape(shared, [-1]), counts.shape.size)
         for number, value in enumerate(values):
             summary = (f"{self.name}/replica_{number}", value)
             tf.add_to_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY, summary)
-
-
-def shared_value(lowering: mtf.Lowering, x: mtf.Tensor) -> tf.Tensor:
-    """Returns the tf tensor of a value that is the same on every processor."""
-    return lowering.tensors[x].to_laid_out_tensor().all_slices[0]
 
 
 def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:

@@ -29,12 +29,6 @@ from mtf_gradsync.step import Branch, Gate, StepPlan, WriteInPlace, values_after
 _logger = logging.getLogger("mtf_gradsync")
 
 
-def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
-    """Returns the norm of gradients before they were clipped; None if they were not."""
-    clipping = clipping_of(grads)
-    return None if clipping is None or clipping.norm.shape.ndims else clipping.norm
-
-
 def norm_of_reduced(grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
     """Returns the norm of reduced gradients, for clipped ones from the norm before."""
     clipping = clipping_of(grads)
@@ -148,11 +142,10 @@ def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Te
     branch.updates.append(write)
     (held,) = values_after([variable], [write])
     *known, has_run = mtf.unstack(held, shape.dims[0])
-    return [mtf.cwise(_or_nan, [value, has_run]) for value in known]
-
-
-def _or_nan(value: tf.Tensor, has_run: tf.Tensor) -> tf.Tensor:
-    return tf.where_v2(has_run > 0, value, np.float32(np.nan))
+    return [
+        mtf.cwise(lambda x, has: tf.where_v2(has > 0, x, np.float32(np.nan)), [value, has_run])
+        for value in known
+    ]
 
 
 class NoiseScale(NamedTuple):
@@ -433,7 +426,8 @@ def _add_norms(
             add(tag, norm, name)
 
     for place, name in places.values():
-        before = norm_before_clipping(place.present)
+        clipping = clipping_of(place.present)
+        before = None if clipping is None or clipping.norm.shape.ndims else clipping.norm
         add_norm("gradient_norm/before_clipping", before, place, name)
     with applied.branch.opened() if applied.branch else contextlib.nullcontext():
         norm = norm_of_reduced(applied.present, inner.reducer)

@@ -63,7 +63,11 @@ def log_savings(
     if not slots and not split:
         return
     held = sum(_core_bytes(axes, v) for v in slots)
-    unsharded = sum(_core_bytes(axes, v) * _num_parts(axes, v.shape) for v in slots)
+    unsharded = sum(
+        _core_bytes(axes, v)
+        * math.prod(d.size for d in axes.shard_dims if d.name in v.shape.dimension_names)
+        for v in slots
+    )
     gathered = sum(_core_bytes(axes, v) for v in split)
     unsplit = [v.name for v in variables if v not in split]
     _logger.info(
@@ -97,11 +101,6 @@ def log_savings(
             name,
             " ".join(doubts),
         )
-
-
-def _num_parts(axes: ReplicaAxes, shape: mtf.Shape) -> int:
-    names = [d.name for d in shape.dims]
-    return math.prod(d.size for d in axes.shard_dims if d.name in names)
 
 
 def _core_bytes(axes: ReplicaAxes, variable: mtf.Variable) -> int:
@@ -322,23 +321,19 @@ class ShardedUpdateOptimizer(Wrapper):
             new = saving if saving or parts else new
         return {**parts, **new}
 
-    def _replicas_share_updates(self, axes: ReplicaAxes) -> bool:
-        """Returns whether the program's mesh makes one update for all replicas of a variable.
-
-        `placement_mesh_impl` does so on devices of one memory: parts would only add operations.
-        """
-        key = mesh_key(axes.mesh_shape, axes.layout)
-        impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
-        return bool(impls) and all(map(shares_all, impls))
-
     def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
         axes = place.axes
         assert axes is not None  # as the wrapper needs to know the mesh
 
         def shapes_of(variables: Sequence[mtf.Variable]) -> dict[mtf.Variable, mtf.Shape]:
-            shared = self._replicas_share_updates(axes)
-            return {} if shared else self._shapes_of_parts(variables, axes)
+            # On devices of one memory `placement_mesh_impl` makes one update for all replicas of a
+            # variable: parts would only add operations.
+            key = mesh_key(axes.mesh_shape, axes.layout)
+            impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
+            if impls and all(map(shares_all, impls)):
+                return {}
+            return self._shapes_of_parts(variables, axes)
 
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 

@@ -194,15 +194,6 @@ class Skips:
         """The variables that say whether there is something to tell."""
         return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
 
-    def has_line(self, before: Sequence[Any], now: Sequence[Any]) -> bool:
-        """Whether a count has passed a power of two, or a scale has reached its floor.
-
-        The arguments are the values of `looked_at`.
-        """
-        if self.floor and before[-1] > self.floor[1] >= now[-1]:
-            return True
-        return bool(self.counts) and bool(np.any(_passes_a_power_of_two(before[0], now[0], np)))
-
     # What is told, as operations of TensorFlow; `_on_host` runs them where the step cannot.
 
     def line(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
@@ -385,7 +376,13 @@ class _Check(Watched):
         return limit is not None and bool(self._steps_without(now) > limit)
 
     def _has_line(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        return before is not None and self._skips.has_line(before, now)
+        """Whether a count has passed a power of two, or a scale has reached its floor."""
+        skips = self._skips
+        if before is None:
+            return False
+        if skips.floor and before[-1] > skips.floor[1] >= now[-1]:
+            return True
+        return bool(skips.counts) and bool(np.any(_passes_a_power_of_two(before[0], now[0], np)))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
         """See `Watched`."""

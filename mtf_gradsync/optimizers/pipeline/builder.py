@@ -227,7 +227,15 @@ class StepBuilder(StepConditions):
             self.write_state()
             gradients = in_dtypes_of(self.stack.opt, gradients)
             self.passed_on[-1] = gradients
-            updates = gated_update(lambda: self._counted_update(gradients), gradients.grads)
+
+            def update() -> list[mtf.Operation]:
+                made = self._update(gradients, self._around)
+                # Counters of updates advance that nothing else advances.
+                counters = self.plan.known_part(UpdateCounters)
+                meshes = {v.mesh for v in gradients.variables}
+                return [*made, *(counters.advances(gradients.graph, meshes) if counters else [])]
+
+            updates = gated_update(update, gradients.grads)
             self.add(updates)
             # 4. What follows an update, innermost first; what reads values for evaluation last.
             for _, make in sorted(reversed(self._after), key=lambda pair: pair[0]):
@@ -471,14 +479,6 @@ class StepBuilder(StepConditions):
         self.write([mtf.assign(counter, now)], gate)
         self.only_when(has_data, gate, as_call=False)
         return counter
-
-    def _counted_update(self, gradients: GradientSet) -> list[mtf.Operation]:
-        """Makes the update, and advances the counters of updates that nothing else advances."""
-        updates = self._update(gradients, self._around)
-        meshes = {v.mesh for v in gradients.variables}
-        counters = self.plan.known_part(UpdateCounters)
-        advances = counters.advances(gradients.graph, meshes) if counters else []
-        return [*updates, *advances]
 
     def _update(
         self, gradients: GradientSet, around: Sequence[Callable[..., list[mtf.Operation]]]

@@ -197,8 +197,8 @@ def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
     of = [optimizer_of(opt, v) for v in gradients.variables]
     for one in dict.fromkeys(of):
         if isinstance(one, mtf.optimize.AdamWeightDecayOptimizer) and one.weight_decay_rate:
-            pairs = zip(gradients.grads, gradients.variables, of)
-            _check_decay(one, [v for g, v, its in pairs if g is not None and its is one])
+            owners = zip(gradients.grads, gradients.variables, of)
+            _check_decay(one, [v for g, v, its in owners if g is not None and its is one])
     pairs = list(zip(gradients.grads, gradients.variables))
     other = [
         g is not None

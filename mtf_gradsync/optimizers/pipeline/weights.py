@@ -48,11 +48,15 @@ class Recorded(NamedTuple):
 
 
 class WeightsOfGradients(PlanPart):
-    """A plan's record of the weights that gradients, and losses of shards, have."""
+    """A plan's record of the weights that gradients, and losses of shards, have.
+
+    Attributes:
+      weighted: what `weighted_loss` made of losses, by these.
+    """
 
     def __init__(self) -> None:
         self._given: dict[mtf.Tensor, Any] = {}
-        self._weighted: dict[mtf.Tensor, mtf.Tensor] = {}
+        self.weighted: dict[mtf.Tensor, mtf.Tensor] = {}
 
     def record(self, grads: MaybeGradients, weights: Any) -> None:
         """Records weights of gradients; None for losses of shards with equal weights."""
@@ -61,11 +65,7 @@ class WeightsOfGradients(PlanPart):
 
     def record_loss(self, loss: mtf.Tensor, weighted: mtf.Tensor) -> None:
         """Records what `weighted_loss` made of a loss."""
-        self._weighted = {**self._weighted, loss: weighted}
-
-    def of_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        """Returns what `weighted_loss` made of a loss; the loss itself if it has no weights."""
-        return self._weighted.get(loss, loss)
+        self.weighted = {**self.weighted, loss: weighted}
 
     def behind(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
         """Returns for each gradient what is recorded of those that it was computed from."""
@@ -268,7 +268,8 @@ def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
     For losses of shards that `compute_gradients` was given weights with, it is the weighted mean.
     """
     plan = StepPlan.of_graph(loss.graph)
-    return mtf.reduce_mean(plan.part(WeightsOfGradients).of_loss(loss) if plan else loss)
+    known = plan.known_part(WeightsOfGradients) if plan else None
+    return mtf.reduce_mean(known.weighted.get(loss, loss) if known else loss)
 
 
 def nonzero(x: tf.Tensor) -> tf.Tensor:
