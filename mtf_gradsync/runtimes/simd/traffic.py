@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import textwrap
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.extension import mtf, process_of, some_of, tf
 from mtf_gradsync.runtimes._common import mesh_text
@@ -364,14 +364,15 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
         for before in operation.control_inputs:
             if _is_sent(before, target):
                 signals.add((before.name, target))
-    known = all(x.shape.is_fully_defined() for x in tensors.values())
-    return ProcessTransfers(
-        tensors=len(tensors),
-        bytes=sum(x.shape.num_elements() * x.dtype.size for x in tensors.values())
-        if known
-        else None,
-        signals=len(signals),
-    )
+    return ProcessTransfers(len(tensors), bytes_of(tensors.values()), len(signals))
+
+
+def bytes_of(tensors: Iterable[tf.Tensor]) -> int | None:
+    """Returns the size of tensors together; None where a shape is unknown."""
+    tensors = list(tensors)
+    if not all(x.shape.is_fully_defined() for x in tensors):
+        return None
+    return sum(x.shape.num_elements() * x.dtype.size for x in tensors)
 
 
 def _is_sent(source: tf.Operation, target: Any) -> bool:
@@ -422,8 +423,7 @@ def _row(
     facts: GraphFacts, key: tuple[str, str, str, Context], tensors: list[tf.Tensor], cores: int
 ) -> CommunicationRow:
     scope, dtype, axes, context = key
-    known = all(t.shape.is_fully_defined() for t in tensors)
-    total = sum(t.shape.num_elements() * t.dtype.size for t in tensors) if known else None
+    total = bytes_of(tensors)
     return CommunicationRow(
         operation="transfer",
         name=f"{scope}/transfer",

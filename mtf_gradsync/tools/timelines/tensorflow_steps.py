@@ -9,6 +9,7 @@ from mtf_gradsync.extension import place_of, tf
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
 from mtf_gradsync.runtimes.simd.graph_facts import CalledBranch, GraphFacts
 from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
+from mtf_gradsync.runtimes.simd.traffic import bytes_of
 from mtf_gradsync.tools.timelines.recording import (
     Call,
     Collective,
@@ -28,6 +29,7 @@ from mtf_gradsync.tools.timelines.recording import (
 _JOINS = frozenset(["Add", "AddN", "AddV2", "Concat", "ConcatV2", "Maximum", "Minimum", "Pack"])
 _COPIES = frozenset(["Identity", "Snapshot"])
 _OWN_COLLECTIVES = ("Collective", "Nccl")
+_NO_NUMBERS = (tf.resource, tf.string, tf.variant)
 _ADVICE = (
     "Profiles of TensorFlow are switched off for this session, or its steps run elsewhere: give "
     "gs.timeline the session whose run makes them."
@@ -182,7 +184,7 @@ def _within(name: str, collectives: dict[str, Collective]) -> str:
 def _joined_bytes(operation: tf.Operation) -> int | None:
     """Bytes that an operation takes from other devices to put together; None for all others."""
     if operation.type.startswith(_OWN_COLLECTIVES):
-        return _bytes_of(operation.inputs)
+        return bytes_of(t for t in operation.inputs if t.dtype not in _NO_NUMBERS)
     if not operation.device or operation.type not in _JOINS | _COPIES:
         return None
     here = place_of(operation.device)
@@ -191,14 +193,7 @@ def _joined_bytes(operation: tf.Operation) -> int | None:
     sources = {place_of(tensor.op.device) for tensor in given}
     if not others or (operation.type in _JOINS and len(sources) < 2):
         return None
-    return _bytes_of(others)
-
-
-def _bytes_of(tensors: Any) -> int | None:
-    found = [t for t in tensors if t.dtype not in (tf.resource, tf.string, tf.variant)]
-    if not all(t.shape.is_fully_defined() for t in found):
-        return None
-    return sum(t.shape.num_elements() * t.dtype.size for t in found)
+    return bytes_of(t for t in others if t.dtype not in _NO_NUMBERS)
 
 
 def _short(device: str) -> str:

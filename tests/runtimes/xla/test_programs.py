@@ -62,6 +62,18 @@ def test_nested_branches_and_loops():
         assert devices.variables() == {"count": 17.5, "visits": 2.0}
 
 
+def test_a_loop_in_a_loop_whose_counter_nothing_reads_afterwards():
+    x = tf.placeholder(tf.float32, [])
+    with simd.tpu_program("all:2", "batch:all") as program:
+
+        def turn(i, a):
+            return i + 1, tf.while_loop(lambda j, b: j < 3, lambda j, b: (j + 1, b + b), [0, a])[1]
+
+        y = tf.while_loop(lambda i, a: i < 2, turn, [0, x])[1]
+    with session(program) as devices:
+        assert devices.run(y, {x: 1.0}) == 2.0**6
+
+
 VALUES = {
     tf.int64: 2**40 + 1,
     tf.int32: -(2**30),
