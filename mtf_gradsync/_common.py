@@ -1,4 +1,4 @@
-"""What all rooms use: errors, words for messages, checks of numbers, lines logged once, walks."""
+"""What all rooms use: words for messages, checks of numbers, lines logged once, walks, groups."""
 
 from __future__ import annotations
 

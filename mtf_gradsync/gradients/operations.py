@@ -1,4 +1,4 @@
-"""What operations on lists of gradients are made of: their class, and the sums behind gradients."""
+"""The class of operations on lists of gradients, and the sums over the mesh behind gradients."""
 
 from __future__ import annotations
 

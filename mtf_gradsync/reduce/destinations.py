@@ -1,4 +1,4 @@
-"""What `Strategy.reduce` and `broadcast` are given, checked, and copies to devices."""
+"""Checks what `Strategy.reduce` and `broadcast` are given, and copies results to devices."""
 
 from __future__ import annotations
 

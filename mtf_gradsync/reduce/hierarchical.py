@@ -122,7 +122,7 @@ def _place(
 def placement_two_levels(
     mesh_impl: Any, inner_sum: GroupSum, outer_sum: GroupSum, outer_axes: Sequence[Axis] | None
 ) -> SumFn:
-    """Makes a function that sums within inner groups (`levels.inner_groups`), then over them.
+    """Makes a function that sums within inner groups (`inner_groups`), then over them.
 
     Only one member of each inner group takes part in the outer sum; the others read its result.
     """

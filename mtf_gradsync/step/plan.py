@@ -147,13 +147,13 @@ class StepPlan:
 
     Attributes:
       graph: the graph.
-      later: steps of the graph that are still to be built (see `later`).
+      later: steps of the graph that are still to be built (see `Later`).
       open_branch: the branch that is being built; None outside of any.
       islands: the islands inside of which an update is being built; None outside of any.
     """
 
     def __init__(self, graph: mtf.Graph):
-        """Makes an empty plan; only `Plan.of` calls this."""
+        """Makes an empty plan; only `StepPlan.of` calls this."""
         self.graph = graph
         self.later: tuple[Any, ...] = ()
         self._waits: dict[mtf.Operation, tuple[ControlInputs, ...]] = {}
