@@ -110,10 +110,10 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
         # Where the order of examples matters, rounding is no reason.
         expected = {k: min(x, MOST_ROUNDED) for k, x in expected.items()}
     for name in exact.recorded.order:
-        value, first = exact.values.get(name), engine.initial.get(name)
-        if value is not None and first is not None and expected.get(name) == LEAST:
-            # Values that hardly change are equal by more than a part of the change.
-            expected[name] = min(LEAST, max(ROUNDED, LITTLE * error_of(value, first)))
+        value, before = exact.values.get(name), engine.initial.get(name)
+        if value is not None and before is not None and expected.get(name) == LEAST:
+            # Of values that hardly change a part of the change is more than rounding.
+            expected[name] = min(LEAST, max(ROUNDED, LITTLE * error_of(value, before)))
     by_order: dict[str, float] = {}
     others_of = flat(other.gradients)
     for key, value in flat(exact.gradients).items():
