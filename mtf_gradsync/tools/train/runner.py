@@ -185,7 +185,7 @@ class Runner(abc.ABC):
         self._session: Any = None
         self._lowering = graph.lowering
         self._place, self._hooks, self._island = place, hooks, island
-        self._begins_with = start.path
+        self._start = start
         self._copies = None if config.watch_copies_steps is None else watch_copies()
         if self._copies:
             self._copies.begin()
@@ -288,7 +288,7 @@ class Runner(abc.ABC):
                     f"The island {island.name!r} must be one process; the run has several"
                 )
             with raised_as(TrainingError, IslandError):
-                self._raw(lambda session: island.begin(session, step, self._begins_with))
+                self._raw(lambda session: island.begin(session, step, self._start.path))
             self.first_step = island.step
 
     def _save_island(self, step: int) -> None:
