@@ -45,6 +45,7 @@ from mtf_gradsync.optimizers import (
     reported,
     skip_large_updates,
     skip_not_finite,
+    skip_spikes,
 )
 from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.optimizers.state.beginning import keep_state_where_values_come_from_checkpoints
@@ -197,6 +198,7 @@ __all__ = [
     "session_config",
     "skip_large_updates",
     "skip_not_finite",
+    "skip_spikes",
     "sum_shards",
     "timeline",
     "verify",

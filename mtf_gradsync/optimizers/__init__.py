@@ -19,7 +19,11 @@ from mtf_gradsync.optimizers.report import (
     split_by_shard,
 )
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
-from mtf_gradsync.optimizers.skip_functions import skip_large_updates, skip_not_finite
+from mtf_gradsync.optimizers.skip_functions import (
+    skip_large_updates,
+    skip_not_finite,
+    skip_spikes,
+)
 from mtf_gradsync.optimizers.skips import NoUpdateError
 from mtf_gradsync.optimizers.state.variables import get_update_step, scalar_state
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
@@ -75,6 +79,7 @@ __all__ = [
     "scalar_state",
     "skip_large_updates",
     "skip_not_finite",
+    "skip_spikes",
     "split_by_shard",
     "traits_of",
 ]

@@ -44,7 +44,7 @@ from mtf_gradsync.optimizers.schedules import (
     hint_if_micro_steps_are_counted,
     passes_at,
 )
-from mtf_gradsync.optimizers.skip_functions import SkipFn, check_skip_fn, says_skip
+from mtf_gradsync.optimizers.skip_functions import SkipFn, State, check_skip_fn, says_skip
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
     Skips,
@@ -156,9 +156,9 @@ class GradientAccumulationOptimizer(ReportsSkips):
             is less than 1 is an error of the step.
           average_aggregated_gradients: whether to divide the sum by its number of microbatch steps.
           should_skip_update_fn: a function from the list of gradients to a boolean mtf scalar,
-            whether to skip the microbatch step: `skip_not_finite`, `skip_large_updates(norm)`, or
-            your own. A skipped microbatch step does not count. None skips nothing: a NaN then stays
-            in the sum until the update.
+            whether to skip the microbatch step: `skip_not_finite`, `skip_large_updates(norm)`,
+            `skip_spikes()`, or your own. A skipped microbatch step does not count. None skips
+            nothing: a NaN then stays in the sum until the update.
           accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
             With weights, float32 takes the place of float16, whose range is too small.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
@@ -412,6 +412,7 @@ class _Accumulate(Stage):
         wrapper, mesh = self.wrapper, gradients.mesh
         name, skip_fn, checkpointed = wrapper.name, wrapper._skip_fn, wrapper._checkpointed
         skips: Skips | None = None
+        kept: State = []
 
         def make_counters() -> _Counters:
             return _Counters(
@@ -436,8 +437,13 @@ class _Accumulate(Stage):
         if skip_fn is not None:
             if weights is not None:  # without data, a mean may be 0 / 0
                 gradients = without_skipped(gradients, mtf.less_equal(weights.total, 0.0))
-            skip = on_mesh(says_skip(skip_fn, gradients.present, wrapper.reducer), mesh)
-            skip = step.agreed(skip, by_any=True)
+            skip, kept = says_skip(skip_fn, gradients.present, wrapper.reducer, name)
+            if kept and step.stack.islands is not None:
+                raise ValueError(
+                    f"{name} is inside of islands, and {type(skip_fn).__name__} keeps one state "
+                    "for all of them: use skip_large_updates(norm) or skip_not_finite."
+                )
+            skip = step.agreed(on_mesh(skip, mesh), by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
         weight: mtf.Tensor | None = None
@@ -498,8 +504,9 @@ class _Accumulate(Stage):
             None if weight is None else weight * mtf.cast(1 - updated, tf.float32),
         )
         gate = accumulators.add(step)
+        counted_now = [(v, on_mesh(x, v.mesh)) for v, x in zip(before, now) if x is not None]
         counts = step.plan.graph.combine_assignments(
-            [mtf.assign(v, on_mesh(x, v.mesh)) for v, x in zip(before, now) if x is not None]
+            [mtf.assign(v, x) for v, x in (*counted_now, *kept)]
         )
         step.write(counts, gate)
         # Before a reduction, they may say more about shards.

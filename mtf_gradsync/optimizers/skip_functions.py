@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Sequence
+from typing import Any, List, Sequence, Tuple
 
 import gin
 
-from mtf_gradsync._common import FLOAT32_MAX, check_number, is_number
+from mtf_gradsync._common import FLOAT32_MAX, check_number, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import global_norm, not_finite
+from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
 from mtf_gradsync.reduce import Strategy
 
 # Called with the gradients of a microbatch step, and with `reducer=` if it has such an argument.
-SkipFn = Callable[..., mtf.Tensor]
+# What keeps state has a method `decide` in place of that, as `skip_spikes`.
+SkipFn = Any
+# Variables with their values after the step.
+State = List[Tuple[mtf.Variable, mtf.Tensor]]
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -72,22 +76,113 @@ class skip_large_updates:
         return mtf.logical_not(mtf.less_equal(norm, most))
 
 
+@gin.configurable(module="mtf_gradsync")
+class skip_spikes:
+    """Skips a microbatch step whose gradients are far larger than usual, or not finite.
+
+    A step is a spike if the norm of its gradients is more than `deviations` standard deviations
+    above the mean of the last `window` norms. Norms of skipped steps do not count. The first
+    `window / 8` steps only count, so that there is something to compare with. As many spikes in a
+    row are no spikes but another scale of the training: the mean then begins anew.
+
+    With gradients per shard the norm is that of `skip_large_updates`.
+
+    State, by name of the wrapper, in checkpoints: `<name>/norms`, float32 `[window]`,
+    `<name>/num_norms`, int32, how many norms were written, and `<name>/spikes_in_a_row`, int32.
+    """
+
+    skips_not_finite = True
+
+    def __init__(self, deviations: float = 6.0, window: int = 128):
+        """Sets what a spike is.
+
+        Args:
+          deviations: how many standard deviations above the mean a norm may be, greater than 0.
+          window: how many norms the mean and the deviation are of, 8 or more.
+
+        Raises:
+          ValueError: an argument is out of range.
+        """
+        check_number("deviations", deviations, "greater than 0", above=True)
+        self.deviations, self.window = float(deviations), check_whole_number("window", window)
+        if window < 8:
+            raise ValueError(f"window must be 8 or more, got {window!r}.")
+
+    def decide(
+        self, grads: Sequence[mtf.Tensor], reducer: Strategy, name: str
+    ) -> tuple[mtf.Tensor, State]:
+        """Returns whether to skip a step, and the new state of the wrapper `name`."""
+        norm = global_norm(grads, reducer)
+        mesh, dim = norm.mesh, mtf.Dimension("spike_window", self.window)
+        norms = named_state(mesh, f"{name}/norms", mtf.Shape([dim]), tf.float32)
+        num_norms, in_a_row = (
+            scalar_state(mesh, f"{name}/{field}", stacked=False)
+            for field in ("num_norms", "spikes_in_a_row")
+        )
+        few = max(1, self.window // 8)
+
+        def step(now: tf.Tensor, kept: tf.Tensor, count: tf.Tensor, row: tf.Tensor) -> Any:
+            now = tf.cast(now, tf.float32)
+            # 1. The mean and deviation, relative to the mean, as squares of norms may overflow.
+            places = tf.range(self.window)
+            number = tf.cast(tf.maximum(tf.minimum(count, self.window), 1), tf.float32)
+            is_kept = tf.cast(places < count, tf.float32)
+            mean = tf.reduce_sum(is_kept * (kept / number))
+            away = is_kept * (kept / tf.maximum(mean, 1e-30) - 1.0)
+            deviation = tf.sqrt(tf.reduce_sum(tf.square(away)) / number)
+            # 2. Is it one? A NaN is not less than anything; no gradients at all say nothing.
+            is_usual = now / tf.maximum(mean, 1e-30) <= 1.0 + self.deviations * deviation
+            is_finite = now < float("inf")
+            is_spike = tf.logical_and(count >= few, tf.logical_not(is_usual))
+            row = tf.where_v2(is_spike, row + tf.cast(is_finite, tf.int32), 0)
+            begins = tf.logical_and(row > few, is_finite)
+            skip = tf.logical_or(
+                tf.logical_not(is_finite), tf.logical_and(is_spike, tf.logical_not(begins))
+            )
+            # 3. What is kept of it.
+            counts = tf.logical_and(tf.logical_not(skip), now > 0)
+            count = tf.where_v2(begins, 0, count)
+            here = tf.logical_and(counts, tf.equal(places, tf.math.floormod(count, self.window)))
+            # Beyond the window, what matters is the place.
+            count = tf.where_v2(count >= 2 * self.window, count - self.window, count)
+            count += tf.cast(counts, tf.int32)
+            return tf.where_v2(here, now, kept), count, tf.where_v2(begins, 0, row), skip
+
+        state = [norms, num_norms, in_a_row]
+        # Mesh-TF takes the shape of the first input for outputs that are to be scalars.
+        inputs = [norm, *(v.value for v in state)]
+        shapes = [*(v.shape for v in state), norm.shape]
+        dtypes = [tf.float32, tf.int32, tf.int32, tf.bool]
+        *new, skip = mtf.slicewise(step, inputs, shapes, dtypes, [], 0)
+        return skip, list(zip(state, new))
+
+
 def check_skip_fn(fn: Any) -> None:
-    """Raises TypeError if fn is neither None nor a function."""
-    if fn is not None and (not callable(fn) or isinstance(fn, type)):
+    """Raises TypeError if fn is neither None nor a function, nor has a method `decide`."""
+    if isinstance(fn, type) or not (fn is None or callable(fn) or hasattr(fn, "decide")):
         raise TypeError(
             "should_skip_update_fn must be None or a function from a list of gradients to a "
-            "boolean mtf scalar, such as mtf_gradsync.skip_not_finite or "
-            f"mtf_gradsync.skip_large_updates(100.0), got {fn!r}."
+            "boolean mtf scalar, such as mtf_gradsync.skip_not_finite, "
+            "mtf_gradsync.skip_large_updates(100.0) or mtf_gradsync.skip_spikes(), got "
+            f"{fn!r}."
         )
 
 
-def says_skip(fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
-    """Returns whether a checked function skips a microbatch step, a boolean mtf scalar."""
-    takes_reducer = "reducer" in inspect.signature(fn).parameters
-    skip = fn(grads, reducer=strategy) if takes_reducer else fn(grads)
+def says_skip(
+    fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy, name: str
+) -> tuple[mtf.Tensor, State]:
+    """Returns whether a checked function skips a microbatch step, and its new state.
+
+    `name` is the wrapper's, for the names of the state.
+    """
+    state: State = []
+    if hasattr(fn, "decide"):
+        skip, state = fn.decide(grads, strategy, name)
+    else:
+        takes_reducer = "reducer" in inspect.signature(fn).parameters
+        skip = fn(grads, reducer=strategy) if takes_reducer else fn(grads)
     if not isinstance(skip, mtf.Tensor) or skip.dtype != tf.bool or skip.shape.ndims:
         raise ValueError(
             f"should_skip_update_fn {fn!r} must return a boolean mtf scalar, got {skip!r}."
         )
-    return skip
+    return skip, state
