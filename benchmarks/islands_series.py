@@ -378,7 +378,8 @@ class Faults:
             def asked(place: Any, *args: Any, **more: Any) -> Any:
                 kind = kind_at(place)
                 if kind == "503":
-                    raise GenericError("503 Service Unavailable")
+                    wrong = GenericError if hasattr(place, "prefix") else OSError
+                    raise wrong("503 Service Unavailable")
                 if kind == "EIO":
                     raise OSError(errno.EIO, "Input/output error")
                 return work(place, *args, **more)

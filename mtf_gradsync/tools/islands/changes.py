@@ -28,6 +28,7 @@ Merge = Literal["mean", "radial"]
 # Names of what is averaged and not trained begin so. No variable's name has a ":".
 MEAN = "mean:"
 _SCALES = "/scales"
+_PART = 1 << 17  # numbers that fit into a core's cache, with what is computed from them
 
 
 class _Blocks(NamedTuple):
@@ -84,9 +85,11 @@ class Length(NamedTuple):
     def of(cls, change: Mapping[str, np.ndarray], steps: float) -> Length:
         """Returns the length of a change over all variables that are trained."""
         squares = [
-            float(np.square(value, dtype=np.float64).sum())
-            for name, value in change.items()
+            float(np.square(value[part], dtype=np.float64).sum())
+            for name, x in change.items()
             if not name.startswith(MEAN)
+            for value in [x.reshape(-1)]
+            for part in _parts(value.size)
         ]
         return cls(float(np.sqrt(sum(squares))), float(steps))
 
@@ -124,29 +127,38 @@ def merged(
                 length = Length.of({name: tensors[name]}, 1).norm
                 lengths[name] += factor * length
                 factor = weight / length if length else 0.0
-            sum_of += np.multiply(tensors[name], factor, dtype=np.float64)
+            flat, value = sum_of.reshape(-1), tensors[name].reshape(-1)
+            for part in _parts(flat.size):
+                flat[part] += np.multiply(value[part], factor, dtype=np.float64)
     new, velocities, momentum = {}, {}, step.outer_momentum
     for name, x in values.items():
-        # In place where it can be: these may be the largest arrays that the process has.
-        move = total.pop(name)
+        move = total.pop(name).reshape(-1)
         is_mean = name.startswith(MEAN)
-        if step.merge == "mean" or is_mean:
-            move /= weights
-        elif lengths[name]:
-            move *= lengths[name] / weights / max(float(np.sqrt(np.square(move).sum())), 1e-300)
-        if momentum and not is_mean:
-            velocity = move.copy()
-            if name in momenta:
-                velocity += np.multiply(momenta[name], momentum, dtype=np.float64)
-            velocities[name] = velocity.astype(np.float32)
-            if step.nesterov:
-                velocity *= momentum
-                velocity += move
-            move = velocity
-        move *= -1.0 if is_mean else -step.outer_learning_rate
-        move += x
-        new[name] = move.astype(np.promote_types(x.dtype, np.float32))
+        is_radial, factor = step.merge == "radial" and not is_mean, 1.0
+        if is_radial and lengths[name]:
+            length = max(float(np.sqrt(np.square(move).sum())), 1e-300)
+            factor = lengths[name] / weights / length
+        has_momentum = bool(momentum) and not is_mean
+        value, new[name] = x.reshape(-1), np.empty(x.shape, np.promote_types(x.dtype, np.float32))
+        if has_momentum:
+            velocities[name] = np.empty(x.shape, np.float32)
+        for part in _parts(x.size):
+            moved = move[part] * factor if is_radial else move[part] / weights
+            if has_momentum:
+                velocity = moved.copy()
+                if name in momenta:
+                    before = momenta[name].reshape(-1)[part]
+                    velocity += np.multiply(before, momentum, dtype=np.float64)
+                velocities[name].reshape(-1)[part] = velocity
+                moved = velocity * momentum + moved if step.nesterov else velocity
+            moved *= -1.0 if is_mean else -step.outer_learning_rate
+            new[name].reshape(-1)[part] = moved + value[part]
     return new, velocities
+
+
+def _parts(size: int) -> Iterator[slice]:
+    """Cuts the largest arrays that a process has, so that what is made of them stays small."""
+    return (slice(at, at + _PART) for at in range(0, size, _PART))
 
 
 def encoded(

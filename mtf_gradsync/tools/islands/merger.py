@@ -19,7 +19,7 @@ import numpy as np
 
 from mtf_gradsync.extension import is_number
 from mtf_gradsync.tools.islands import places
-from mtf_gradsync.tools.islands.changes import Length, decoded, scale_of, weight_of
+from mtf_gradsync.tools.islands.changes import Length, decoded, scale_of, weight_of, wide
 from mtf_gradsync.tools.islands.folder import (
     SUFFIX,
     DamagedObjectError,
@@ -659,7 +659,7 @@ def _described(
     if not is_number(facts.tokens) or not 0.0 < facts.tokens < float("inf"):
         raise DamagedObjectError(f"{name} is of {facts.tokens!r} tokens")
     for key, value in stored.tensors.items():
-        if value.dtype.kind not in "iu" and not np.isfinite(value.astype(np.float32)).all():
+        if value.dtype.kind not in "iu" and not np.isfinite(wide(value)).all():
             raise DamagedObjectError(f"{name} has a NaN or an infinity in {key!r}")
     norm = Length.of(decoded(stored, specs), facts.steps).norm if specs is not None else 0.0
     return Contribution.of(

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -136,3 +137,21 @@ def test_a_fork_of_a_process_that_has_used_a_folder_is_refused(tmp_path, when, s
     ).stdout  # fmt: skip
     assert said in out
     assert (tmp_path / "c").exists()
+
+
+def test_objects_are_files_of_safetensors(tmp_path):
+    library = pytest.importorskip("safetensors.numpy")
+    tensors = {
+        "bytes": np.arange(3, dtype=np.int8), "scalar": np.float32(2.0).reshape(()),
+        "narrow": np.ones((2, 3), ml_dtypes.bfloat16), "empty": np.zeros((0, 3)),
+        "turned": np.arange(6.0).reshape(2, 3).T,
+    }  # fmt: skip
+    folder = Folder(str(tmp_path))
+    folder.store("object.safetensors", {"a": 1}, tensors)
+    found = library.load((tmp_path / "object.safetensors").read_bytes())
+    found["narrow"] = found["narrow"].view(ml_dtypes.bfloat16)
+    own = folder.load("object.safetensors").tensors
+    for name, value in tensors.items():
+        for one in (found[name], own[name]):
+            assert (one.dtype, one.shape) == (value.dtype, value.shape)
+            np.testing.assert_array_equal(one, value)
