@@ -56,8 +56,8 @@ from mtf_gradsync.optimizers.skips import (
     waiting_state,
 )
 from mtf_gradsync.optimizers.state.variables import (
+    named_state,
     note_sums_not_kept,
-    scalar_state,
     update_counter,
 )
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
@@ -416,9 +416,9 @@ class _Accumulate(Stage):
 
         def make_counters() -> _Counters:
             return _Counters(
-                scalar_state(mesh, f"{name}/mini_step", checkpointed=checkpointed),
+                named_state(mesh, f"{name}/mini_step", checkpointed=checkpointed, stacked=True),
                 update_counter(mesh, name),
-                scalar_state(mesh, f"{name}/skipped", stacked=skip_fn is None),
+                named_state(mesh, f"{name}/skipped", stacked=skip_fn is None),
                 waiting_state(mesh, name, wrapper._limit) if skip_fn is not None else None,
                 None,  # only some steps have weights
             )

@@ -117,7 +117,6 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
         t = named_state(
             var.mesh,
             f"{var.name}/adam_t",
-            mtf.Shape([]),
             start="global_step",
             in_scope=True,
             follows=m.operation.name,

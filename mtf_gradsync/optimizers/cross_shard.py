@@ -166,7 +166,7 @@ class CrossShardOptimizer(Wrapper):
                 its = other._sums_of_copies(
                     variable, place and other._place(place.islands, (), place.program)
                 )
-                if its and (its != mine or other not in self._segment_wrappers()):
+                if its and (its != mine or other not in self._segment()[0]):
                     raise ValueError(
                         f"{self.name} and {other.name} inside it would both sum the gradients of "
                         f"the copies that shards have of {variable.name!r}, {mine} and {its}: use "

@@ -145,7 +145,7 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
     if step is None or mesh is not None:
         meshes = {v.mesh for v in variables} or {None}
         program = Program(axes_of_program, len(meshes))
-        stack = completed(opt._segment_wrappers(), opt._others(), program)
+        stack = completed(*opt._segment(), program)
     else:
         stack = step.stack
     told: list[_Told] = []
@@ -161,7 +161,7 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
                 some[-1] = some[-1]._replace(then=stage.due)
             told += some
             dtype = stage._sums_in or dtype
-    more = next((x for x in opt._others() if isinstance(x, Wrapper)), None)
+    more = next((x for x in opt._segment()[1] if isinstance(x, Wrapper)), None)
     if more is None:
         return [*told, *_updates(stack.opt, variables)]
     handed = _Told(Line(f"hand gradients to {type(stack.opt).__name__}"), "")

@@ -98,7 +98,7 @@ class TrainOptimizerInterface:
             weighted = weighted_loss(loss, weights, self._stack_shard_names())
             joined = weighted if share == 1.0 else weighted * share
             grads = mtf.gradients([joined], [v.value for v in variables])
-            if self._minimizing is not None and any(w.scales_loss for w in self._wrappers()):
+            if self._minimizing is not None and any(w._scales_loss for w in self._wrappers()):
                 # Before a loss scale makes its variables, which stay in the TensorFlow graph.
                 self._build_pairs(loss.graph)
                 self._check_stack(grads, variables, self._minimizing)

@@ -28,7 +28,7 @@ from mtf_gradsync.optimizers.skips import (
     rows_of_shards,
     waiting_state,
 )
-from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, StepPlan, values_after
@@ -70,9 +70,9 @@ def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) ->
     """Makes the variables, `<name>/<field>`, which checkpoints hold."""
     scale = good_steps = None
     if rule.is_dynamic:
-        scale = scalar_state(mesh, f"{name}/scale", tf.float32, stacked=False, start=rule.initial)
-        good_steps = scalar_state(mesh, f"{name}/good_steps", stacked=False)
-    skipped = scalar_state(mesh, f"{name}/skipped", stacked=False)
+        scale = named_state(mesh, f"{name}/scale", dtype=tf.float32, start=rule.initial)
+        good_steps = named_state(mesh, f"{name}/good_steps")
+    skipped = named_state(mesh, f"{name}/skipped")
     return LossScaleState(scale, good_steps, skipped, waiting_state(mesh, name, limit))
 
 
@@ -150,7 +150,7 @@ class LossScaleOptimizer(ReportsSkips):
       `tf.keras.mixed_precision.LossScaleOptimizer`
     """
 
-    scales_loss = True
+    _scales_loss = True
     shown = (("loss scale", "loss_scale/scale"), ("skipped", "loss_scale/skipped"))
 
     _writes = OfStep[Sequence[mtf.Operation]](())

@@ -255,7 +255,7 @@ class OuterOptimizer(ReportsSkips):
         self._limit = limit if leave_out_not_finite else None
         self._check_order()
         for inner in self._wrappers()[1:]:
-            if inner.traits.averages and inner not in self._segment_wrappers():
+            if inner.traits.averages and inner not in self._segment()[0]:
                 raise ValueError(
                     f"{inner.name} inside an optimizer of another library would average the values "
                     f"of each island: put {type(inner).__name__} directly inside {self.name}, or "

@@ -34,7 +34,7 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words
 from mtf_gradsync.optimizers.state.slots import owner_of
-from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Gate, values_after
@@ -286,9 +286,9 @@ class StepsOfIslands:
         name, dims = self._settings.wrapper.name, self._islands.shard_dims
         shape = mtf.anonymous_shape(mtf.Shape(list(dims)))
         return OuterState(
-            scalar_state(mesh, f"{name}/inner_step", stacked=False),
+            named_state(mesh, f"{name}/inner_step"),
             named_state(mesh, f"{name}/skipped", shape, num_shard_dims=len(dims)),
-            scalar_state(mesh, f"{name}/updated_at", stacked=False, start=f"{name}/inner_step")
+            named_state(mesh, f"{name}/updated_at", start=f"{name}/inner_step")
             if self._settings.limit
             else None,
         )

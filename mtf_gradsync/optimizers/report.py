@@ -21,7 +21,7 @@ from mtf_gradsync.gradients.shards import per_shard, shard_dims_in, split_into_s
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduced
-from mtf_gradsync.optimizers.state.variables import check_name, named_state, scalar_state
+from mtf_gradsync.optimizers.state.variables import check_name, named_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, Gate, StepPlan, WriteInPlace, values_after
@@ -214,7 +214,7 @@ def gradient_noise_scale(
     plan = StepPlan.of(mesh.graph)
     with plan.undone_on_error():
         averages = [
-            scalar_state(mesh, f"{name}/{field}", tf.float32, stacked=False)
+            named_state(mesh, f"{name}/{field}", dtype=tf.float32)
             for field in ("trace", "squared_norm")
         ]
         with branch.opened() if branch else contextlib.nullcontext():

@@ -23,7 +23,7 @@ from mtf_gradsync.gradients.measures import which_not_finite
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
-from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.optimizers.wrapper import OfStep, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Watched, WatchHook, values_after
@@ -71,7 +71,7 @@ def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
 
 def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable | None:
     """Makes `<name>/waiting`, the steps in a row without an update; None without a limit."""
-    return scalar_state(mesh, f"{name}/waiting", stacked=False) if limit else None
+    return named_state(mesh, f"{name}/waiting") if limit else None
 
 
 def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:

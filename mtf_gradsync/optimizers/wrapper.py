@@ -107,7 +107,6 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     Attributes:
       shown: the values of `reported` that training shows next to the loss, by the names to show.
-      scales_loss: whether it scales the loss, so that `without_scale` makes variables.
       opt: the inner optimizer.
       axes: the replica axes, `ReplicaAxes`; None if no mesh was given.
       reducer: the reduction strategy.
@@ -117,7 +116,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     """
 
     shown: Sequence[tuple[str, str]] = ()
-    scales_loss = False
+    _scales_loss = False  # whether `without_scale` makes variables
 
     opt: Any
     reducer: Strategy
@@ -290,7 +289,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
             if weights is not None:
                 axes = stack.axes_now(0, given.present)
                 given = given.with_grads(given.grads, weights=weights_of(weights, given.mesh, axes))
-            wrappers = self._segment_wrappers()
+            wrappers = self._segment()[0]
             step = StepBuilder(stack, wrappers[-1]._slots, own, inner)
             operations = step.build(given, axes)
         for wrapper in wrappers:
@@ -307,7 +306,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         present = [g for g in grads if g is not None]
         program = Program.of(present) if present else None
         islands = StepPlan.of(variables[0].graph).islands if variables else None
-        stack = completed(self._segment_wrappers(), self._others(), program, islands)
+        stack = completed(*self._segment(), program, islands)
         check_meshes(stack, grads, variables)
         for one in stack.stages:
             one.check(grads, variables, own)
@@ -329,7 +328,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
             weights = agreed_weights(weights, known.behind(own), owners)
         if weights is None:
             return None
-        inside = [w for w in self._wrappers() if w not in self._segment_wrappers()]
+        inside = [w for w in self._wrappers() if w not in self._segment()[0]]
         if inside:
             raise ValueError(
                 f"weights do not reach {inside[0].name} inside of an optimizer of another library: "
@@ -359,7 +358,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
             )
 
     def _check_arguments(self, own: OwnArguments) -> None:
-        own.check(self._segment_wrappers()[-1].opt)
+        own.check(self._segment()[0][-1].opt)
 
     @property
     def traits(self) -> Traits:
@@ -434,14 +433,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         """The wrappers of the stack, from the outside in."""
         return [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
 
-    def _segment_wrappers(self) -> list[Wrapper]:
-        """The wrappers up to the first optimizer of another library."""
-        stack = (self, *self.inner_stack())
-        return list(itertools.takewhile(lambda opt: isinstance(opt, Wrapper), stack))
-
-    def _others(self) -> list[Any]:
-        """The optimizers inside of `_segment_wrappers`."""
-        return self.inner_stack()[len(self._segment_wrappers()) - 1 :]
+    def _segment(self) -> tuple[list[Wrapper], list[Any]]:
+        """The wrappers up to the first optimizer of another library, and all that is inside."""
+        stack = [self, *self.inner_stack()]
+        wrappers = list(itertools.takewhile(lambda opt: isinstance(opt, Wrapper), stack))
+        return wrappers, stack[len(wrappers) :]
 
     def innermost(self) -> Any:
         """The optimizer that does the updates."""

@@ -26,7 +26,7 @@ from mtf_gradsync.optimizers.pipeline.stack import OwnArguments, Partition, Redu
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners, tell_of_names_and_dtypes
-from mtf_gradsync.optimizers.state.variables import UpdateCounters, scalar_state
+from mtf_gradsync.optimizers.state.variables import UpdateCounters, named_state
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import Compression
 from mtf_gradsync.step import (
@@ -472,7 +472,7 @@ class StepBuilder(StepConditions):
             return None
         has_data = mtf.greater(gradients.weights.total, 0.0)
         has_data = self.agreed(has_data, by_any=True)
-        counter = scalar_state(has_data.mesh, f"{self.names[0]}/without_data")
+        counter = named_state(has_data.mesh, f"{self.names[0]}/without_data", stacked=True)
         self._slots.record([counter], [])
         gate = self.gate([*gradients.present, has_data])
         now = counter.value + 1 - mtf.cast(has_data, tf.int32)

@@ -213,13 +213,13 @@ def scalar_state(
             raise ValueError(f"start must be a number that {dtype.name} holds, got {start!r}.")
         if start and not checkpointed:
             raise ValueError(f"start must be 0 with checkpointed=False, got {start!r}.")
-    return named_state(mesh, name, mtf.Shape([]), dtype, checkpointed, stacked, start=start)
+    return named_state(mesh, name, None, dtype, checkpointed, stacked, start=start)
 
 
 def named_state(
     mesh: mtf.Mesh,
     name: str,
-    shape: mtf.Shape,
+    shape: mtf.Shape | None = None,
     dtype: tf.DType = tf.int32,
     checkpointed: bool = True,
     stacked: bool = False,
@@ -232,7 +232,7 @@ def named_state(
     Args:
       mesh: the mesh.
       name: its full name, so that code in any variable scope finds the same variable.
-      shape: its shape.
+      shape: its shape; None for a scalar.
       dtype: its dtype, of master, slices and activations.
       checkpointed: whether savers of global variables write it. If not, it is zero again in
         every new session and has no master copy on the host.
@@ -242,6 +242,7 @@ def named_state(
       in_scope: whether `name` is a name in the current variable scope instead.
       **note: other fields of `StateNote`.
     """
+    shape = mtf.Shape([]) if shape is None else shape
     with contextlib.nullcontext() if in_scope else root_scope():
         if not checkpointed:
             return UncheckpointedVariable(mesh, name, shape, dtype)

@@ -9,7 +9,8 @@ import mtf_gradsync as gs
 from benchmarks import way
 from mtf_gradsync import optimizers, xla
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.optimizers import Stage, pipeline
+from mtf_gradsync.optimizers import Stage
+from mtf_gradsync.optimizers.pipeline import builder, forms
 from tests import documents, harness, models, reference
 from tests.optimizers.pipeline import shard_losses
 from tests.reduce import rounded
@@ -120,8 +121,8 @@ def test_the_page_has_all_names_that_the_example_uses_and_only_some_that_are_the
     promised = way.protocol()
     of = {
         "Stage": optimizers.Stage,
-        "gradients": pipeline.GradientSet,
-        "step": pipeline.StepBuilder,
+        "gradients": forms.GradientSet,
+        "step": builder.StepBuilder,
         "Wrapper": optimizers.Wrapper,
     }
     assert promised.keys() == of.keys()
