@@ -376,7 +376,9 @@ class _Verifier:
                 "not told from it. Give it room for all examples."
             )
             return dataclasses.replace(line, verdict=NOT_SHOWN, cause=why)
-        culprit, factor = self._culprit(division, first), first.factor
+        # Such a program writes a variable twice in a step, in no order that other divisions share.
+        is_early = what == "value before the update"
+        culprit, factor = "" if is_early else self._culprit(division, first), first.factor
         named = (
             ""
             if factor is None
