@@ -424,13 +424,11 @@ class Folder:
         try:
             found = _loaded(memoryview(data), specs, kind)
             if expected is not None and found.checksum != expected:
-                raise DamagedObjectError(
+                raise _Wrong(
                     f"its checksum is {found.checksum[:12]}..., and {expected[:12]}... was expected"
                 )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            wrong = (
-                OtherTensorsError if isinstance(error, OtherTensorsError) else DamagedObjectError
-            )
+            wrong = OtherTensorsError if isinstance(error, _OtherTensors) else DamagedObjectError
             raise wrong(f"{name} in {self.url} is refused: {error}") from error
         return found
 
@@ -473,7 +471,7 @@ def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, b
 
 
 def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> Stored:
-    """Reads a file of tensors without copying it; raises ValueError, with the end of a sentence.
+    """Reads a file of tensors without copying it; raises ValueError for a wrong one.
 
     The `safetensors` library would copy it twice, or map it: then a disk that fails ends the
     process.
@@ -487,11 +485,11 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
 
     begin = 8 + int.from_bytes(data[:8], "little")
     if not 8 < begin <= len(data):
-        raise DamagedObjectError("it is no file of tensors")
+        raise _Wrong("it is no file of tensors")
     header = msgspec.json.decode(data[8:begin], type=dict[str, Any])
     metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
     if _TEXT not in metadata:
-        raise DamagedObjectError("it was not written by an island or a merger")
+        raise _Wrong("it was not written by an island or a merger")
     narrow = msgspec.json.decode(metadata.get(_BFLOAT16, "[]"), type=list[str])
     there, ends = {}, collections.Counter[str]()
     for key, one in msgspec.convert(header, dict[str, Tensor]).items():
@@ -499,7 +497,7 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
         spec = there[key] = Spec(one.shape, dtype)
         begin_at, ends[key] = one.data_offsets
         if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
-            raise DamagedObjectError(f"{key!r} is not where its header says")
+            raise _Wrong(f"{key!r} is not where its header says")
     if specs is not None:
         _check_specs(there, specs)
     tensors = {}
@@ -508,17 +506,25 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
         tensors[key] = np.frombuffer(part, dtype_of(spec.dtype)).reshape(spec.shape)
     text = metadata[_TEXT].encode()
     if _checksum(text, tensors) != metadata.get("sha256"):
-        raise DamagedObjectError("its checksum is not that of its content")
+        raise _Wrong("its checksum is not that of its content")
     return Stored(msgspec.json.decode(text, type=kind), tensors, metadata["sha256"])
+
+
+class _Wrong(ValueError):
+    """Why an object is refused, as the end of a sentence."""
+
+
+class _OtherTensors(_Wrong):
+    """See `OtherTensorsError`."""
 
 
 def _check_specs(there: Mapping[str, Spec], specs: Mapping[str, Spec]) -> None:
     if set(there) != set(specs):
         missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
-        raise OtherTensorsError(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
+        raise _OtherTensors(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
     for key, found in there.items():
         if found != specs[key]:
-            raise OtherTensorsError(
+            raise _OtherTensors(
                 f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
                 f"has {specs[key].dtype} of shape {list(specs[key].shape)}"
             )

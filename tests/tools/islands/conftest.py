@@ -10,12 +10,46 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.islands import Island, Merger, MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.journal import read_status
 from tests import harness, models
 from tests.tools.train.conftest import after_step, mesh_defaults, train  # noqa: F401
 
 STEPS = 20
+
+
+KINDS = ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)]
+D, BATCH = mtf.Dimension("d", 6), mtf.Dimension("batch", 4)
+
+
+def line(wrap, dtype=None, more=lambda mesh, x, w: []):
+    """Builds a program whose only variable, of ones, has the mean of its input as its gradient."""
+
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, inputs["x"], [BATCH, D])
+        initializer = tf.ones_initializer()
+        w = mtf.get_variable(mesh, "w", [D], dtype=dtype or tf.float32, initializer=initializer)
+        loss = mtf.reduce_sum(x * mtf.cast(w, tf.float32)) / BATCH.size
+        updates = wrap(mtf.optimize.SgdOptimizer(1.0)).minimize(loss)
+        return [*updates, *more(mesh, x, w)], {}
+
+    return build
+
+
+def feed(value):
+    """Inputs of the program of `line` that are all one number."""
+    return {"x": np.full([4, 6], value, np.float32)}
+
+
+def contributions(folder):
+    """(steps, tokens) of each merged contribution, by island."""
+    found = {}
+    for decision in read_status(Folder(str(folder))).decisions[1:]:
+        for one in decision.contributions:
+            found.setdefault(one.island, []).append((one.steps, one.tokens))
+    return found
 
 
 def batches(steps: int) -> list[dict[str, np.ndarray]]:

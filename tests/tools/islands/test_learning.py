@@ -14,38 +14,19 @@ from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.versions import read_values, replay
 from tests import harness, models, reference
-from tests.tools.islands.conftest import Program, at_once, batches, merging
+from tests.tools.islands.conftest import (
+    BATCH,
+    KINDS,
+    D,
+    Program,
+    at_once,
+    batches,
+    contributions,
+    feed,
+    line,
+    merging,
+)
 from tests.tools.islands.toy import PLAIN, Toy, begun, merge
-
-KINDS = ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)]
-D, BATCH = mtf.Dimension("d", 6), mtf.Dimension("batch", 4)
-
-
-def line(wrap, dtype=None, more=lambda mesh, x, w: []):
-    """Builds a program whose only variable, of ones, has the mean of its input as its gradient."""
-
-    def build(mesh, inputs):
-        x = mtf.import_tf_tensor(mesh, inputs["x"], [BATCH, D])
-        initializer = tf.ones_initializer()
-        w = mtf.get_variable(mesh, "w", [D], dtype=dtype or tf.float32, initializer=initializer)
-        loss = mtf.reduce_sum(x * mtf.cast(w, tf.float32)) / BATCH.size
-        updates = wrap(mtf.optimize.SgdOptimizer(1.0)).minimize(loss)
-        return [*updates, *more(mesh, x, w)], {}
-
-    return build
-
-
-def feed(value):
-    return {"x": np.full([4, 6], value, np.float32)}
-
-
-def contributions(folder):
-    """(steps, tokens) of each merged contribution, by island."""
-    found = {}
-    for decision in read_status(Folder(str(folder))).decisions[1:]:
-        for one in decision.contributions:
-            found.setdefault(one.island, []).append((one.steps, one.tokens))
-    return found
 
 
 def version(folder, number):

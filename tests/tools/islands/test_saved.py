@@ -13,8 +13,7 @@ from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.versions import newest_version, read_values, replay
 from tests import harness
-from tests.tools.islands.conftest import Program, merging
-from tests.tools.islands.test_learning import KINDS, contributions, feed, line
+from tests.tools.islands.conftest import KINDS, Program, contributions, feed, line, merging
 from tests.tools.islands.toy import PLAIN, Toy, begun, merge
 
 
