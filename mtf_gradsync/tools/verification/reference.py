@@ -76,6 +76,15 @@ class Reference(NamedTuple):
                 found.append(name)
         return found
 
+    def not_finite(self) -> list[str]:
+        """Returns those of them whose gradients are not finite."""
+        gradients = self.exact.gradients
+        return [
+            name
+            for name in self.not_shown()
+            if not all(is_finite(of[name]) for of in gradients if name in of)
+        ]
+
 
 def make_reference(engine: Engine, division: Division, base: Outcome) -> Reference:
     """Runs the reference, and finds out how far rounding moves it.

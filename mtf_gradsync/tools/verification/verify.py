@@ -318,13 +318,8 @@ class _Verifier:
         names = reference.not_shown()
         if not np.isfinite(reference.exact.losses).all():
             return f"The loss of the reference is {reference.exact.losses[-1]}."
-        finite = [
-            name
-            for name in names
-            if all(np.isfinite(of[name]).all() for of in reference.exact.gradients if name in of)
-        ]
-        if len(finite) < len(names):
-            others = [name for name in names if name not in finite]
+        others = reference.not_finite()
+        if others:
             return f"The gradient of {some(others)} is not finite in the reference."
         return (
             f"The gradient of {some(names)} is zero everywhere, so that no factor shows: take "
@@ -445,14 +440,8 @@ class _Verifier:
         )
 
     def _compare(self, division: Division, reference: Reference, outcome: Outcome) -> Comparison:
-        finite = [
-            name
-            for name in reference.not_shown()
-            if not all(
-                np.isfinite(of[name]).all() for of in reference.exact.gradients if name in of
-            )
-        ]
-        return compare_with(reference, outcome, division.changes.mask is not None, finite)
+        masked = division.changes.mask is not None
+        return compare_with(reference, outcome, masked, reference.not_finite())
 
     def _is_equal(self, division: Division) -> bool:
         division, _ = self._with_constant_statistics(division)
