@@ -16,7 +16,7 @@ import tempfile
 from importlib import metadata
 
 import mtf_gradsync as gs
-from mtf_gradsync._common import configs_dir
+from mtf_gradsync.runtimes._common import configs_dir
 from mtf_gradsync.tools.train.metrics import read_metrics
 
 SMALL = ["num_layers = 1", "d_model = 32", "d_ff = 64", "train.run.eval_dataset_fn = None"]

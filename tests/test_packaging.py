@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.metadata
 import re
 from pathlib import Path
@@ -100,3 +102,13 @@ def test_console_script_is_installed():
         pytest.skip("mtf-gradsync runs from a checkout that is not installed")
     scripts = {e.name: e.value for e in distribution.entry_points if e.group == "console_scripts"}
     assert scripts == {"mtf-gradsync": "mtf_gradsync_command:main"}
+
+
+def test_what_the_smoke_test_imports_is_there():
+    """It runs on an installed package alone, so that a moved name would be found late."""
+    tree = ast.parse((ROOT / ".ci" / "smoke.py").read_text(encoding="utf-8"))
+    found = [x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) and x.level == 0]
+    names = [(x.module, alias.name) for x in found for alias in x.names]
+    assert ("mtf_gradsync.runtimes._common", "configs_dir") in names
+    lost = [n for m, n in names if m != "__future__" and not hasattr(importlib.import_module(m), n)]
+    assert not lost
