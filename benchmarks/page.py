@@ -34,6 +34,7 @@ ORDER = (
     "less_communication",
     "less_communication_link",
     "islands",
+    "islands_saved",
     "islands_kills",
 )
 # Tables that stand in a page of their own: the page, its part, and what writes it.
@@ -42,6 +43,7 @@ ELSEWHERE = {"tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_t
 MEASURED_BY = {
     "less_communication_link": "less_communication",
     "islands_kills": "islands",
+    "islands_saved": "islands",
 }
 # What a table shows, in words and a picture; figures are the table's.
 READ = {
