@@ -82,7 +82,7 @@ def test_an_operation_that_a_page_does_not_use_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("name", PASTED)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_blocks_pasted_into_one_file_run_without_warnings(name, tmp_path):
     blocks = documents.blocks(name)
     script = tmp_path / "pasted.py"

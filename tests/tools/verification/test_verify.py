@@ -60,7 +60,7 @@ def weighted_shards(mesh, inputs, params, steps=1, shown="losses"):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_losses_of_shards_with_weights_are_compared_by_their_weighted_mean(steps):
     kinds = ["wrappers"] if steps == 1 else ["batch", "wrappers", "runtimes"]
     right = functools.partial(weighted_shards, steps=steps)
