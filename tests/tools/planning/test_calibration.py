@@ -170,17 +170,17 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     # Two groups of two among four cores would be a half; here all two meet. Each puts in 1 MB.
     assert machine.seconds("all-reduce", [[0, 1]], 1e6) == pytest.approx(1e-3 + 2 * 1e6 * 1e-4)
     assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
-    made = machine.compile(lowered, lambda process: None)
-    assert flops == [pytest.approx(2 * made.flops, rel=0.1)] * 2
+    cost, collectives = machine.compile(lowered, lambda process: None).step
+    assert flops == [pytest.approx(2 * cost.flops, rel=0.1)] * 2
     # Forward: 6 x 8 by 8 x 8; backward the same again, by w alone.
-    assert made.flops >= 2 * 2 * 6 * 8 * 8
+    assert cost.flops >= 2 * 2 * 6 * 8 * 8
     # With few operations its meetings are many. The correction is of the whole step: of at least
     # the operations and bytes of both, and of the collectives, which are added elsewhere.
-    known = 2 * made.flops * 1e-9 + 2 * made.bytes_accessed * 1e-8 + made.bytes_accessed * 1e-7
-    met = sum(machine.seconds(c.operation, c.groups, c.bytes_per_core) for c in made.collectives)
+    known = 2 * cost.flops * 1e-9 + 2 * cost.bytes_accessed * 1e-8 + cost.bytes_accessed * 1e-7
+    met = sum(machine.seconds(c.operation, c.groups, c.bytes_per_core) for c in collectives)
     # By far the largest part of this step is what they hand on: the gradient and the loss.
     assert met > 2 * (4 * 8 * 8 + 4) * 1e-4
-    step = made.estimate_seconds + met
+    step = cost.seconds + met
     assert 2 * (known + met) < step < 2 * (known + met + 2 * 1e-6 * 1000)
 
 
