@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "mesh_tensorflow.md"
 # What each attribute of the libraries' modules, and of the classes made in them, is before and
 # after; `mesh_tensorflow` is importable once the package's one module without effects is loaded.
 CHANGES = """
-    import importlib.util, json, sys, types
+    import json, sys, types
     from tensorflow.python.framework import ops
 
     LIBRARIES = {"mesh_tensorflow", "tensorflow", "tensorflow_estimator", "keras", "gin"}
@@ -36,9 +36,13 @@ CHANGES = """
         found.update({f"gin.config._REGISTRY.{k}": v for k, v in vars(registry).items()})
         return found
 
-    spec = importlib.util.spec_from_file_location("libraries", %r)
-    libraries = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(libraries)
+    # Bare packages, so that what `libraries` imports of them does not import the package itself.
+    for name, folder in [("mtf_gradsync", %r), ("mtf_gradsync._private", %r)]:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [folder]
+    import mtf_gradsync._private.libraries
+    for name in [name for name in sys.modules if name.startswith("mtf_gradsync")]:
+        del sys.modules[name]
     import mesh_tensorflow, gin
     modules, before = set(sys.modules), attributes()
     import mtf_gradsync
@@ -76,7 +80,8 @@ def _public(name: str) -> str:
 @pytest.fixture(scope="module")
 def changed() -> set[str]:
     with Processes() as processes:
-        code = textwrap.dedent(CHANGES) % str(ROOT / "mtf_gradsync/_private/libraries.py")
+        package = ROOT / "mtf_gradsync"
+        code = textwrap.dedent(CHANGES) % (str(package), str(package / "_private"))
         process = processes.fork("-c", code)
         return {_public(n) for n in json.loads(processes.wait(process).splitlines()[-1])}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator
@@ -20,13 +21,30 @@ def profile_data(serialized: bytes) -> Any:
 
     try:
         if hasattr(profiler, "ProfileData"):
-            return profiler.ProfileData.from_serialized_xspace(serialized)
+            return _with_types(profiler.ProfileData.from_serialized_xspace(serialized))
         from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
         space = xplane_pb2.XSpace.FromString(serialized)
     except (DecodeError, RuntimeError) as error:
         raise ValueError(str(error)) from error
     return SimpleNamespace(planes=[_plane(plane) for plane in space.planes])
+
+
+def _with_types(data: Any) -> Any:
+    """Returns a ``ProfileData`` of jax whose types of iterators are made.
+
+    Each is made when it is first asked for, and Python 3.12 and later warn of it. Where warnings
+    are errors, that error ends the process, as it is raised in C++.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in data.planes:
+            iter(plane.stats)
+            for line in plane.lines:
+                for event in line.events:
+                    iter(event.stats)
+                    break
+    return data
 
 
 def _plane(plane: Any) -> Any:
