@@ -148,7 +148,16 @@ class ByVariable(mtf.optimize.Optimizer):
         return updates
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the update of one variable, as `apply_grads` does."""
+        """Makes the update of one variable, as `apply_grads` does.
+
+        Raises ValueError for a variable of a group with `clip_norm`, whose norm is of all of them.
+        """
+        group = self._group_of(var)
+        if group.clip_norm is not None:
+            raise ValueError(
+                f"{self.name}: the gradients of the group {group.name!r} are clipped by their norm "
+                f"together, and apply_grad has that of {var.name!r} alone: call apply_grads."
+            )
         return self.apply_grads([grad], [var])
 
     def described(self, variables: Sequence[mtf.Variable]) -> list[tuple[Any, str, int]]:

@@ -96,13 +96,8 @@ class MuonOptimizer(mtf.optimize.Optimizer):
         """
         grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
         for grad, variable in zip(grads, variables):
-            if grad is not None and variable.shape.ndims < 2:
-                raise ValueError(
-                    f"MuonOptimizer updates matrices, and {variable.name!r} of shape "
-                    f"{variable.shape.to_string} is none: update it by another optimizer, as in "
-                    "gs.ByVariable(gs.AdamWOptimizer(0.001), [(gs.is_hidden_matrix, "
-                    "gs.MuonOptimizer(0.02))])."
-                )
+            if grad is not None:
+                _check_matrix(variable)
         updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
         check_bare_update(self, updates, variables)
         return updates
@@ -111,6 +106,7 @@ class MuonOptimizer(mtf.optimize.Optimizer):
         """Makes the update of one variable, as `apply_grads` does."""
         if grad is None:
             return []
+        _check_matrix(var)
         return gated_update(functools.partial(self._update, grad, var), [grad])
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
@@ -137,6 +133,16 @@ class MuonOptimizer(mtf.optimize.Optimizer):
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
         rate = rate_of_step(self.learning_rate, var.mesh, wide, type(self).__name__)
         return [mtf.assign_sub(var, update * rate), mtf.assign(m.operation, new_m)]
+
+
+def _check_matrix(variable: mtf.Variable) -> None:
+    if variable.shape.ndims < 2:
+        raise ValueError(
+            f"MuonOptimizer updates matrices, and {variable.name!r} of shape "
+            f"{variable.shape.to_string} is none: update it by another optimizer, as in "
+            "gs.ByVariable(gs.AdamWOptimizer(0.001), [(gs.is_hidden_matrix, "
+            "gs.MuonOptimizer(0.02))])."
+        )
 
 
 def is_hidden_matrix(variable: mtf.Variable) -> bool:

@@ -135,6 +135,15 @@ def test_the_first_group_that_has_a_variable_has_it():
     assert opt.optimizer_of(b).weight_decay_rate == 0.01
 
 
+def test_a_group_that_is_clipped_needs_all_gradients_at_once():
+    opt = gs.ByVariable(ADAMW, [("w", {"clip_norm": 1.0})])
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w, b = (mtf.get_variable(mesh, n, mtf.Shape([])).operation for n in "wb")
+    with pytest.raises(ValueError, match="'w' alone: call apply_grads"):
+        opt.apply_grad(w.value, w)
+    assert opt.apply_grad(b.value, b)
+
+
 def test_a_checkpoint_of_one_optimizer_goes_on_in_groups():
     feeds = models.mlp_batches(1)
 

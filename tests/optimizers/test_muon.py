@@ -154,6 +154,8 @@ def test_a_vector_is_refused_before_anything_is_built():
         before = len(mesh.graph.operations)
         with pytest.raises(ValueError, match=r"'b' of shape .* gs.ByVariable"):
             gs.MuonOptimizer(0.02).apply_grads([b.value * 1.0], [b])
+        with pytest.raises(ValueError, match=r"'b' of shape .* gs.ByVariable"):
+            gs.MuonOptimizer(0.02).apply_grad(b.value, b)
         assert len(mesh.graph.operations) == before + 1  # the product above
 
 
