@@ -575,8 +575,11 @@ class Merger:
         # An island may be reading the version before, and the newest may have to be made again.
         needed = {*versions_that_make(version, fragments)}
         needed |= {*versions_that_make(max(version - 1, 0), fragments)}
-        first = self._decision(0) if self._keep_all or 0 in needed else None
-        for name in self._folder.names("offers") if version else ():
+        # Version 0 is made of the offer that its decision names: where that cannot be read now, all
+        # offers stay.
+        is_needed = self._keep_all or 0 in needed
+        first = self._decision(0) if is_needed else None
+        for name in self._folder.names("offers") if version and (first or not is_needed) else ():
             if first is None or f"offers/{name}" != first.contributions[0].object:
                 self._folder.remove(f"offers/{name}")
         if self._keep_all:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import time
+import types
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from mtf_gradsync.islands import (
 from mtf_gradsync.tools.islands import places
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
-from mtf_gradsync.tools.islands.objects import island_of
+from mtf_gradsync.tools.islands.objects import island_of, offer_object
 from mtf_gradsync.tools.islands.versions import newest_version, read_values
 from tests.tools.islands.conftest import merging
 from tests.tools.islands.toy import PLAIN, FragileFolder, Killed, Toy, begun, merge, new_session
@@ -358,3 +359,20 @@ def test_a_version_that_would_overflow_keeps_the_values_of_before(folder, caplog
     merge(folder, 1, settings, keep_all=True)
     np.testing.assert_allclose(read_values(Folder(str(folder)), 2, 1)["b"], 2.0 - 0.7 * 1.5)
     assert replay(Folder(str(folder))) == []
+
+
+@pytest.mark.parametrize("can_be_read", [True, False])
+def test_an_offer_stays_where_the_decision_that_names_it_cannot_be_read(tmp_path, can_be_read):
+    folder = Folder(str(tmp_path))
+    for name in ("a", "b"):
+        folder.write(f"offers/{name}.safetensors", b"values")
+    named = types.SimpleNamespace(contributions=[types.SimpleNamespace(object=offer_object("a"))])
+    cleans = types.SimpleNamespace(
+        settings=types.SimpleNamespace(fragments=1),
+        _waiting=types.SimpleNamespace(max_staleness=1),
+        _decisions={}, _looked={}, _arrived={}, _folder=folder, _keep_all=True,
+        _decision=lambda version: named if can_be_read else None,
+    )  # fmt: skip
+    Merger._clean_up(cleans, types.SimpleNamespace(version=5))
+    stay = {"a.safetensors"} if can_be_read else {"a.safetensors", "b.safetensors"}
+    assert set(folder.names("offers")) == stay
