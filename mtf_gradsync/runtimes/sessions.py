@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, ContextManager, Iterator, Literal, Sequence, get_args
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Iterator,
+    Literal,
+    NamedTuple,
+    Sequence,
+    cast,
+    get_args,
+)
 
 from mtf_gradsync.extension import LayoutLike, MeshShapeLike, mtf, tf
 from mtf_gradsync.runtimes import simd, xla
@@ -168,31 +178,80 @@ def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
 
 RuntimeName = Literal["placement_mesh", "cpu_replicas", "xla"]
 RUNTIMES = get_args(RuntimeName)
+_DESCRIPTIONS: dict[str, str] = {
+    "placement_mesh": "a placement mesh",
+    "cpu_replicas": "CPU replicas of the SIMD program",
+    "xla": "XLA devices",
+}
 
 
-def checked_runtime(name: str, argument: str = "runtime", others: Sequence[str] = ()) -> Any:
-    """Returns the name of a runtime that runs here, or one of `others`, which the caller knows.
+class Runtime(NamedTuple):
+    """A runtime, and why it was chosen.
+
+    Steps run on the server `target`; "" is this process.
+    """
+
+    name: RuntimeName
+    reason: str
+    target: str = ""
+
+    def __str__(self) -> str:
+        return f"{_DESCRIPTIONS[self.name]} ({self.reason})"
+
+
+def choose_runtime(
+    name: str,
+    argument: str = "runtime",
+    known: Sequence[str] = RUNTIMES,
+    fastest: Runtime | None = None,
+) -> Runtime:
+    """Returns the runtime of a name that a user gave for an argument.
+
+    `known` are the names that the argument takes. If "fastest" is one of them, it stands for
+    `fastest`, or for the fastest runtime that this environment has.
 
     Raises:
       ValueError: there is no such runtime, or it does not run here; names the argument.
     """
-    if name not in (*others, *RUNTIMES):
-        known = ", ".join((*others, *RUNTIMES))
-        raise ValueError(f"{argument} must be one of {known}; got {name!r}.")
-    if name == "xla" and xla.why_no_xla():
+    if name not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}.")
+    if name == "fastest":
+        return fastest or fastest_runtime()
+    if name not in runtimes_here():
         raise ValueError(
             f"{argument} {name!r} does not run here: {xla.why_no_xla()} 'cpu_replicas' runs the "
             "same program without jax."
         )
-    return name
+    return Runtime(cast(RuntimeName, name), argument)
 
 
-def fastest_runtime() -> tuple[RuntimeName, str]:
-    """Returns the fastest runtime of SIMD programs that this environment has, and why it is."""
+def fastest_runtime() -> Runtime:
+    """Returns the fastest runtime of SIMD programs that this environment has."""
     missing = xla.why_no_xla()
     if missing:
-        return "cpu_replicas", f"the fastest without jax: {missing}"
-    return "xla", "the fastest that is installed"
+        return Runtime("cpu_replicas", f"the fastest without jax: {missing}")
+    return Runtime("xla", "the fastest that is installed")
+
+
+def runtimes_here() -> list[RuntimeName]:
+    """Returns the names of the runtimes that run in this environment."""
+    return [name for name in RUNTIMES if name != "xla" or not xla.why_no_xla()]
+
+
+def place_of(
+    name: RuntimeName,
+    mesh_shape: MeshShapeLike,
+    layout: LayoutLike = "",
+    config: tf.ConfigProto | None = None,
+    target: str = "",
+) -> OnDevices | OnCores:
+    """Returns where a runtime builds and runs a step.
+
+    The mesh is that of a SIMD program; `config` and `target` are for sessions of a placement mesh.
+    """
+    if name == "placement_mesh":
+        return OnDevices(config, target)
+    return OnCores(name, mesh_shape, layout)
 
 
 def program_session(

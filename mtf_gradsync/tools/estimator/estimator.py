@@ -17,7 +17,13 @@ from mtf_gradsync.extension import (
     tf,
 )
 from mtf_gradsync.runtimes import simd
-from mtf_gradsync.runtimes.sessions import OnCores, OnDevices, RuntimeName, checked_runtime
+from mtf_gradsync.runtimes.sessions import (
+    OnCores,
+    OnDevices,
+    RuntimeName,
+    choose_runtime,
+    place_of,
+)
 from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
 from mtf_gradsync.tools.estimator.host import (
@@ -153,7 +159,7 @@ class Estimator(_TensorFlows):
         self._skip_damaged = skip_damaged_checkpoint
         tpu_config = getattr(self.config, "tpu_config", None)
         self._num_cores = num_cores or getattr(tpu_config, "num_shards", None)
-        self.runtime = _checked_runtime(runtime, use_tpu, self._num_cores)
+        self.runtime = _runtime_name(runtime, use_tpu, self._num_cores)
         batch_sizes = {
             _Modes.TRAIN: train_batch_size,
             _Modes.EVAL: eval_batch_size,
@@ -424,9 +430,8 @@ class Estimator(_TensorFlows):
         settings = None if start.path else self._warm_start
         if settings:
             checkpoint_to_warm_start(settings[0])
-        place: OnDevices | OnCores = OnDevices(self._setting("session_config"))
-        if self.runtime != "placement_mesh":
-            place = OnCores(self.runtime, f"all:{self._num_cores}")
+        mesh_shape = f"all:{self._num_cores}"
+        place = place_of(self.runtime, mesh_shape, config=self._setting("session_config"))
         built = self._model.build(input_fn, mode, place, self.params, self.config)
         if settings:
             warm_start(settings)
@@ -470,10 +475,8 @@ def _check_positive(**numbers: int | None) -> None:
             check_whole_number(name, number, 1, "Or give None.", most=None)
 
 
-def _checked_runtime(
-    runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None
-) -> RuntimeName:
-    """Returns the runtime, by default the one that use_tpu asks for.
+def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:
+    """Returns the name of the runtime, by default of the one that use_tpu asks for.
 
     Raises ValueError if there is no such runtime, it cannot run here, or it needs num_cores.
     """
@@ -483,7 +486,7 @@ def _checked_runtime(
             f"On {chosen!r} the model_fn is one program for all cores, and their number is not "
             "known: give num_cores, or a TPUConfig with num_shards in config."
         )
-    return checked_runtime(chosen)
+    return choose_runtime(chosen).name
 
 
 def _traffic(program: simd.Program, spec: Any) -> dict[str, float]:

@@ -11,6 +11,7 @@ import gin
 
 from mtf_gradsync.extension import LayoutLike, MeshShapeLike, is_whole_number
 from mtf_gradsync.runtimes._common import ConfigError, install_extra
+from mtf_gradsync.runtimes.sessions import RuntimeName
 
 
 def transformer_utils() -> ModuleType:
@@ -94,7 +95,7 @@ LearningRate = Union[None, float, Callable[..., Any]]
 
 
 ModelType = Literal["lm", "aligned", "bitransformer"]
-RuntimeName = Literal["fastest", "xla", "cpu_replicas", "placement_mesh"]
+RuntimeSetting = Literal["fastest", RuntimeName]
 VariableFilter = Union[None, str, Callable[[Any], bool]]
 
 
@@ -189,7 +190,7 @@ class RunConfig:
     noise_scale: bool = False
     hooks: Sequence[Any] = ()
     seed: int = 0
-    runtime: RuntimeName = "fastest"
+    runtime: RuntimeSetting = "fastest"
     watch_copies_steps: int | None = None
     timeline_steps: int = 0
 

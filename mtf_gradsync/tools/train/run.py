@@ -235,7 +235,7 @@ class _Run:
             if is_finished:
                 say_changes(directory, say)
                 return LoopResult(step, None, 0.0, 0)
-            graph, program, make_runner = training_graph(job, batches, self._runtime)
+            graph, program, make_runner = training_graph(job, batches, self._runtime, self._session)
             _say_what_checkpoints_round(graph.lowering, say)
             if config.evaluate_with_averages:
                 with raised_as(ConfigError, NoAveragesError):
@@ -272,7 +272,7 @@ class _Run:
             )
             write_facts(directory, facts)
             forget_recorded(directory, step)
-            runner = make_runner(self._checkpoint_dir, start, config, self._session, island)
+            runner = make_runner(self._checkpoint_dir, start, config, island)
             with MetricsRecorder(directory, METRICS_FILE, step) as recorder:
 
                 def on_first_step() -> None:

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import os
 from concurrent.futures import Future
-from typing import Any, Callable, ClassVar, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, ClassVar, Iterator, Sequence, get_args
 
 import numpy as np
 
@@ -15,39 +15,20 @@ from mtf_gradsync.runtimes import sessions, simd, xla
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.copies import watch_copies
 from mtf_gradsync.runtimes.saving import TrainingSaver
-from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices, Runtime
 from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools._private.tensorflow import singular_monitored_session
 from mtf_gradsync.tools.islands import Island, IslandError
 from mtf_gradsync.tools.timelines import Timeline, timeline
-from mtf_gradsync.tools.train.config import RunConfig
+from mtf_gradsync.tools.train.config import RunConfig, RuntimeSetting
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.model import TrainingJob, resolve_job
 from mtf_gradsync.tools.train.train_graph import TrainGraph, build_train_graph
 
-_WORDS = {
-    "xla": "XLA devices",
-    "cpu_replicas": "CPU replicas of the SIMD program",
-    "placement_mesh": "a placement mesh",
-}
 # Bindings that have no effect except on a placement mesh.
 _OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
-
-
-class Runtime(NamedTuple):
-    """The runtime of the training steps, and why it was chosen.
-
-    Steps run on the server `target`; "" is this process.
-    """
-
-    name: sessions.RuntimeName
-    reason: str
-    target: str = ""
-
-    def __str__(self) -> str:
-        return f"{_WORDS[self.name]} ({self.reason})"
 
 
 def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
@@ -56,27 +37,30 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     `target` is the server of a cluster's chief where the run's mesh is over its tasks.
     """
     asked = config.runtime
-    with raised_as(ConfigError, ValueError):
-        sessions.checked_runtime(asked, "train.run.runtime", ["fastest"])
-    if target:
-        if asked not in ("fastest", "placement_mesh"):
-            raise ConfigError(
-                f'train.run.runtime = "{asked}" does not run on a cluster of tf.train.Servers; '
-                '"placement_mesh" does. For XLA devices of several processes give --coordinator, '
-                "--num_processes and --process_id instead."
-            )
-        return Runtime("placement_mesh", "over the tasks of a cluster", target)
     bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
-    if asked == "fastest":
-        if bound:
-            return Runtime("placement_mesh", f"train.run.{bound[0]} is bound")
-        return Runtime(*sessions.fastest_runtime())
-    if bound and asked != "placement_mesh":
-        raise ConfigError(
-            f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
-            f'"{asked}". Remove one of them.'
+    on_mesh = None  # the placement mesh that the run needs, if it needs one
+    if target:
+        on_mesh = Runtime("placement_mesh", "over the tasks of a cluster", target)
+    elif bound:
+        on_mesh = Runtime("placement_mesh", f"train.run.{bound[0]} is bound")
+    with raised_as(ConfigError, ValueError):
+        chosen = sessions.choose_runtime(
+            asked, "train.run.runtime", get_args(RuntimeSetting), fastest=on_mesh
         )
-    return Runtime(asked, "train.run.runtime")
+    if on_mesh is None:
+        return chosen
+    if chosen.name == "placement_mesh":
+        return on_mesh if target else chosen
+    if target:
+        raise ConfigError(
+            f'train.run.runtime = "{asked}" does not run on a cluster of tf.train.Servers; '
+            '"placement_mesh" does. For XLA devices of several processes give --coordinator, '
+            "--num_processes and --process_id instead."
+        )
+    raise ConfigError(
+        f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
+        f'"{asked}". Remove one of them.'
+    )
 
 
 def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.ConfigProto]:
@@ -92,29 +76,23 @@ def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.Co
 
 
 def training_graph(
-    job: TrainingJob, batches: TrainingBatches, runtime: Runtime
+    job: TrainingJob, batches: TrainingBatches, runtime: Runtime, session: tf.ConfigProto
 ) -> tuple[TrainGraph, simd.Program | None, Callable[..., Runner]]:
     """Builds the training step for a runtime; returns it, its program and a runner factory."""
     features = batches.placeholders()
-    cores = None
-    if runtime.name != "placement_mesh":
-        cores = OnCores(runtime.name, job.model.mesh.shape, job.model.mesh.layout)
-    graph = build_train_graph(cores or OnDevices(), job, features)
+    mesh = job.model.mesh
+    place = sessions.place_of(runtime.name, mesh.shape, mesh.layout, session, runtime.target)
+    graph = build_train_graph(place, job, features)
 
     def runner(
-        model_dir: str,
-        start: Start,
-        config: RunConfig,
-        session: tf.ConfigProto,
-        island: Island | None = None,
+        model_dir: str, start: Start, config: RunConfig, island: Island | None = None
     ) -> Runner:
         given = graph, batches, model_dir, start, config, island
-        if cores is not None:
-            return SimdProgramRunner(*given, cores)
-        hooks = [hook() for hook in config.hooks]
-        return PlacementMeshRunner(*given, OnDevices(session, runtime.target), hooks)
+        if isinstance(place, OnCores):
+            return SimdProgramRunner(*given, place)
+        return PlacementMeshRunner(*given, place, [hook() for hook in config.hooks])
 
-    return graph, None if cores is None else cores.program, runner
+    return graph, place.program, runner
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:

@@ -52,12 +52,12 @@ class TimedRun:
         say(f"steps run on {runtime}")
         job = job._replace(examples_before=start.step * job.model.batch_size)
         with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:
-            _, _, make_runner = training_graph(job, batches, runtime)
+            _, _, make_runner = training_graph(job, batches, runtime, session)
             if start.path:
                 say(f"from {start.path}")
                 start = adapted(start, accepted.differences, say, "which is")
             with tempfile.TemporaryDirectory() as own:
-                with make_runner(own, start, config, session) as runner:
+                with make_runner(own, start, config) as runner:
                     with raised_as(TrainingError, TimelineError, tf.errors.OpError):
                         before = _make(runner, self._warm_up, stop)
                         timeline = runner.timeline()

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any, Sequence
 
 from mtf_gradsync.extension import SyncReplicasOptimizer, mtf
-from mtf_gradsync.runtimes import xla
-from mtf_gradsync.runtimes.sessions import RUNTIMES
+from mtf_gradsync.runtimes.sessions import RuntimeName, runtimes_here
 from mtf_gradsync.tools.verification.recording import Changes, Recorded
 
 
@@ -19,7 +18,7 @@ class Division:
       name: for the table.
       mesh_shape: Mesh-TF's mesh shape.
       layout: Mesh-TF's layout rules.
-      runtime: one of `RUNTIMES`.
+      runtime: the name of its runtime.
       changes: what is changed of its stack of wrappers.
       params: more of the program's settings, as pairs.
       is_reference: whether its gradients are those to compare with.
@@ -29,7 +28,7 @@ class Division:
     name: str
     mesh_shape: str
     layout: str
-    runtime: str = "cpu_replicas"
+    runtime: RuntimeName = "cpu_replicas"
     changes: Changes = dataclasses.field(default_factory=Changes)
     params: tuple[tuple[str, Any], ...] = ()
     is_reference: bool = False
@@ -48,7 +47,7 @@ KINDS = ("mesh", "batch", "model", "order", "microbatches", "wrappers", "masked"
 MICRO_STEPS = 2
 
 
-def own(mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: str) -> Division:
+def own(mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: RuntimeName) -> Division:
     """The program as it is."""
     return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
 
@@ -127,8 +126,8 @@ def default_divisions(
         mask = tuple(number != shards - 1 for number in range(shards))
         varied(f"shard {shards - 1} masked", changes=base.changes._replace(mask=mask))
     if "runtimes" in kinds:
-        for runtime in RUNTIMES:
-            if runtime != base.runtime and not (runtime == "xla" and xla.why_no_xla()):
+        for runtime in runtimes_here():
+            if runtime != base.runtime:
                 varied(f"on {runtime}", runtime=runtime)
     return found
 

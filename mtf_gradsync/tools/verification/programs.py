@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from typing import Any, Callable, ContextManager, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -18,9 +18,8 @@ from mtf_gradsync.extension import (
     placement_mesh_impl,
     tf,
 )
-from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
-from mtf_gradsync.runtimes.sessions import program_session
+from mtf_gradsync.runtimes.sessions import place_of, program_session
 from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.simd.session import VariableAccess, copied
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
@@ -64,10 +63,9 @@ class UserProgram:
             recorded = blocks.enter_context(recording(division.changes))
             if division.precision:
                 blocks.enter_context(in_precision(tf.as_dtype(division.precision)))
-            program = None
-            if division.runtime != "placement_mesh":
-                block: ContextManager[Any] = simd.tpu_program(division.mesh_shape, division.layout)
-                program = blocks.enter_context(block)
+            place = place_of(division.runtime, division.mesh_shape, division.layout)
+            program = blocks.enter_context(place.building())
+            if program is not None:
                 params["mesh_impl"] = program.mesh_impl
             build = self._build_model_fn if self.is_model_fn else self._build_step
             loss, updates = build(division, inputs, params, program)

@@ -16,6 +16,7 @@ from mtf_gradsync.extension import (
     mtf,
     tf,
 )
+from mtf_gradsync.runtimes.sessions import RUNTIMES, RuntimeName, choose_runtime
 from mtf_gradsync.tools.verification import divisions as kinds
 from mtf_gradsync.tools.verification.causes import (
     Facts,
@@ -29,7 +30,7 @@ from mtf_gradsync.tools.verification.causes import (
     statistics_of,
 )
 from mtf_gradsync.tools.verification.comparing import Difference
-from mtf_gradsync.tools.verification.divisions import RUNTIMES, Division
+from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.engine import CannotBeDivided, Engine, Outcome
 from mtf_gradsync.tools.verification.model_changes import DROPS
 from mtf_gradsync.tools.verification.programs import Batch, NotOnCoresError, UserProgram
@@ -59,7 +60,7 @@ def verify(
     steps: int = 1,
     divisions: Sequence[str] | None = None,
     without: Sequence[str] = (),
-    runtime: str = "cpu_replicas",
+    runtime: RuntimeName = "cpu_replicas",
     own_values: bool = False,
     progress: bool = False,
 ) -> Verification:
@@ -584,8 +585,8 @@ def _check(
     for kind, given, known in (
         ("divisions", divisions or (), kinds.KINDS),
         ("without", without, DROPS),
-        ("runtime", [runtime], RUNTIMES),
     ):
         wrong = [name for name in given if name not in known]
         if wrong:
             raise ValueError(f"{kind} must be of {', '.join(known)}; got {wrong[0]!r}.")
+    choose_runtime(runtime)

@@ -99,7 +99,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     devices = collections.Counter(d.device_type for d in tf.config.list_physical_devices())
     listed = ", ".join(f"{number} {kind}" for kind, number in devices.items())
     yield "runtime placement_mesh", f"yes, on {listed} of TensorFlow"
-    yield "runtime fastest", f"is {fastest_runtime()[0]}"
+    yield "runtime fastest", f"is {fastest_runtime().name}"
     yield "TPU compiler", xla.why_no_tpu_compiler() or "there, for mtf-gradsync compile"
     try:
         transformer_utils()

@@ -77,7 +77,9 @@ class Model:
             tf.set_random_seed(1)
             job = resolve_job(config)
             batches = _Batches([job.model.batch_size, job.model.feature_length("targets")])
-            made, _, self._runner = training_graph(job, batches, choose_runtime(config))
+            made, _, self._runner = training_graph(
+                job, batches, choose_runtime(config), tf.ConfigProto()
+            )
             self.num_parameters = made.num_parameters
 
     def train(self, steps: int) -> np.ndarray:
@@ -85,7 +87,7 @@ class Model:
         losses: list[float] = []
         waiting: list[Callable[[], Any]] = []
         with self._graph.as_default():
-            with self._runner("", Start(), self._config, tf.ConfigProto()) as runner:
+            with self._runner("", Start(), self._config) as runner:
                 for _ in range(steps):
                     assert runner.agreed_stop(None) is None
                     waiting.append(runner.dispatch())
