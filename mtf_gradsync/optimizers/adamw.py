@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from typing import Any, Sequence
@@ -10,14 +9,13 @@ from typing import Any, Sequence
 from mtf_gradsync._common import check_number, elements
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
-from mtf_gradsync.gradients.arguments import check_grads_and_variables, check_rate, rate_of_step
-from mtf_gradsync.optimizers.state.slots import check_bare_update
+from mtf_gradsync.gradients.arguments import check_rate, rate_of_step
+from mtf_gradsync.optimizers.inner import InnerOptimizer, slot, wide_dtype
 from mtf_gradsync.optimizers.state.variables import named_state
-from mtf_gradsync.step import gated_update
 
 
 @late_configurable(module="mtf_gradsync")
-class AdamWOptimizer(mtf.optimize.Optimizer):
+class AdamWOptimizer(InnerOptimizer):
     """Adam with bias correction and decoupled weight decay, on mesh variables.
 
     With t updates of a variable so far, this one included:
@@ -75,45 +73,10 @@ class AdamWOptimizer(mtf.optimize.Optimizer):
         self.epsilon = check_number("epsilon", epsilon, what)
         self.exclude_from_weight_decay = _checked_patterns(exclude_from_weight_decay)
 
-    def apply_grads(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        """Makes the updates of variables, which wait until all of them are read.
-
-        Args:
-          grads: their gradients, None for no update.
-          variables: the mesh variables.
-
-        Returns:
-          A list of mtf operations.
-
-        Raises:
-          TypeError: a gradient or variable has the wrong type.
-          ValueError: lengths differ, or a gradient has another shape or mesh than its variable.
-        """
-        grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
-        updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
-        check_bare_update(self, updates, variables)
-        return updates
-
-    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the update of one variable, as `apply_grads` does."""
-        if grad is None:
-            return []
-        return gated_update(functools.partial(self._update, grad, var), [grad])
-
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
-        wide = var.slice_dtype if var.slice_dtype.size > 4 else tf.float32
-        zeros = tf.zeros_initializer()
-
-        def slot(name: str) -> mtf.Tensor:
-            name = f"{var.name}/{name}"
-            return mtf.get_variable(
-                var.mesh, name, var.shape, wide, initializer=zeros, trainable=False
-            )
-
+        wide = wide_dtype(var)
+        m, v = slot(var, "adam_m", wide), slot(var, "adam_v", wide)
         # One for each variable: it may be trained later than others, or apart from them.
-        m, v = slot("adam_m"), slot("adam_v")
         t = named_state(
             var.mesh,
             f"{var.name}/adam_t",

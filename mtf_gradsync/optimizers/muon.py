@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, Sequence
 
 from mtf_gradsync._common import check_number, check_whole_number
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.patches import late_configurable
-from mtf_gradsync.gradients.arguments import check_grads_and_variables, check_rate, rate_of_step
-from mtf_gradsync.optimizers.state.slots import check_bare_update
-from mtf_gradsync.step import gated_update
+from mtf_gradsync.gradients.arguments import check_rate, rate_of_step
+from mtf_gradsync.optimizers.inner import InnerOptimizer, slot, wide_dtype
 
 # The coefficients of the quintic iteration: its slope at 0 is as steep as it can be, and singular
 # values end between about 0.7 and 1.2.
@@ -20,7 +18,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 @late_configurable(module="mtf_gradsync")
-class MuonOptimizer(mtf.optimize.Optimizer):
+class MuonOptimizer(InnerOptimizer):
     """Momentum whose matrices are made nearly orthogonal, by Newton-Schulz steps.
 
     For a matrix with a gradient g:
@@ -77,48 +75,18 @@ class MuonOptimizer(mtf.optimize.Optimizer):
             "weight_decay_rate", weight_decay_rate, "a number from 0"
         )
 
-    def apply_grads(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        """Makes the updates of variables, which wait until all of them are read.
-
-        Args:
-          grads: their gradients, None for no update.
-          variables: the mesh variables.
-
-        Returns:
-          A list of mtf operations.
-
-        Raises:
-          TypeError: a gradient or variable has the wrong type.
-          ValueError: lengths differ, a gradient has another shape or mesh than its variable, or a
-            variable is no matrix.
-        """
-        grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
-        for grad, variable in zip(grads, variables):
-            if grad is not None:
-                _check_matrix(variable)
-        updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
-        check_bare_update(self, updates, variables)
-        return updates
-
-    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the update of one variable, as `apply_grads` does."""
-        if grad is None:
-            return []
-        _check_matrix(var)
-        return gated_update(functools.partial(self._update, grad, var), [grad])
+    def _check(self, var: mtf.Variable) -> None:
+        if var.shape.ndims < 2:
+            raise ValueError(
+                f"MuonOptimizer updates matrices, and {var.name!r} of shape {var.shape.to_string} "
+                "is none: update it by another optimizer, as in "
+                "gs.ByVariable(gs.AdamWOptimizer(0.001), [(gs.is_hidden_matrix, "
+                "gs.MuonOptimizer(0.02))])."
+            )
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
-        wide = var.slice_dtype if var.slice_dtype.size > 4 else tf.float32
-        m = mtf.get_variable(
-            var.mesh,
-            f"{var.name}/muon_m",
-            var.shape,
-            wide,
-            initializer=tf.zeros_initializer(),
-            trainable=False,
-        )
+        wide = wide_dtype(var)
+        m = slot(var, "muon_m", wide)
         # 1. Momentum.
         grad = mtf.cast(grad, wide) * (1.0 - self.momentum)
         new_m = m * self.momentum + grad
@@ -133,16 +101,6 @@ class MuonOptimizer(mtf.optimize.Optimizer):
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
         rate = rate_of_step(self.learning_rate, var.mesh, wide, type(self).__name__)
         return [mtf.assign_sub(var, update * rate), mtf.assign(m.operation, new_m)]
-
-
-def _check_matrix(variable: mtf.Variable) -> None:
-    if variable.shape.ndims < 2:
-        raise ValueError(
-            f"MuonOptimizer updates matrices, and {variable.name!r} of shape "
-            f"{variable.shape.to_string} is none: update it by another optimizer, as in "
-            "gs.ByVariable(gs.AdamWOptimizer(0.001), [(gs.is_hidden_matrix, "
-            "gs.MuonOptimizer(0.02))])."
-        )
 
 
 def is_hidden_matrix(variable: mtf.Variable) -> bool:
