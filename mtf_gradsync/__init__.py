@@ -19,6 +19,7 @@ from mtf_gradsync._private.patches import (
     keep_summaries_in_meta_graphs,
     note_gradients,
     note_meshes,
+    read_only_own_flags,
     recompute_each_shard_by_itself,
 )
 from mtf_gradsync.compat_v1 import MeshOptimizer
@@ -129,6 +130,7 @@ note_meshes()
 note_gradients()
 keep_masks_finite()
 check_imported_shapes()
+read_only_own_flags()
 recompute_each_shard_by_itself()
 draw_by_step()
 check_bare_optimizers()

@@ -12,8 +12,7 @@ data, and work; its session hooks are those of ``tf.train``. Names that really n
 imported, subclassed and used in annotations; calling one raises an error that says what to use.
 
 ``mesh_tensorflow.transformer`` needs the ``train`` extra, and can be imported afterwards. Flags of
-absl are not parsed: a program without ``absl.app`` that makes a ``SimdMeshImpl``, which reads two,
-calls ``absl.flags.FLAGS.mark_as_parsed()`` itself.
+absl are not parsed.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -11,6 +12,7 @@ import weakref
 from typing import Any, Callable, Iterator, Mapping, NoReturn, TypeVar
 
 import gin
+from absl import flags
 from tensorflow.python.framework.ops import register_proto_function
 
 from mtf_gradsync._common import mixed
@@ -262,6 +264,32 @@ def keep_masks_finite() -> None:
 
 # Mesh-TF multiplies masks by this number.
 _MASK = -1e9
+
+
+def read_only_own_flags() -> None:
+    """Makes Mesh-TF's SIMD meshes look for their own two flags alone in a command line.
+
+    Where no program has parsed absl's flags, TensorFlow parses the whole command line as soon as
+    one is read, and ends a program whose arguments are those of argparse.
+    """
+    module = mtf.simd_mesh_impl
+    if not isinstance(module.FLAGS, _OwnFlags):
+        module.FLAGS = _OwnFlags()
+
+
+class _OwnFlags:
+    """Flags of absl; each is looked for alone where the command line has not been parsed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if flags.FLAGS.is_parsed() or name not in flags.FLAGS:
+            return getattr(flags.FLAGS, name)
+        alone = flags.FlagValues()
+        alone[name] = copy.deepcopy(flags.FLAGS[name])
+        alone(sys.argv or [""], known_only=True)
+        return alone[name].value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(flags.FLAGS, name, value)
 
 
 def check_imported_shapes() -> None:

@@ -286,9 +286,8 @@ class _AggregateReplicas(Stage):
 
     def describe(self, about: About) -> list[Line]:
         """See `Stage.describe`."""
-        what = "add up gradients of replicas that are fresh, finite"
-        what += " and asked to contribute" * (self.wrapper._contributes is not None)
-        return [Line(what)]
+        asked = " that are asked to contribute" * (self.wrapper._contributes is not None)
+        return [Line(f"add up gradients of replicas{asked}, if finite and not stale")]
 
     def check(
         self,

@@ -64,6 +64,7 @@ PLACES = {
     "mesh_tensorflow.ops.": "mtf.",
     "mesh_tensorflow.optimize.": "mtf.optimize.",
     "mesh_tensorflow.placement_mesh_impl.": "mtf.placement_mesh_impl.",
+    "mesh_tensorflow.simd_mesh_impl.": "mtf.simd_mesh_impl.",
     "mesh_tensorflow.": "mtf.",
     "tensorflow.python.training.saver.": "tf.train.",
     "tensorflow.python.training.checkpoint_utils.": "tf.train.",

@@ -1,9 +1,4 @@
-"""What importing the package puts back into TensorFlow, and what it leaves alone.
-
-absl flags are not parsed under pytest. Tests that make a SimdMeshImpl need
-``absl.flags.FLAGS.mark_as_parsed()`` first, because Mesh-TensorFlow reads two flags there; the
-placement meshes used here read none.
-"""
+"""What importing the package puts back into TensorFlow, and what it leaves alone."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 import functools
 import inspect
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -85,3 +88,35 @@ def test_savers_keep_summaries_of_a_mesh(tmp_path, caplog):
             ((name, tensor),) = tf.get_collection(key)
             assert (name, tensor.name) == ("loss", f"{scope}/scope/loss:0".lstrip("/"))
             assert tensor.graph is graph
+
+
+def test_programs_may_have_arguments_that_absl_does_not_know():
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ARGPARSE), "--steps=3", "--fold_xy"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (process.returncode, process.stdout.split()) == (0, ["3", "True", "2", "False", "1"]), (
+        process.stderr
+    )
+
+
+# The third number is the default; the last one is set as absl's programs do.
+ARGPARSE = """
+    import argparse
+    import mtf_gradsync
+    import mesh_tensorflow as mtf
+    from absl import flags
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--fold_xy", action="store_true")
+    read = mtf.simd_mesh_impl.FLAGS
+    mtf.simd_mesh_impl.auto_logical_to_physical_tpu([4], [2, 2, 1])
+    print(parser.parse_args().steps, read.fold_xy, read.logical_cores_per_chip)
+    print(flags.FLAGS.is_parsed())
+    flags.FLAGS.mark_as_parsed()
+    read.logical_cores_per_chip = 1
+    print(flags.FLAGS.logical_cores_per_chip)
+"""

@@ -16,8 +16,6 @@ import sys
 import time
 from typing import Any, NamedTuple, Sequence
 
-from absl import flags
-
 import mtf_gradsync.tools.verification as verification
 from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 from tests.tools.verification.faults import FAULTS, MESH, Fault, batches
@@ -87,8 +85,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*")
     given = parser.parse_args(arguments)
     enable_mesh_defaults()
-    # Mesh-TensorFlow would read the arguments above as flags of absl.
-    flags.FLAGS.mark_as_parsed()
     counts: collections.Counter[str] = collections.Counter()
     figures: dict[str, set[Any]] = collections.defaultdict(set)
     began = time.monotonic()

@@ -132,7 +132,7 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     quiet, info, debug = logging.ERROR, logging.INFO, logging.DEBUG
     level = quiet if args.verbosity < 0 else info if args.verbosity == 0 else debug
     logging.getLogger("tensorflow").setLevel(level)
-    # Mesh-TensorFlow reads absl flags; they have their defaults here.
+    # What a config imports may read absl flags; they have their defaults here.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
     enable_mesh_defaults()
