@@ -272,7 +272,6 @@ class Seed(mtf.Constant):
     rounded: Callable[[tf.Tensor], tf.Tensor] = staticmethod(tf.identity)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         super().lower(lowering)
         if self.scale is None:
             return

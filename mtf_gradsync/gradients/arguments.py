@@ -252,7 +252,6 @@ class _CheckedScalar(Watched):
         give_outputs(self, [mtf.Tensor(self, value.shape, value.dtype)])
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl, dtype = lowering.mesh_impl(self), self.inputs[0].dtype
         value = lowering.tensors[self.inputs[0]].to_laid_out_tensor()
         if not is_simd(mesh_impl):
@@ -272,17 +271,14 @@ class _CheckedScalar(Watched):
         lowering.set_tensor_lowering(self.outputs[0], value)
 
     def apart(self, told: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """See `Watched`."""
         return [], [told.view(np.float32)[0]]
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """See `Watched`."""
         return bool(now) and not self._bounds.hold(now[0])
 
     def find(
         self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
     ) -> list[Any]:
-        """See `Watched`."""
         return [ValueError(f"{self._text} {now[0]:g}.")]
 
     def _lowered(self, lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[tf.Tensor]:

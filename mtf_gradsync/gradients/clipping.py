@@ -63,7 +63,6 @@ class ScaleGradients(GradientOperation):
         )
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         *grads, factor = self.inputs
         names = {d.name for d in factor.shape.dims}

@@ -82,7 +82,6 @@ class SumCopies(GradientOperation):
         super().__init__(grads, [g.shape for g in grads], name="sum_copies")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         values = reduced_values(lowering, self.inputs)
 

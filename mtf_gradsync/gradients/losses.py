@@ -35,7 +35,6 @@ class ScaledLosses(PlanPart):
         self.taken: frozenset[Seed] = frozenset()
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
         del lowering
         for seed, (scale, _) in self.scales.items():
             seed.scale, seed.rounded = scale, _rounded_to(self.scales)

@@ -128,7 +128,6 @@ class SumOverGradients(GradientOperation):
         )
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         if self._axes is not None:
             self._axes.check_mesh_impl(mesh_impl)
@@ -183,7 +182,6 @@ class NotFinite(GradientOperation):
         super().__init__(grads, [shape], "not_finite", [tf.float32])
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl, (output,) = lowering.mesh_impl(self), self.outputs
         slice_shape = mesh_impl.slice_shape(output.shape)
         parts = [partial_sum(lowering, grad) for grad in self.inputs]
@@ -250,7 +248,6 @@ class _Root(GradientOperation):
         super().__init__([sums], [sums.shape - _RANGES], "norm")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         sums = reduced_values(lowering, self.inputs)
         self.set_outputs(lowering, [lowering.mesh_impl(self).slicewise(_root, *sums)])
 

@@ -79,7 +79,6 @@ class _OnMesh(GradientOperation):
         super().__init__([x], [x.shape], "on_mesh", mesh=mesh)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         self.set_outputs(lowering, [lowered_on(lowering, self.inputs[0], self.mesh)])
 
 

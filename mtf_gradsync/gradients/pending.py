@@ -64,7 +64,6 @@ class PendingLowering(PartLowering):
         self._differs: dict[mtf.Operation, Axes] = {}
 
     def lower(self, operation: mtf.Operation) -> bool:
-        """See `PartLowering.lower`."""
         if isinstance(operation, GradientOperation):
             return False  # it handles pending sums itself
         if isinstance(operation, mtf.WhileLoopOperation):
@@ -153,7 +152,7 @@ class PendingLowering(PartLowering):
             self._differs[operation] = self._differs.get(operation, Axes()) | axes
 
     def inside_branch(self) -> ContextManager[None]:
-        """See `PartLowering.inside_branch`: what a branch makes has no value outside of it."""
+        """Hides the values that a branch makes: they do not exist outside of it."""
         copies = {
             tensor: copy.copy(lowered)
             for tensor, lowered in self._tensors.items()
@@ -367,7 +366,6 @@ class PendingSums(PlanPart):
         return next(part for part in parts if isinstance(part, PendingLowering))
 
     def begin(self, lowering: mtf.Lowering) -> PendingLowering:
-        """See `PlanPart.begin`."""
         graph = lowering.graph
         targets, sums = (
             [t for want in self._wants if want.are_sums is are for t in want.tensors]

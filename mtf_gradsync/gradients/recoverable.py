@@ -64,7 +64,6 @@ class _MakeAgain(GradientOperation):
         super().__init__([*values, *factors], [result.shape], "make_again", [result.dtype])
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         made = {t: lowering.tensors[t] for op in self._operations for t in op.outputs}
         values = dict(zip(self._replaced, reduced_values(lowering, self.inputs)))
         with in_place_of(lowering, {**made, **values}):

@@ -68,7 +68,6 @@ class ReduceGradients(GradientOperation):
         self.new_state = list(zip(held, self.outputs[self._num_grads :]))
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         self._axes.check_mesh_impl(mesh_impl)
         groups = ProcessorGroups.along(mesh_impl, self._mesh_axes)
@@ -158,7 +157,6 @@ class ScatterGradients(GradientOperation):
         super().__init__(grads, shapes, name="scatter_gradients")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         self._axes.check_mesh_impl(mesh_impl)
         sums, cuts = [], []
@@ -230,7 +228,6 @@ class TakePart(GradientOperation):
         super().__init__([whole], [shape], name="take_part")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         (whole,), (part,) = self.inputs, self.outputs
         value = lowering.tensors[whole].to_laid_out_tensor()
@@ -245,7 +242,6 @@ class GatherParts(GradientOperation):
         super().__init__(parts, shapes, name="gather_parts")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         parts = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
         cuts = [

@@ -52,7 +52,6 @@ class PerShard(GradientOperation):
         super().__init__(grads, shapes, name="per_shard")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         self._axes.check_mesh_impl(mesh_impl)
         axis_of = dict(zip(self._axes.shard_dims, self._axes.mesh_axes))
@@ -105,7 +104,6 @@ class SumGradients(GradientOperation):
         super().__init__(grads, shapes, name="sum_gradients")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         # Those without shard dims are reduced by the sums that they wait for.
         sums = [
             partial_sum(lowering, grad, dims, reduced=not dims)

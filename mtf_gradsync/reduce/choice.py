@@ -214,7 +214,6 @@ class BestAllReduce(Strategy):
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """See `Strategy.all_reduce`."""
         values = list(values)
         return self._chosen(mesh_impl, values, groups).all_reduce(mesh_impl, values, groups)
 
@@ -225,7 +224,6 @@ class BestAllReduce(Strategy):
         groups: ProcessorGroups,
         cuts: Sequence[Cuts],
     ) -> list[Any]:
-        """See `Strategy.reduce_scatter`."""
         values = list(values)
         chosen = self._chosen(mesh_impl, values, groups)
         return chosen.reduce_scatter(mesh_impl, values, groups, cuts)
@@ -246,7 +244,6 @@ class BestAllReduce(Strategy):
         return choice.strategy
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`."""
         choice, _ = _choose(mesh_impl, None, groups)
         return choice.strategy.wire_dtype(mesh_impl, dtype, groups)
 

@@ -83,7 +83,7 @@ class CollectiveAllReduce(OneLevel):
         self.timeout_seconds = float(timeout_seconds)
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`.
+        """Checks as `Strategy.check` does, and that the devices can take part in collectives.
 
         Raises:
           ValueError: two processors of a group have the same device, or devices of two kinds.
@@ -93,7 +93,6 @@ class CollectiveAllReduce(OneLevel):
             _check_devices(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`."""
         if not is_simd(mesh_impl) and dtype in NARROW_FLOATS:
             return tf.float32
         return super().wire_dtype(mesh_impl, dtype, groups)

@@ -51,19 +51,17 @@ class GradientStrategy(Strategy):
 
     @property
     def has_gradient_reduction(self) -> bool:
-        """See `Strategy.has_gradient_reduction`."""
         return True
 
     @abc.abstractmethod
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """See `Strategy.reduce_gradients`."""
+        """Reduces gradients; each strategy has its own way."""
 
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """See `Strategy.all_reduce`."""
         return self.reducer.all_reduce(mesh_impl, values, groups)
 
     def reduce_scatter(
@@ -73,15 +71,13 @@ class GradientStrategy(Strategy):
         groups: ProcessorGroups,
         cuts: Sequence[Cuts],
     ) -> list[Any]:
-        """See `Strategy.reduce_scatter`."""
         return reduce_scatter_by(self.reducer, mesh_impl, values, groups, cuts)
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`."""
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`; of all other sums."""
+        """Returns the dtype of other sums; the strategy itself sends gradients in fewer bits."""
         return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)
 
 
@@ -190,7 +186,6 @@ class CompressedAllReduce(Strategy):
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """See `Strategy.all_reduce`."""
         narrow = self._compressed(mesh_impl, values, groups)
         sums = self.reducer.all_reduce(mesh_impl, narrow, groups)
         return self._restored(mesh_impl, values, narrow, sums, groups)
@@ -202,24 +197,24 @@ class CompressedAllReduce(Strategy):
         groups: ProcessorGroups,
         cuts: Sequence[Cuts],
     ) -> list[Any]:
-        """See `Strategy.reduce_scatter`; parts are sent in the wire dtype."""
+        """Sums over each group; each processor gets its part, which is sent in the wire dtype."""
         narrow = self._compressed(mesh_impl, values, groups)
         parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
         return self._restored(mesh_impl, values, narrow, parts, groups, in_parts=True)
 
     @property
     def has_gradient_reduction(self) -> bool:
-        """See `Strategy.has_gradient_reduction`; as the inner strategy."""
+        """Whether the inner strategy reduces an optimizer's gradients in its own way."""
         return has_gradient_reduction(self.reducer)
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
-        """See `Strategy.gradient_state`; the inner strategy's."""
+        """Makes the inner strategy's variables for gradients."""
         return self.reducer.gradient_state(gradients, maker)
 
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """See `Strategy.reduce_gradients`; the inner strategy is given values in the wire dtype."""
+        """Reduces gradients by the inner strategy, which is given them in the wire dtype."""
         narrow = self._compressed(mesh_impl, values, groups)
         sums, state = self.reducer.reduce_gradients(mesh_impl, narrow, groups, state)
         return self._restored(mesh_impl, values, narrow, sums, groups), state
@@ -281,13 +276,12 @@ class CompressedAllReduce(Strategy):
         return results
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`; checks the inner strategy."""
+        """Checks as the inner strategy does."""
         super().check(mesh_impl, groups)
         # A strategy from outside of this package may lack the method.
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`."""
         inner = self._sent_as(mesh_impl, dtype, groups)
         if self.compressed_dtype is None or dtype not in (tf.float32, tf.float64):
             return inner

@@ -315,7 +315,7 @@ class HierarchicalAllReduce(Strategy):
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """See `Strategy.all_reduce`.
+        """Sums each tensor over each group, level by level; all of the group get the sum.
 
         Raises:
           ValueError: an outer axis is not on the mesh.
@@ -346,12 +346,10 @@ class HierarchicalAllReduce(Strategy):
         return results
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`."""
         super().check(mesh_impl, groups)
         outer_axis_numbers(mesh_impl.shape, self.outer_axes or ())
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`."""
         dtypes = []
         for entry in self.spec:
             names = entry.algorithm.split("/")

@@ -222,7 +222,6 @@ class LowRankAllReduce(GradientStrategy):
         self.error_feedback = check_flag("error_feedback", error_feedback)
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
-        """See `Strategy.gradient_state`."""
         maker.report(self._compression(gradients))
         matrices = [self._matrix(g.dtype, g.slice_shape) for g in gradients]
         # Slices on another mesh may be compressed.
@@ -247,7 +246,6 @@ class LowRankAllReduce(GradientStrategy):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """See `Strategy.reduce_gradients`."""
         self.check(mesh_impl, groups)
         check_values(values)
         wanted = plus_errors(mesh_impl, values, state.errors)

@@ -42,14 +42,12 @@ class OneLevel(Strategy):
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """See `Strategy.all_reduce`."""
         self.check(mesh_impl, groups)
         planner = self._planner(mesh_impl)
         sum_fn = all_reduce_fn(mesh_impl, self._group_sum(mesh_impl), one_group=planner is alone)
         return packed_all_reduce(mesh_impl, values, groups, sum_fn, planner)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """See `Strategy.wire_dtype`."""
         if is_simd(mesh_impl):
             return super().wire_dtype(mesh_impl, dtype, groups)
         return group_sum_dtype(self._group_sum(mesh_impl), dtype)
@@ -192,7 +190,7 @@ class ReductionToOneDevice(OneLevel):
         return group_sum
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`.
+        """Checks as `Strategy.check` does, and that reduce_to_device is on the mesh.
 
         Raises:
           ValueError: reduce_to_device is not on the mesh.
@@ -274,7 +272,7 @@ class FusedAllReduce(OneLevel):
         groups: ProcessorGroups,
         cuts: Sequence[Cuts],
     ) -> list[Any]:
-        """See `Strategy.reduce_scatter`.
+        """Sums over each group; each processor gets its part of the sum only.
 
         Where devices of a placement mesh have one memory, one device sums and cuts; otherwise each
         device adds up its own part, in buckets for which packed_bytes does not count.

@@ -274,7 +274,6 @@ class QuantizedAllReduce(GradientStrategy):
         self.bits, self.block_size = bits, block_size
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
-        """See `Strategy.gradient_state`."""
         maker.report(self._compression(gradients))
 
         def error(gradient: GradientOfCores) -> mtf.Variable | None:
@@ -289,7 +288,6 @@ class QuantizedAllReduce(GradientStrategy):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """See `Strategy.reduce_gradients`."""
         self.check(mesh_impl, groups)
         check_values(values)
         wanted = plus_errors(mesh_impl, values, state.of)

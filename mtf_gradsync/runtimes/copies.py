@@ -117,7 +117,6 @@ class CopiesHook(tf.train.SessionRunHook):
         patch(tf.train.Saver, "save", _check_and_save)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """See `tf.train.SessionRunHook.after_create_session`."""
         del coord
         self._attach(session)
 
@@ -127,7 +126,6 @@ class CopiesHook(tf.train.SessionRunHook):
         self.after_step(run_context.session)
 
     def end(self, session: Any) -> None:
-        """See `tf.train.SessionRunHook.end`."""
         self.check(session)
 
     @property

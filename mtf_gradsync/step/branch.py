@@ -143,7 +143,6 @@ class Conditional(mtf.Operation):
         return self._branch.updates
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         plan = self._branch.plan
         predicate = lowering.tensors[self.inputs[0]].to_laid_out_tensor().tensor_list[0]
         in_call = self._as_call and can_call(lowering)
@@ -222,7 +221,6 @@ class StandIn(mtf.Operation):
         self.later = later
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         first = self.later.stand_ins[0]
         if first not in lowering.operations:
             done = [lowering.operations[op] for op in self.later.build()]
@@ -304,7 +302,6 @@ class ValuesAfter(mtf.Operation):
         self.reads, self._writes = list(variables), list(writes)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         # An operation of a branch is lowered to the whole conditional.
         with tf.control_dependencies([lowering.operations[op] for op in self._writes]):
             for variable, output in zip(self.reads, self.outputs):

@@ -35,7 +35,6 @@ class Islands(PlanPart):
         return self._held_by.get(variable)
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
         return _IslandsLowering(lowering, self._held_by)
 
 
@@ -44,7 +43,6 @@ class _IslandsLowering(PartLowering):
         self._lowering, self._held_by = lowering, held_by
 
     def lower_variable(self, variable: mtf.Variable) -> bool:
-        """See `PartLowering.lower_variable`."""
         holder = self._held_by.get(variable)
         if holder is None:
             return False

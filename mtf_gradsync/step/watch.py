@@ -155,13 +155,11 @@ class WatchHook(tf.train.SessionRunHook):
         self._watch: Watch | None = None
 
     def begin(self) -> None:
-        """See `tf.train.SessionRunHook.begin`."""
         self._watched = self._find_watched()
         takes_it = self._watched is not None and self._watched.takes_a_hook
         self._watch = self._watched.watch() if takes_it else None
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """See `tf.train.SessionRunHook.after_create_session`."""
         del coord
         if getattr(session, "looks_at_steps", False) and self._watched.can_be_told:
             self._watch = None

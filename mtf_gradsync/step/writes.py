@@ -109,8 +109,6 @@ class WriteInPlace(mtf.Operation):
         self.variables, self._write = list(variables), write
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-
         def write(variable: Any, slice_variable: Any, given: tuple[tf.Tensor, ...]) -> Any:
             return self._write(slice_variable, *given)
 
@@ -184,7 +182,6 @@ class WriteOrder(PlanPart):
         self._step_of = {**self._step_of, **dict.fromkeys(operations, object())}
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
         writers: dict[mtf.Variable, list[mtf.Assign]] = {}
         for operation in lowering.graph.operations:
             if isinstance(operation, mtf.Assign) and not is_simd(lowering.mesh_impl(operation)):
@@ -213,7 +210,6 @@ class _WriteOrderLowering(PartLowering):
         }
 
     def lower(self, operation: mtf.Operation) -> bool:
-        """See `PartLowering.lower`."""
         if operation not in self._commuting:
             return False
         assign_fn = operation.assign_fn
@@ -223,7 +219,6 @@ class _WriteOrderLowering(PartLowering):
         return True
 
     def end(self) -> None:
-        """See `PartLowering.end`."""
         lowered = self._lowering.operations
         for variable, operations in self._contested.items():
             for number, one in enumerate(operations):
@@ -334,7 +329,6 @@ class OwnWrites(PlanPart):
         part._sums += (tuple(sums),)
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """See `PlanPart.begin`."""
         plan = StepPlan.of(lowering.graph)
         made_by = {sums[0].operation: sums for sums in self._sums}
         meshes = {operation.mesh for operation in made_by}
@@ -372,7 +366,6 @@ class AdvanceStep(mtf.Operation):
         self._update = list(update)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         done = [lowering.operations[op] for op in self._update]
         dtype = self._step.dtype.base_dtype
         with tf.control_dependencies(done):

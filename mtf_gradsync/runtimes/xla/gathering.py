@@ -198,11 +198,11 @@ class Cores:
         return found
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """See `gathering.together`."""
+        """Calls a function on every process of these cores, as `gathering.together` does."""
         return work() if self.is_alone else together(work)
 
     def check_same(self, what: str, content: bytes) -> None:
-        """See `gathering.check_same`."""
+        """Raises a ProcessesError unless all processes of these cores have the same content."""
         if not self.is_alone:
             check_same(what, content)
 

@@ -164,7 +164,6 @@ class XlaSession(ReplicaSession):
         self._look_until(self._dispatched)
 
     def close(self) -> None:
-        """See `ReplicaSession.close`."""
         try:
             self._look_until(self._dispatched)
         except NoUpdateError as error:
@@ -308,18 +307,18 @@ class XlaSession(ReplicaSession):
         return dict(zip(names, values))
 
     def checksums(self) -> dict[tuple[str, ...], list[Any]]:
-        """See `ReplicaSession.checksums`; with several processes, all of them have to call it."""
+        """Returns `ReplicaSession.checksums`; with several processes, all of them must call it."""
         self._look_until(self._dispatched)
         with devices_errors():
             return self._variables.checksums()
 
     def copies_of(self, names: Sequence[str]) -> list[np.ndarray]:
-        """See `ReplicaSession.copies_of`; with several processes, all of them have to call it."""
+        """Returns `ReplicaSession.copies_of`; with several processes, all of them must call it."""
         with devices_errors():
             return self._variables.values_on_cores(names)
 
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
-        """See `ReplicaSession.begin_save`; several processes write before they go on."""
+        """Saves a checkpoint; with several processes the files are written before it returns."""
         if self._cores.is_alone:
             return super().begin_save(path, saver, global_step)
         written: Future[str] = Future()

@@ -148,11 +148,10 @@ class IslandHook(tf.train.SessionRunHook):
         self._newest: str | None = None  # checkpoint that was seen
 
     def begin(self) -> None:
-        """See ``tf.train.SessionRunHook``."""
         self._step = tf.train.get_global_step()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """See ``tf.train.SessionRunHook``: one that recovers has older values."""
+        """Lets the next step begin the island anew: a session that recovers has older values."""
         del session, coord
         self._has_begun = False
 

@@ -505,7 +505,7 @@ class _Wrong(ValueError):
 
 
 class _OtherTensors(_Wrong):
-    """See `OtherTensorsError`."""
+    """Refuses tensors that are not the program's, in their names, shapes or dtypes."""
 
 
 def _check_specs(there: Mapping[str, Spec], specs: Mapping[str, Spec]) -> None:

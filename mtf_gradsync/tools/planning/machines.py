@@ -216,11 +216,11 @@ class TpuMachine:
         self.estimate_source = "roofline"
 
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
-        """See `Machine`."""
+        """Lowers a program to HLO for the cores of this topology."""
         return lower(program, fetches)
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
-        """See `Machine`. The estimate of a program with conditionals is that of an update step."""
+        """Compiles a program; the estimate of one with conditionals is that of an update step."""
         made = compile_lowered(lowered, self.name, begun=begun)
         if made.memory is None:
             return Compiled(made.error, seconds=made.seconds)
@@ -235,7 +235,9 @@ class TpuMachine:
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`. The estimate counts a collective's bytes in memory, and no links.
+        """Returns the seconds that a collective takes on the links.
+
+        The step's own estimate counts a collective's bytes in memory, and no links.
 
         Groups are of one slice, or of cores of several at one place: all cores of a chip share what
         the chip sends over the network.

@@ -306,12 +306,10 @@ class PlacementMeshRunner(Runner):
         return lambda: values
 
     def begin_save(self, step: int) -> Future[str]:
-        """See `Runner`."""
         self._save_island(step)
         return self._raw(lambda session: self._saver.begin_save(session, self._prefix, step))
 
     def should_stop(self) -> bool:
-        """See `Runner`."""
         return self._session.should_stop()
 
     def _scaffold(self) -> tf.train.Scaffold:
@@ -362,12 +360,10 @@ class SimdProgramRunner(Runner):
         return result
 
     def begin_save(self, step: int) -> Future[str]:
-        """See `Runner`."""
         self._save_island(step)
         return self._session.begin_save(self._prefix, self._saver, step)
 
     def agreed_stop(self, received: int | None) -> int | None:
-        """See `Runner`."""
         if self.is_alone:
             return received
         cores = self._session.cores
