@@ -1,4 +1,4 @@
-"""What runtimes and tools share: errors of a run, names of flags and files, where configs are."""
+"""Names that runtimes and tools share: errors of a run, flags, files, the folder of configs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class ConfigError(ValueError):
-    """A setting of a run cannot work; the message names it and what would do.
+    """The error of a setting that cannot work; the message names it and a remedy.
 
     The command line prints the message without a traceback and exits with code 2.
     """
 
 
 class TrainingError(RuntimeError):
-    """A run that was set up correctly cannot go on, for example because its loss is not finite."""
+    """The error of a well-configured run that cannot go on, for example with a loss of NaN."""
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's message in one line; its type where it has none."""
+    """Returns an error's message in one line; its type if it has no message."""
     # TensorFlow's sessions raise a second error, with many lines on where an operation was made.
     if type(error.__context__) is type(error):
         error = error.__context__

@@ -1,4 +1,4 @@
-"""Notes signals that ask a program to stop, so that it can end in an orderly way."""
+"""Catches signals that ask a program to stop, so that it can end in an orderly way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Self = TypeVar("_Self", bound="StopSignal")
 
 
 class StopSignal:
-    """Turns SIGINT and SIGTERM into a request to stop, while it is entered.
+    """A context manager that turns SIGINT and SIGTERM into a request to stop.
 
     `received` is the number of the first signal, None before, and on_first is called with it. A
     second signal, more than a moment later, is a KeyboardInterrupt: a user who presses Ctrl-C twice
@@ -53,7 +53,7 @@ class StopSignal:
 
 
 class Interruption(StopSignal):
-    """Makes a KeyboardInterrupt of SIGINT and of SIGTERM at once, while it is entered.
+    """A context manager that turns SIGINT and SIGTERM into a KeyboardInterrupt at once.
 
     Python drops what a handler raises in callbacks of the garbage collector, where it often runs
     beside jax. So `check` raises it again between the parts of the work.
@@ -69,13 +69,13 @@ class Interruption(StopSignal):
 
 
 def signal_of(error: KeyboardInterrupt) -> int:
-    """The number of the signal that an error stands for."""
+    """Returns the number of the signal that caused an error."""
     return error.args[0] if error.args else signal.SIGINT
 
 
 @contextlib.contextmanager
 def handler_kept(number: int) -> Iterator[None]:
-    """Makes the handler of a signal again what it was before the block, if C code has set another.
+    """Restores the handler of a signal after the block, if C code has set another.
 
     Python knows no handlers but its own; faulthandler and libraries set theirs in C.
     """

@@ -1,4 +1,4 @@
-"""Tables as text that are no wider than the terminal."""
+"""Text tables that are no wider than the terminal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PIECES = re.compile(r"[^ /+;>]*[ /+;>]+|[^ /+;>]+")
 
 
 def terminal_width() -> int:
-    """The number of characters in a line: COLUMNS, the terminal's, or `WIDE` without a terminal."""
+    """Returns the characters per line: COLUMNS, the terminal's width, or else `WIDE`."""
     return shutil.get_terminal_size((WIDE, 24)).columns
 
 
 def wrapped(lines: Sequence[str], width: int | None = None) -> list[str]:
-    """Returns lines of text in which those that are too wide end between words, as often as needed.
+    """Returns lines of text, the long ones broken between words.
 
     Their rest is indented as they are. `width` is None for `terminal_width`.
     """
@@ -94,7 +94,7 @@ class _Column(NamedTuple):
 
 
 def _broken(lines: Sequence[str], width: int, indent: str = " ") -> list[str]:
-    """Lines of a text that are no longer than `width`; `indent` begins what follows a break."""
+    """Returns lines of at most `width` characters; `indent` begins each continuation."""
     made = []
     for line in lines:
         pieces, current = _PIECES.findall(line), ""
@@ -121,7 +121,7 @@ def _narrowest(column: _Column) -> _Column:
 
 
 def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]:
-    """The columns of each of several tables, as few as fit into the width."""
+    """Splits the columns into as few tables as fit into the width; returns each table's."""
     bands: list[list[_Column]] = []
     for column in columns:
         band = [*bands[-1], column] if bands else [column]
@@ -133,7 +133,7 @@ def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]
 
 
 def _fitted(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """The columns, the widest of those of text as narrow as the width asks for."""
+    """Returns the columns, with the widest columns of text narrowed to fit the width."""
     fitted = list(columns)
     while _width(fitted) > width:
         left = [n for n, c in enumerate(fitted) if c.is_text and _narrowest(c).width < c.width]

@@ -1,4 +1,4 @@
-"""The tasks of a cluster, and which of them this process is."""
+"""The tasks of a cluster, and which task this process is."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ class Task(NamedTuple):
 
     @property
     def all_tasks(self) -> list[tuple[str, int]]:
-        """Job and number of each task, the chief first."""
+        """The job and number of each task, the chief first."""
         return [(job, index) for job, tasks in self.jobs.items() for index in range(len(tasks))]
 
     @property
     def names(self) -> list[str]:
-        """Names of all tasks, the chief's first: "worker 0" and so on."""
+        """The names of all tasks, the chief's first: "worker 0" and so on."""
         return [f"{job} {index}" for job, index in self.all_tasks]
 
     @property
     def number(self) -> int:
-        """Place of this task among all; 0 is the chief."""
+        """The place of this task among all; 0 is the chief."""
         return self.all_tasks.index((self.job, self.index))
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of this task."""
+        """The host and port of this task."""
         return _host_and_port(self.jobs[self.job][self.index], self.job)
 
     @property
     def chief_address(self) -> tuple[str, int]:
-        """Host and port of the chief."""
+        """The host and port of the chief."""
         job, index = self.all_tasks[0]
         return _host_and_port(self.jobs[job][index], job)
 
@@ -198,7 +198,7 @@ _LOSSES = (
 
 
 class Cluster(Membership):
-    """This process as a task of a cluster. Use it as a context manager around all work on the mesh.
+    """A process as a task of a cluster. Use it as a context manager around all work on the mesh.
 
     The chief works inside the context. Any other task that reaches its end serves its devices until
     the chief reaches the end, too. An exception that leaves the context of one task ends the other
@@ -320,7 +320,7 @@ def join_cluster(
 
 
 def _keep_others_out(me: Member, task: Task) -> None:
-    """Lets only this machine call a server that has not begun, if the cluster is on it alone."""
+    """Lets only this machine call a server before its start, if the cluster is on it alone."""
     addresses = [_host_and_port(a, job) for job, tasks in task.jobs.items() for a in tasks]
     what = (
         "TensorFlow's server listens on all addresses of this machine, and whoever reaches port "

@@ -1,4 +1,4 @@
-"""Compares the copies of variables that cores hold while a training runs, and ends it if they part.
+"""Compares the copies of variables on cores while a training runs, and ends it if they differ.
 
 Each core of a mesh has its own copy of what the mesh does not split: variables, slots, counters.
 All copies are updated alike, and nothing in a step compares them. A copy that parts, by a fault of
@@ -33,7 +33,7 @@ _VARIABLE = "variable"
 
 
 class CopiesError(RuntimeError):
-    """Copies of a variable that must be equal are not.
+    """The error of a variable's copies that differ and must be equal.
 
     Attributes:
       variable: the variable's name.
@@ -69,7 +69,7 @@ def watch_copies(every: int = 100) -> CopiesHook:
 
 
 class CopiesHook(tf.train.SessionRunHook):
-    """Compares copies of variables between steps; `watch_copies` makes it."""
+    """A hook that compares copies of variables between steps; `watch_copies` makes it."""
 
     def __init__(self, every: int):
         self.every = every
@@ -81,7 +81,7 @@ class CopiesHook(tf.train.SessionRunHook):
         self._step: tf.Tensor | None = None
 
     def begin(self) -> None:
-        """Adds what it needs to the default graph, in which the step is lowered.
+        """Adds the comparison's operations to the default graph, where the step is lowered.
 
         Raises ValueError if nothing is.
         """
@@ -121,7 +121,7 @@ class CopiesHook(tf.train.SessionRunHook):
         self._attach(session)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Compares if it is time; see `tf.train.SessionRunHook.after_run`."""
+        """Compares if a comparison is due; see `tf.train.SessionRunHook.after_run`."""
         del run_values
         self.after_step(run_context.session)
 
@@ -134,7 +134,7 @@ class CopiesHook(tf.train.SessionRunHook):
         return self._runs > 0
 
     def after_step(self, session: Any) -> None:
-        """Counts a step of a session without hooks, and compares if it is time.
+        """Counts a step of a session without hooks, and compares if that is due.
 
         Raises CopiesError if copies differ.
         """
@@ -179,7 +179,7 @@ class CopiesHook(tf.train.SessionRunHook):
         )
 
     def _compared(self, session: Any) -> Iterator[tuple[_Copies, Sequence[bytes]]]:
-        """Gives copies and the checksums of their cores."""
+        """Yields copies and the checksums of their cores."""
         on_cores = _replica_session(session)
         checksums = None if on_cores is None else on_cores.checksums()
         if checksums is None:
@@ -213,7 +213,7 @@ class CopiesHook(tf.train.SessionRunHook):
 
 
 class _Copies(NamedTuple):
-    """Copies of one slice of a variable, on different cores.
+    """The copies of one slice of a variable, on different cores.
 
     Attributes:
       name: the mesh variable's.
@@ -229,7 +229,7 @@ class _Copies(NamedTuple):
 
 
 def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, list[Any]]:
-    """Returns the groups of cores that hold copies of one slice of a variable, with these."""
+    """Returns, for each slice of a variable with several copies, the cores' copies."""
     laid_out = lowering.variables[variable]
     if isinstance(laid_out, HeldSlices):  # the holder's slices
         return {}
@@ -259,7 +259,7 @@ def _bits(value: np.ndarray) -> np.ndarray:
 
 
 def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """Returns which copies differ from most, and which are alike."""
+    """Returns the copies that differ from most, and the others."""
     most = collections.Counter(copies).most_common(1)[0][0]
     alike = [number for number, x in enumerate(copies) if x == most]
     return [number for number, x in enumerate(copies) if x != most], alike
@@ -268,7 +268,7 @@ def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
 def _different(
     copies: _Copies, values: Sequence[np.ndarray], one: int, other: int
 ) -> tuple[str, str]:
-    """Returns the name of the variable, and a sentence on the numbers of two copies that differ."""
+    """Returns the variable's name, and a sentence on the numbers that differ in two copies."""
     value = values[one]
     numbers = np.flatnonzero((_bits(value) != _bits(values[other])).any(1))
     if not len(numbers):
@@ -288,7 +288,7 @@ _INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def _checksum(value: tf.Tensor) -> tf.Tensor:
-    """Makes a checksum of a tensor's bits, as 8 bytes, on the device that is set."""
+    """Returns a checksum of a tensor's bits, as 8 bytes, computed on the current device."""
     # Slices of a TPU's program are read by its host.
     if tf.DeviceSpec.from_string(value.device).device_type != "GPU":
         return tf.fingerprint(tf.reshape(value, [1, -1]))[0]
@@ -307,7 +307,7 @@ def _checksum(value: tf.Tensor) -> tf.Tensor:
 
 
 def _replica_session(session: Any) -> ReplicaSession | None:
-    """Returns the session on a SIMD program's cores that a session is or has inside."""
+    """Returns the session on a SIMD program's cores: `session`, or one inside it."""
     inside = getattr(session, "session", session)
     return inside if isinstance(inside, ReplicaSession) else None
 
@@ -318,7 +318,7 @@ def _cores(cores: Sequence[int]) -> str:
 
 
 def _check_and_save(save: Callable[..., Any]) -> Any:
-    """Makes savers compare the copies of graphs that are watched before they write."""
+    """Makes savers of watched graphs compare the copies before they write."""
 
     def save_checked(self: tf.train.Saver, sess: Any, *args: Any, **kwargs: Any) -> Any:
         graph = getattr(sess, "graph", None)

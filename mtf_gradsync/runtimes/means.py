@@ -1,4 +1,4 @@
-"""Means of what training steps measured, over the steps since a line was written."""
+"""Means of training steps' measurements, over the steps since a line was written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Mapping, NamedTuple
 
 
 class Measured(NamedTuple):
-    """What one training step measured.
+    """The measurements of one training step.
 
     Attributes:
       loss: the model's loss: nats, and what else the model adds, divided by its denominator.
@@ -23,14 +23,14 @@ class Measured(NamedTuple):
 
 
 class StepMeans:
-    """Takes means over the training steps since a line was written about them.
+    """The means over the training steps since the last line.
 
     A line in the middle of an update is also of the update's earlier microbatch steps: the loss of
     an update is that of all its microbatches, not of the last one.
     """
 
     def __init__(self, denominator: float = 1.0):
-        """Begins before any step; `denominator` is what the model divides a loss in nats by."""
+        """Begins before any step; `denominator` is the model's divisor of a loss in nats."""
         self._denominator = denominator
         self._since_line: list[Measured] = []
         self._of_update: list[Measured] = []
@@ -76,15 +76,15 @@ class StepMeans:
 
     @property
     def steps_in_no_update(self) -> int:
-        """How many of the newest steps are in no update yet."""
+        """The number of newest steps that are in no update yet."""
         return len(self._of_update) if self._in_sums else 0
 
     def end_line(self) -> None:
-        """Begins a new line: its means are of the steps that follow."""
+        """Ends the line: the next means are of later steps."""
         self._since_line = []
 
     def state(self) -> dict[str, Any] | None:
-        """Returns what a run that goes on from here has to know, for JSON; None for nothing."""
+        """Returns the sums that a resumed run needs, for JSON; None if there are none."""
         if not self._since_line and not self._in_sums:
             return None
         return {

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints in the format, and under the names, of Mesh-TensorFlow's own."""
+"""Writes and reads checkpoints, in Mesh-TensorFlow's format and under its names."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
 
 
 def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
-    """Replaces the initial values of variables by a checkpoint's, where shapes and types agree.
+    """Replaces variables' initial values by a checkpoint's, where shapes and types agree.
 
     The others keep their own initial values, and so does state of wrappers, which begins anew.
     Returns text for the log, which names both. A directory stands for its newest checkpoint.
@@ -133,7 +133,7 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
 
 
 def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
-    """Gives counts that go with slots in `chosen`, but are not there, the updates of their run.
+    """Gives counters of slots in `chosen` that a checkpoint lacks its number of updates.
 
     Returns the names of these counts.
     """
@@ -149,7 +149,7 @@ def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
 
 
 def _groups(names: Iterable[str], trained: Sequence[str]) -> list[str]:
-    """Returns lines on groups of variables: trained ones, each kind of slot, and others by name."""
+    """Returns lines on groups of variables: trained ones, slots by kind, and others by name."""
     groups: dict[str, int] = {}
     own = [name for name in names if name in trained]
     for name in sorted(set(names) - set(own)):
@@ -165,7 +165,7 @@ def _groups(names: Iterable[str], trained: Sequence[str]) -> list[str]:
 def check_configuration(
     path: str, variables: Sequence[Any], accept: bool, changed: Sequence[str] = ()
 ) -> Differences:
-    """Returns how a checkpoint and a configuration differ, or raises a ConfigError if they may not.
+    """Returns how a checkpoint and a graph differ, or raises a ConfigError if they must not.
 
     With `accept` each may have variables that the other lacks; shapes and types may never differ.
     `changed` are lines on settings that are not those that the checkpoint was made with.
@@ -198,7 +198,7 @@ def check_configuration(
 
 
 def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
-    """Raises a ConfigError if a checkpoint lacks variables, but for those that wrappers derive."""
+    """Raises a ConfigError if a checkpoint lacks variables, except those that wrappers derive."""
     found = differences(path, variables)
     missing = [
         f"{name} is not in the checkpoint" for name in found.new if name not in found.adapted
@@ -212,7 +212,7 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
 
 
 def differences_text(found: Differences) -> str:
-    """Returns the accepted differences as text for the log; empty where there are none."""
+    """Returns the accepted differences as text for the log; "" if there are none."""
     return "\n".join(_lines(found))
 
 
@@ -245,7 +245,7 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it is called
-    """The values that a checkpoint is made of: in place of a session, to `tf.train.Saver.save`."""
+    """The values of a checkpoint, which `tf.train.Saver.save` takes for a session."""
 
     def __init__(self, sess: Any, saver_def: Any):
         """Reads all values in one run of a session."""
@@ -276,7 +276,7 @@ class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it 
         return prefix
 
     def close(self) -> None:
-        """Lets go of the values."""
+        """Frees the values."""
         self._session.close()
         self._values = {}
 
@@ -330,11 +330,11 @@ class RunSaver(ReshardingSaver):
             sess.run(added)
 
     def _check_masters(self, sess: Any, global_step: Any) -> None:
-        """Raises an error if the values to be written are of no use; here none are checked."""
+        """Raises an error if the values are useless; this class checks none."""
 
 
 class TrainingSaver(RunSaver):
-    """A RunSaver that refuses to write what a run could not go on from.
+    """A RunSaver that refuses values from which a run could not go on.
 
     With `sums_may_be_bad` an optimizer skips sums that are not finite: a checkpoint may hold some.
     Whoever restores by it has compared the variables name by name, and accepted differences.
@@ -376,7 +376,7 @@ class TrainingSaver(RunSaver):
             ) from error
 
     def begin_save(self, sess: Any, save_path: str, global_step: int) -> Future[str]:
-        """Takes the values of a checkpoint, and writes it beside whatever comes next.
+        """Takes a checkpoint's values, and writes them while the program goes on.
 
         It returns once the session may go on: the values are those of now. There may be one such
         checkpoint at a time.
@@ -420,7 +420,7 @@ class TrainingSaver(RunSaver):
 
 
 def _put_on_disk(path: str) -> None:
-    """Waits until a checkpoint is on the disk, and so outlives a power failure."""
+    """Waits until a checkpoint is on the disk, so that it survives a power failure."""
     directory = os.path.dirname(path) or "."
     state = os.path.join(directory, STATE_FILE)
     for file in (*map(os.fspath, checkpoint_files(path)), state, directory):

@@ -41,12 +41,12 @@ class ProgramSession(_SessionInterface):
 
     @property
     def session(self) -> ReplicaSession:
-        """The session underneath."""
+        """The session on the cores that this one wraps."""
         return self._session
 
     @property
     def sess_str(self) -> str:
-        """Target of the session for TensorFlow's part: this process."""
+        """The target of TensorFlow's part of the session: this process."""
         return ""
 
     def run(
@@ -64,7 +64,7 @@ class ProgramSession(_SessionInterface):
 
 
 def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
-    """Appends the single fetches of a structure to a list; returns a function that rebuilds it.
+    """Appends the fetches in a structure to a list; returns a function that rebuilds it.
 
     Fetches of hooks are in a dict by hook; `tf.nest` would sort its keys, which have no order.
     """
@@ -84,7 +84,7 @@ def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
 
 
 class DeviceSessions(tf.train.SessionCreator):
-    """Opens sessions on devices, from a checkpoint where there is one.
+    """A factory of sessions on devices, which begin from a checkpoint if there is one.
 
     A monitored session opens a new session when a worker is lost, and `start` is asked again.
     TensorFlow's own `ChiefSessionCreator` would begin it with the checkpoint of the first session,
@@ -121,7 +121,7 @@ class DeviceSessions(tf.train.SessionCreator):
 
 
 class ProgramSessions(tf.train.SessionCreator):
-    """Opens sessions that `make` returns, initialized, on a SIMD program; see `DeviceSessions`."""
+    """A factory of initialized sessions on a SIMD program; see `DeviceSessions`."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class ProgramSessions(tf.train.SessionCreator):
 
 
 def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
-    """Tells a saver of a run's older checkpoints, so that it deletes those beyond its maximum."""
+    """Gives a saver a run's older checkpoints, so that it deletes those beyond its maximum."""
     if saver and start.kept:
         saver.recover_last_checkpoints(list(start.kept))
 
@@ -226,7 +226,7 @@ def choose_runtime(
 
 
 def fastest_runtime() -> Runtime:
-    """Returns the fastest runtime of SIMD programs that this environment has."""
+    """Returns the fastest runtime of SIMD programs in this environment, and the reason."""
     missing = xla.why_no_xla()
     if missing:
         return Runtime("cpu_replicas", f"the fastest without jax: {missing}")
@@ -257,7 +257,7 @@ def place_of(
 def program_session(
     name: str, program: simd.Program, lowering: Any, **settings: Any
 ) -> ReplicaSession:
-    """Opens a session of a SIMD program on XLA devices, where `settings` hold, or CPU replicas."""
+    """Opens a SIMD program's session, on XLA devices (with `settings`) or CPU replicas."""
     if name == "xla":
         return xla.session(program, lowering, **settings)
     return program.session(lowering)
@@ -329,7 +329,7 @@ class OnCores:
 
 
 def _cpu_devices() -> int:
-    """Returns how many CPU devices the default graph names, at least 1."""
+    """Returns the number of CPU devices that the default graph names, at least 1."""
     specs = {op.device for op in tf.get_default_graph().get_operations()}
     named = [tf.DeviceSpec.from_string(spec) for spec in specs if spec]
     return 1 + max((x.device_index or 0 for x in named if x.device_type == "CPU"), default=0)

@@ -1,4 +1,4 @@
-"""Settings of TensorFlow for programs on a mesh: of sessions, for equal results, and of graphs."""
+"""TensorFlow's settings for programs on a mesh: of sessions, of graphs, for equal results."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _task_name(task: str) -> str:
 
 
 def enable_mesh_defaults() -> None:
-    """Switches TensorFlow to what a Mesh-TensorFlow program needs; for entry points only.
+    """Sets TensorFlow's switches for Mesh-TensorFlow programs; only for entry points.
 
     That is graph mode and control flow v1, and resource variables: with ref variables an update may
     overtake a read of the same step.

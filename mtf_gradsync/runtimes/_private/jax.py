@@ -1,4 +1,4 @@
-"""What this package uses of jax without a public name, one function each.
+"""Parts of jax without a public name that this package uses, one function each.
 
 What compiles and runs programs is in `mtf_gradsync.runtimes.xla.runner`, because exported steps
 need it, too. All were read on jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1; public names of
@@ -62,7 +62,7 @@ def cost_numbers(executable: Any) -> dict[str, float]:
 
 
 def hlo_text(hlo: bytes) -> str:
-    """Returns a serialized ``HloModuleProto`` as XLA prints it."""
+    """Returns a serialized ``HloModuleProto`` as text, as XLA prints it."""
     return _hlo().HloModule.from_serialized_hlo_module_proto(hlo).to_string()
 
 
@@ -138,7 +138,7 @@ def backends_are_initialized() -> bool:
 
 
 class JaxCluster(NamedTuple):
-    """The cluster around this process, as jax.distributed needs it; None for what is not known.
+    """The cluster around this process, as jax.distributed needs it; unknown fields are None.
 
     Attributes:
       coordinator: address "host:port" of process 0.

@@ -1,4 +1,4 @@
-"""What runtimes and tools use of Mesh-TensorFlow that has no public name, one function each.
+"""Parts of Mesh-TensorFlow without a public name that runtimes and tools use, one function each.
 
 All were read on Mesh-TF 0.1.21; ``tests/private/test_mesh_tensorflow.py`` has a test of each that
 fails where a version means something else.

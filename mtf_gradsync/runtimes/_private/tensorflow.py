@@ -1,4 +1,4 @@
-"""What runtimes use of TensorFlow that has no public name, one function each.
+"""Parts of TensorFlow without a public name that runtimes use, one function each.
 
 All were read on TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each that fails where a
 version means something else.
@@ -41,7 +41,7 @@ def kernel_devices(op_type: str) -> frozenset[str]:
 
 
 def bind_to_loopback(port: int) -> None:
-    """Makes a server of this process take no calls of other machines; OSError if it cannot.
+    """Binds a port so that only this machine can call a server; raises OSError if it cannot.
 
     TensorFlow's servers listen on "0.0.0.0", without a setting for it. Calls that came before are
     ended; a server that has not begun has not obeyed them.
@@ -92,7 +92,7 @@ def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
 
 
 def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
-    """Tells functions called inside, such as ``tf.tpu.cross_replica_sum``, the number of cores."""
+    """Returns a context manager that tells ``tf.tpu.cross_replica_sum`` the number of cores."""
     from tensorflow.python.tpu import tpu_function
 
     return tpu_function.tpu_shard_context(num_replicas)
@@ -106,7 +106,7 @@ def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
 
 
 def eager_mode() -> ContextManager[None]:
-    """Switches eager execution on for a while, also where ``disable_v2_behavior`` was called."""
+    """Returns a context manager with eager execution, even after ``disable_v2_behavior``."""
     from tensorflow.python.eager import context
 
     return context.eager_mode()
@@ -135,7 +135,7 @@ def xla_custom_call(
 
 
 def with_own_types(value: np.ndarray) -> np.ndarray:
-    """Returns the same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own."""
+    """Returns the same bytes in a dtype of TensorFlow's: 2.12 has its own bfloat16."""
     own = tf.bfloat16.as_numpy_dtype
     if value.dtype.name == "bfloat16" and value.dtype != own:
         return value.view(np.uint16).view(own)
@@ -143,7 +143,7 @@ def with_own_types(value: np.ndarray) -> np.ndarray:
 
 
 class BridgeError(RuntimeError):
-    """TensorFlow's bridge to XLA refuses a program."""
+    """The error of a program that TensorFlow's bridge to XLA refuses."""
 
 
 def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
@@ -167,7 +167,7 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
 
 
 def hlo_module(serialized: bytes) -> Any:
-    """Reads a program of XLA, a serialized ``HloModuleProto``; no bytes give a module to fill.
+    """Parses a serialized ``HloModuleProto``; without bytes, returns an empty one to fill.
 
     Fields of later versions stay as unknown fields. Bytes of something else raise
     google.protobuf.message.DecodeError.

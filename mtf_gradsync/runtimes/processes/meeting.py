@@ -59,7 +59,7 @@ class Introduction(NamedTuple):
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Introduction:
-        """Reads an introduction from a message; ConnectionBroken if it is something else."""
+        """Parses an introduction; raises ConnectionBroken if a message is something else."""
         try:
             said = cls(*(message[name] for name in cls._fields))
         except KeyError as error:
@@ -70,7 +70,7 @@ class Introduction(NamedTuple):
 
 
 class Host:
-    """Waits on process 0 for the other processes."""
+    """The part of process 0 that waits for the other processes."""
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: MeetingAddress):
         self._me, self._facts, self._place = me, facts, place
@@ -119,7 +119,7 @@ class Host:
         self._tell(connection, challenge=stranger.challenge)
 
     def _drop_idle(self, most: int) -> None:
-        """Drops strangers that say nothing, and the oldest where there are too many."""
+        """Drops strangers that send nothing, and the oldest if there are too many."""
         late = time.monotonic() - ANSWER_S
         extra = len(self._strangers) - most
         for number, stranger in enumerate(list(self._strangers)):
@@ -190,7 +190,7 @@ class Host:
         reason: str,
         error: type[ProcessesError] = ProcessesError,
     ) -> None:
-        """Ends the start with an error, here and on the processes that wait."""
+        """Ends the start with an error, on this process and on those that wait."""
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._arrived.values())]:
             if other is not None:
@@ -199,7 +199,7 @@ class Host:
         raise error(f"The job cannot start: {reason}.")
 
     def _turn_away(self, stranger: _Stranger, reason: str) -> None:
-        """Drops a stranger with a word on why; the others wait on."""
+        """Drops a stranger with a message on why; the others wait on."""
         self._tell(stranger.connection, refused=f"{self._me} refused a caller: {reason}")
         self._drop(stranger)
 
@@ -269,7 +269,7 @@ def meet(
 
 
 class Met(NamedTuple):
-    """The processes of a job of XLA devices that have met."""
+    """The processes of a job of XLA devices, once they have met."""
 
     me: Member
     peers: dict[Member, Connection]  # as `meet` returns them
@@ -335,7 +335,7 @@ def _connected(place: MeetingAddress) -> Connection:
 
 
 def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
-    """Yields the messages of process 0 until a time is up."""
+    """Yields the messages of process 0 until the time `end`."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while time.monotonic() < end:
@@ -358,7 +358,7 @@ def _challenge(connection: Connection, end: float) -> str:
 def _welcome(
     connection: Connection, place: MeetingAddress, first: str, mine: str, end: float
 ) -> Member:
-    """Waits until process 0 says that all are there, and returns the member that process 0 is."""
+    """Waits until process 0 says that all are there; returns process 0's member."""
     for message in _messages_of_host(connection, end):
         if "denied" in message:
             here = "has one" if has_secret() else "has none"

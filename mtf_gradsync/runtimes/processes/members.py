@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Member(NamedTuple):
-    """One process of a job."""
+    """A process of a job."""
 
     index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
     host: str
@@ -31,7 +31,7 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, fields: Any) -> Member:
-        """Reads a member from the fields in a message; ConnectionBroken if they are none."""
+        """Parses a member from a message's fields; raises ConnectionBroken if they are wrong."""
         if not isinstance(fields, list) or [type(x) for x in fields] != [int, str, int, str]:
             raise ConnectionBroken(f"no process of a job: {fields!r:.80}")
         index, host, pid, name = fields
@@ -50,7 +50,7 @@ class MeetingAddress(NamedTuple):
 
     @classmethod
     def of(cls, text: str, argument: str) -> MeetingAddress:
-        """Reads an address "host:port"; ValueError, with the argument's name, if it is none."""
+        """Parses an address "host:port"; raises ValueError, with the argument's name."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"{argument} must be like 'host:1234', got {text!r}.")
@@ -58,7 +58,7 @@ class MeetingAddress(NamedTuple):
 
     @property
     def own(self) -> str | None:
-        """The host, if it is an address of this machine and no name: to listen at it alone.
+        """The host, if it is this machine's address and not a name: to listen at it alone.
 
         What a name stands for here is not always what the others know this machine by.
         """
@@ -72,7 +72,7 @@ class MeetingAddress(NamedTuple):
 
     @property
     def loopback(self) -> str | None:
-        """The host, if it is an address that only processes of one machine can reach."""
+        """The host, if only processes of this machine can reach it."""
         # Not what a machine's name stands for: many machines have their own as 127.0.1.1, which is
         # not what others know it by.
         host = "127.0.0.1" if self.host == "localhost" else self.host
@@ -82,7 +82,7 @@ class MeetingAddress(NamedTuple):
 
 
 def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
-    """Returns whether a caller got all of some arguments; ValueError if it got only some."""
+    """Returns whether a caller got all of some arguments; raises ValueError for only some."""
     missing = [name for name, value in arguments.items() if value is None]
     if missing and len(missing) < len(arguments):
         raise ValueError(
@@ -97,11 +97,11 @@ LOST_PROCESS_EXIT_CODE = 75
 
 
 class ProcessesError(RuntimeError):
-    """The processes of a job cannot work together on one mesh."""
+    """The error of processes that cannot work together on one mesh."""
 
 
 class MissingProcessesError(ProcessesError):
-    """Some processes did not come in time; nothing else is wrong, so starting again may help."""
+    """The error of processes that did not come in time; starting again may help."""
 
 
 #: Characters of a text in a message; of a longer one the beginning is sent.
@@ -111,11 +111,11 @@ LONGEST = 1 << 20
 
 
 class ConnectionBroken(Exception):
-    """The other side has gone, or has sent what no process of this package sends."""
+    """The error of a connection that has ended, or has sent unknown messages."""
 
 
 class Connection:
-    """One end of a connection, over a connected socket. No method waits."""
+    """One end of a connected socket. No method waits."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -188,7 +188,7 @@ class Connection:
 
 
 def printable(text: str) -> str:
-    """Returns a text of another process without what would move a terminal's cursor."""
+    """Returns another process's text without characters that move a terminal's cursor."""
     return "".join(x if x.isprintable() else "?" for x in text)
 
 
@@ -217,12 +217,12 @@ def has_secret() -> bool:
 
 
 def new_challenge() -> str:
-    """Returns random text for the other side to make a proof of."""
+    """Returns random text, for which the other side has to compute a proof."""
     return secrets.token_hex(16)
 
 
 def secret_proof(role: str, *challenges: str) -> str:
-    """Returns hexadecimal digits that show that this process has the secret.
+    """Returns hexadecimal digits that prove that this process has the secret.
 
     They depend on both sides' challenges, and on `role`, so that no side can send a proof back.
     """

@@ -19,7 +19,7 @@ BEAT = b'{"beat": true}\n'
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process was stopped; False where the system does not say."""
+    """Returns whether a process was stopped; False if the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # Its name, in parentheses, may hold anything.

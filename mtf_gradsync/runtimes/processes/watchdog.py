@@ -48,14 +48,14 @@ _begun = ""
 
 
 class Alarm(NamedTuple):
-    """Tells a watchdog that its process is about to be ended by a signal."""
+    """The means by which a signal handler warns the watchdog that the process is about to end."""
 
     descriptor: int  # read end of a pipe that is written to then; the watchdog closes it
     explain: Callable[[str], str]  # returns in words what has happened, given what was written
 
 
 class Watchdog:
-    """The watchdog's thread of one process."""
+    """The watchdog of a process, in its own thread."""
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def leave(self) -> None:
-        """Says goodbye, and waits until all processes have."""
+        """Says goodbye, and waits until all processes have said it."""
         self._request("goodbye", "")
         self._finished.wait()
 
     def serve(self) -> None:
-        """Waits until process 0 says goodbye, and leaves, too."""
+        """Waits until process 0 says goodbye, and then leaves."""
         self._dismissed.wait()
         self.leave()
 
@@ -114,7 +114,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def beating_by_proxy(self) -> Iterator[None]:
-        """Lets a separate process send the beats meanwhile; it stops when this one does."""
+        """Has a separate process send the beats inside the block, while this one runs."""
         with self._descriptors() as peers:
             given = map(str, (os.getpid(), _BEAT_S, *peers))
             child = subprocess.Popen(
@@ -132,7 +132,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _descriptors(self) -> Iterator[list[int]]:
-        """Yields the connections' file descriptors; the thread may close its own meanwhile."""
+        """Yields copies of the connections' descriptors, which the thread cannot close."""
         with self._closing:
             copies = [os.dup(connection.fileno()) for connection in self._peers.values()]
         try:
@@ -220,7 +220,7 @@ class Watchdog:
         self._heard[member] = now
 
     def _take(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Does what a message says; ConnectionBroken if no process of this package sends it."""
+        """Handles a message; raises ConnectionBroken if this package does not send such ones."""
         if "begun" in message:
             self._begun[member] = printable(str(message["begun"]))
         if "goodbye" in message:
@@ -253,7 +253,7 @@ class Watchdog:
         self._end(f"this process {what}")
 
     def _do(self, kind: str, text: str) -> None:
-        """Does what the main thread asks."""
+        """Does the work that the main thread asks for."""
         if kind == "goodbye":
             self._left.add(self._me)
             self._tell_all(goodbye=True)
@@ -323,13 +323,13 @@ def beats_go_on() -> Iterator[None]:
 
 
 def note(begun: str) -> None:
-    """Records what this process begins ("step 7"), for the error if it crashes or is lost."""
+    """Records the work that begins ("step 7"), for an error if this process crashes or is lost."""
     global _begun
     _begun = begun
 
 
 def _write_last(text: str) -> None:
-    """Writes a text to standard error as the last of this process.
+    """Writes a text to standard error, as this process's last.
 
     jax's threads report the loss, too, at the same moment, which may be after this text.
     """
@@ -387,7 +387,7 @@ class Membership:
         self._watchdog.leave()
 
     def _may_be_a_loss(self, error: BaseException) -> bool:
-        """Returns whether an error may come of a process that is lost."""
+        """Returns whether a lost process may have caused an error."""
         raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Checks of SIMD programs: what cannot run on CPU replicas, and where cores have to agree."""
+"""Checks of SIMD programs: what CPU replicas cannot run, and where cores have to agree."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, s
 
 
 class Meeting(NamedTuple):
-    """A collective or a write to a shared variable; each group has to reach it together."""
+    """A collective or a write to a shared variable, which all cores of a group reach together."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
@@ -153,7 +153,7 @@ class Meeting(NamedTuple):
 def find_meetings(
     facts: GraphFacts, collectives: dict[str, CollectiveOperation], effects: Effects
 ) -> list[Meeting]:
-    """Finds the operations that several cores of a graph's programs have to reach together."""
+    """Finds the operations that several cores of a program have to reach together."""
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
     for name in facts.order:
         if name in effects.shared_writes:
@@ -182,7 +182,7 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
 
 
 class Agreement(NamedTuple):
-    """One predicate that one group of cores has to agree on."""
+    """A predicate that one group of cores has to agree on."""
 
     kind: str  # "conditional" or "while loop"
     predicate: str  # in the user's graph, as a NodeDef spells an input
@@ -191,7 +191,7 @@ class Agreement(NamedTuple):
 
 
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
-    """Finds what groups of more than one core have to agree on, by predicate."""
+    """Returns the predicates on which groups of several cores have to agree, and their groups."""
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:
         for around in meeting.context:
@@ -213,5 +213,5 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
 
 
 def values_name(check: str) -> str:
-    """Returns the name of the tensor of what an operation compared last, in a group's order."""
+    """Returns the name of the tensor with the values compared last, in a group's order."""
     return check + "/last_values"

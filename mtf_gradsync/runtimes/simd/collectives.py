@@ -128,7 +128,7 @@ def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
 def _spell(
     variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
 ) -> tuple[str, ...]:
-    """Returns the names of the trainable ones of variables, or of all if none is; unstacked."""
+    """Returns the unstacked names of the trainable variables, or of all if none is."""
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.
     known = [n for n in names if n in trainable or n.partition("stacked/")[2] in trainable]
@@ -138,7 +138,7 @@ def _spell(
 def _variables_reached(
     facts: GraphFacts, collectives: dict[str, CollectiveOperation]
 ) -> dict[str, list[str]]:
-    """Returns by collective the variables that its result reaches without another collective."""
+    """Returns by collective the variables that its result reaches before another collective."""
     written = written_variables(facts)
     names = sorted({v for variables in written.values() for v in variables})
     bit = {name: 1 << i for i, name in enumerate(names)}

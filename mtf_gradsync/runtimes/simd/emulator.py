@@ -95,7 +95,7 @@ class EmulatedGraph:
         return self._facts.cluster.get(node, "")
 
     def place_of(self, name: str) -> tuple[int, str] | None:
-        """Where an operation of the rewritten graph runs.
+        """Returns the core on which an operation of the rewritten graph runs, and its old name.
 
         Args:
           name: the operation's.
@@ -111,7 +111,7 @@ class EmulatedGraph:
         return int(number), rest
 
     def groups_of_sums(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The groups of cores of each sum, of which one is made for all of a group.
+        """Returns each sum's groups of cores; the sum is computed once for a group.
 
         Returns:
           Name before the rewriting -> groups; the first core of each has the operation.
@@ -152,7 +152,7 @@ _SEED_STRIDE = 0x9E3779B1
 
 
 def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
-    """Rewrites every TPU program of a graph so that it runs on CPU replicas.
+    """Rewrites every TPU program of a graph, so that it runs on CPU replicas.
 
     The programs may come from `mtf_gradsync.simd.tpu_program` or from ``tf.tpu.replicate``. The
     graph itself stays as it is.
@@ -246,7 +246,7 @@ class _Rewriter:
     # Inputs, seen from each side of the program's boundary.
 
     def _outside_input(self, source: str, number: int) -> list[str]:
-        """Returns an input of an operation outside a program, or from outside."""
+        """Returns the new input of an operation that is outside a program."""
         facts, node = self._facts, self._facts.node[source]
         if node.op == "TPUReplicatedOutput":
             inner, inner_number = facts.inputs(source)[0]
@@ -262,7 +262,7 @@ class _Rewriter:
         return [join_input(source, number)]
 
     def _core_input(self, source: str, number: int, core: int) -> list[str]:
-        """Returns an input of a node inside a program, on one core."""
+        """Returns the new input of a node inside a program, on one core."""
         node = self._facts.node[source]
         if source in self._facts.cluster:
             return [join_input(self._name(source, core), number)]
@@ -421,7 +421,7 @@ class _Rewriter:
         split.attr["num_split"].i = parts
 
     def _add_done(self) -> None:
-        """Adds one operation per program that waits for everything with an effect, on all cores."""
+        """Adds an operation per program that waits for all effects, on all cores."""
         facts = self._facts
         last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
         for name in facts.order:
@@ -454,7 +454,7 @@ class _Rewriter:
         return self._name(f"{source}/agreed_{number}", core)
 
     def _variable_of_values(self, name: str, check: str, size: int, near: str = "") -> None:
-        """Adds a handle of the variable that holds what a check compared last."""
+        """Adds a handle of the variable that holds the values that a check compared last."""
         handle = self._add(name, "VarHandleOp", ["^" + near] if near else [])
         handle.attr["dtype"].type = tf.bool.as_datatype_enum
         handle.attr["shape"].shape.dim.add().size = size

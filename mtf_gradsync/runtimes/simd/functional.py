@@ -30,14 +30,14 @@ StandIn = Callable[[tf.NodeDef, Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class _Conditional:
-    """All of one conditional, seen from the level around it."""
+    """A whole conditional, as an item of the level around it."""
 
     predicate: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Single:
-    """One operation."""
+    """A single operation, as an item of a level."""
 
     name: str
 
@@ -48,7 +48,7 @@ def rebuild(
     fetches: Sequence[str],
     stand_ins: Mapping[str, StandIn] = {},
 ) -> tuple[list[Any], dict[str, int]]:
-    """Makes a graph's operations again in the current default graph, which is a function's.
+    """Rebuilds a graph's operations in the current default graph, which is a function's.
 
     Control flow v2 has to be enabled there.
 
@@ -75,7 +75,7 @@ def rebuild(
 
 
 class _Builder:
-    """State that all levels share."""
+    """The state that all levels share."""
 
     def __init__(self, facts: GraphFacts, stand_ins: Mapping[str, StandIn]):
         self.facts = facts
@@ -115,13 +115,13 @@ class _Builder:
         return _Single(name)
 
     def side_of(self, source: str, number: int, depth: int) -> CalledBranch:
-        """Returns which side of a conditional a ``Merge`` gets a value from."""
+        """Returns the side of a conditional from which a ``Merge`` gets a value."""
         side = self.facts.context_of_output(source, number)[depth]
         assert isinstance(side, CalledBranch)
         return side
 
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
-        """Returns the nodes of a loop's iteration that some nodes need, themselves included."""
+        """Returns the nodes of a loop's iteration that `wanted` needs, with `wanted`."""
         found: set[str] = set()
         pending = list(wanted)
         while pending:
@@ -203,7 +203,7 @@ class _Level:
             self.values[name, number] = tensor
 
     def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
-        """Returns the operations of this level that members wait for by control edges."""
+        """Returns the operations of this level that `members` wait for by control edges."""
         sources = {
             source: None
             for name in members

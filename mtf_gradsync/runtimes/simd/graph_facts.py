@@ -1,4 +1,4 @@
-"""What is known of the graph of a SIMD program, and the errors of one."""
+"""The graph of a SIMD program: its contexts, constants and loops, and its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mtf_gradsync.runtimes._private.tensorflow import TPU_PROGRAM_ATTR
 
 
 class UnsupportedProgramError(ValueError):
-    """The program has something that cannot run here."""
+    """The error of a program with an operation that cannot run here."""
 
     @classmethod
     def of(cls, node: Any, problem: str, remedy: str) -> UnsupportedProgramError:
@@ -44,7 +44,7 @@ class UnsupportedProgramError(ValueError):
 
 
 class BranchDivergenceError(RuntimeError):
-    """Cores that have to stay together took different branches; on a TPU they would wait forever.
+    """The error of cores in different branches; on a TPU they would wait forever.
 
     Attributes:
       predicate: name of the predicate tensor in the user's graph.
@@ -76,7 +76,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 class CycleError(ValueError):
-    """Items in a cycle: each is needed by the next, the last by the first."""
+    """The error of items in a cycle: each is needed by the next, the last by the first."""
 
     def __init__(self, cycle: list[Hashable]):
         self.cycle = cycle
@@ -313,7 +313,7 @@ _PREFIXES = ("_tpu", "_xla", "_Xla")
 
 
 def untie(node: tf.NodeDef) -> None:
-    """Removes the attributes that tie a node to devices or to a TPU, in place."""
+    """Removes from a node the attributes that tie it to devices or to a TPU."""
     node.device = ""
     for attr in list(node.attr):
         if attr == "_class" or attr.startswith(_PREFIXES):
@@ -321,7 +321,7 @@ def untie(node: tf.NodeDef) -> None:
 
 
 def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
-    """The inputs of a node on a CPU, where one with `PASSES_ON` would be a pass over the values.
+    """Returns a node's inputs on a CPU; inputs that only copy values are left out.
 
     Such a node is made an identity.
     """
@@ -332,13 +332,13 @@ def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
 
 
 def turns_in(facts: GraphFacts, context: Context) -> int | None:
-    """Returns how often a step runs what is in a context; None if the graph does not say."""
+    """Returns how often a step runs operations in a context; None if the graph does not say."""
     turns = [turns_of(facts, loop) for loop in context if isinstance(loop, Loop)]
     return None if None in turns else math.prod(n for n in turns if n is not None)
 
 
 def turns_of(facts: GraphFacts, loop: Loop) -> int | None:
-    """Returns how often a loop turns, if it counts from one constant to another by a third."""
+    """Returns how often a loop turns, if it counts from a constant to a constant by a constant."""
     test = facts.inputs(facts.condition_of[loop])[0][0]
     if facts.node[test].op != "Less":
         return None

@@ -83,7 +83,7 @@ class CpuReplicaSession(ReplicaSession):
 
     @property
     def emulated(self) -> EmulatedGraph:
-        """The graph that runs, and how names of the user's graph map to its own."""
+        """The graph that runs, and its names for the user's graph."""
         return self._emulated
 
     @property
@@ -171,7 +171,7 @@ def session_on(
 
 
 def made_up_device_assignment(num_replicas: int) -> Any:
-    """Returns a ``DeviceAssignment`` of cores that do not exist, in lexicographic order.
+    """Returns a ``DeviceAssignment`` of imaginary cores, in lexicographic order.
 
     It has the form of a TPU v2 or v3 slice: two cores on a chip (one if their number is odd), chips
     in a rectangle as square as it can be.
@@ -188,7 +188,7 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """Returns a tensor of the program, which is another of `tensors` on each core, in order."""
+    """Returns a tensor of the program: on core i it is `tensors[i]`."""
     # The operation belongs outside the program, whose context marks all that is made in it.
     with tf.control_dependencies(None):
         return private.tpu_replicated_input(tensors, name)
@@ -218,7 +218,7 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 
 @contextlib.contextmanager
 def compiled_only() -> Iterator[None]:
-    """Makes the programs that are opened inside smaller to build. They cannot run."""
+    """Makes smaller the programs opened inside; they can be compiled but not run."""
     token = _wanted.set(True)
     try:
         yield
@@ -227,7 +227,7 @@ def compiled_only() -> Iterator[None]:
 
 
 def mesh_class() -> type:
-    """Returns the class of SIMD mesh that is wanted here."""
+    """Returns the class of SIMD mesh for programs that are opened now."""
     return CompiledOnlyMeshImpl if _wanted.get() else mtf.simd_mesh_impl.SimdMeshImpl
 
 
@@ -235,10 +235,10 @@ class CompiledOnlyMeshImpl(mtf.simd_mesh_impl.SimdMeshImpl):
     """A SIMD mesh on which all cores share the variables of the first one."""
 
     class LaidOutVariable(mtf.simd_mesh_impl.SimdMeshImpl.LaidOutVariable):
-        """A variable of the first core, in the place of one on each. Nothing is copied."""
+        """A variable of the first core, used for all cores. Nothing is copied."""
 
         def __init__(self, variable: Any, mesh_impl: Any):
-            """Makes the variable; the arguments are those of Mesh-TF's class."""
+            """Makes the variable, by the arguments of Mesh-TF's class."""
             self._variable, self._mesh_impl = variable, mesh_impl
             shape = mesh_impl.slice_shape(variable.outputs[0].shape)
             with tf.init_scope():
@@ -261,7 +261,7 @@ _Prepared = TypeVar("_Prepared")
 
 
 class Program:
-    """A TPU program: while it is being built, and then to make sessions of it.
+    """A TPU program: it is built inside the block, and makes sessions afterwards.
 
     Attributes:
       graph: the ``tf.Graph`` that holds it.
@@ -288,7 +288,7 @@ class Program:
         return TPUContext(self.mesh_impl.device_assignment)
 
     def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:
-        """Returns a tensor of the program with another value on every core, as from an infeed.
+        """Returns a tensor of the program that is `tensors[i]` on core i, as from an infeed.
 
         Args:
           tensors: one tensor per core in physical order, all of one dtype and shape, from outside
@@ -349,7 +349,7 @@ class Program:
         )
 
     def prepared(self, key: Hashable, make: Callable[[], _Prepared]) -> _Prepared:
-        """Returns what all sessions of a runtime share; makes it again if the graph has changed.
+        """Returns the object that sessions share under `key`; remakes it for a changed graph.
 
         Args:
           key: identifies the runtime and its arguments.
@@ -370,7 +370,7 @@ class Program:
 
 
 class TPUContext:
-    """Replaces the object that ``TPUEstimator`` puts into ``params["context"]``."""
+    """A stand-in for the object that ``TPUEstimator`` puts into ``params["context"]``."""
 
     num_hosts = 1
 
@@ -379,7 +379,7 @@ class TPUContext:
         self.num_replicas: int = device_assignment.num_replicas
 
     def tpu_host_placement_function(self, **kwargs: Any) -> str:
-        """Returns the device of a host: this machine's CPU, whatever is asked."""
+        """Returns the device of the host: always this machine's CPU."""
         del kwargs
         return "/device:CPU:0"
 

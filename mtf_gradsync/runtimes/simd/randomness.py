@@ -1,4 +1,4 @@
-"""Random numbers of CPU replicas, which depend on seeds, core and step.
+"""The random numbers of CPU replicas, which depend on seeds, core and step.
 
 TensorFlow's random operations draw from generators of their own, which begin anew in each session:
 a run that goes on from a checkpoint would draw the numbers of its first steps again. Each copy of
@@ -32,7 +32,7 @@ _PHILOX = 1
 
 
 class RandomSteps(NamedTuple):
-    """What tells the random operations of a rewritten graph the step.
+    """The operations that tell a rewritten graph's random operations the step.
 
     Attributes:
       begin: the operation to run before a step.
@@ -46,16 +46,16 @@ class RandomSteps(NamedTuple):
 
 
 class StatelessDraws:
-    """Makes the copies of random operations stateless, and adds what they draw from."""
+    """A rewriter of random operations' copies into stateless ones."""
 
     def __init__(self, facts: GraphFacts, add: Callable[..., tf.NodeDef], name: str):
-        """Takes `add`, which adds a node, and a name that no node begins with."""
+        """Takes `add`, which adds a node, and a prefix that no node's name has."""
         self._facts, self._add, self._name = facts, add, name
         # Name of a variable of words -> whether its operation has a seed.
         self._variables: dict[str, bool] = {}
 
     def rewrite(self, copy: tf.NodeDef, original: str, core: int) -> None:
-        """Makes a random operation stateless: a core's copy, which has its inputs."""
+        """Makes the copy of a random operation on a core stateless."""
         near = split_input(copy.input[0])[0]
         seeds = copy.attr["seed"].i, copy.attr["seed2"].i
         has_seed = any(seeds)
@@ -100,7 +100,7 @@ class StatelessDraws:
         copy.attr["Tseed"].type = _enum(tf.int64)
 
     def finish(self) -> RandomSteps | None:
-        """Adds what sets the step; returns None if no random operation was rewritten."""
+        """Adds the operations that set the step; returns None if nothing was rewritten."""
         if not self._variables:
             return None
         given = {}
@@ -163,5 +163,5 @@ class StepOfDraws:
         )
 
     def restart(self) -> None:
-        """Begins anew, as a session that has made no step: a checkpoint was restored."""
+        """Begins anew, as a session without a step: a checkpoint was restored."""
         self._count = -1

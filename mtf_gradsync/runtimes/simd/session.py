@@ -1,4 +1,4 @@
-"""ReplicaSession, the interface of every session that runs a SIMD program; its variables."""
+"""ReplicaSession: the interface of every session that runs a SIMD program; its variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class MasterOps:
-    """The names of operations that a session needs; the constructor adds them to the graph.
+    """The names of a session's operations; the constructor adds them to the graph.
 
     Attributes:
       masters: name of each global variable -> the tensor that holds its value.
@@ -58,13 +58,13 @@ class MasterOps:
             raise ValueError("The graph has no variables to save or restore.")
 
     def saver(self, graph: tf.Graph) -> tf.train.Saver:
-        """Returns a saver for a graph that holds the operations, to which it adds nothing."""
+        """Returns a saver for a graph that has the operations; adds nothing to the graph."""
         self.check_has_variables()
         with graph.as_default():
             return tf.train.Saver(saver_def=self.saver_def)
 
     def restore(self, session: tf.Session, path: str) -> None:
-        """Reads a checkpoint into the masters, of this or of another mesh."""
+        """Reads a checkpoint, of any mesh, into the masters."""
         saver = self.saver(session.graph)
         with self.graph.as_default(), tempfile.TemporaryDirectory() as directory:
             saver.restore(session, adapt_checkpoint(path, directory))
@@ -85,7 +85,7 @@ class ReplicaSession(abc.ABC):
     looks_at_steps = True
 
     def __init__(self, session: tf.Session, ops: MasterOps):
-        """Begins a session; the graph of `session` holds these operations under their names."""
+        """Begins a session, on the graph of `session`, which has these operations."""
         self._session = session
         self._ops = ops
         self._access: VariableAccess | None = None
@@ -155,7 +155,7 @@ class ReplicaSession(abc.ABC):
         return None
 
     def check_before_save(self, check: Callable[[], None]) -> None:
-        """Has a function called before each checkpoint: an error that it raises prevents it."""
+        """Registers a function to call before each checkpoint; its errors prevent it."""
         self._checks.append(check)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
@@ -192,7 +192,7 @@ class ReplicaSession(abc.ABC):
         return self._write(path, saver, global_step)
 
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
-        """Takes the values of a checkpoint, and writes it beside the steps that follow.
+        """Takes a checkpoint's values, and writes them beside the next steps.
 
         Args:
           path: as for `save`.
@@ -319,7 +319,7 @@ class ReplicaSession(abc.ABC):
 
 
 def copied(value: Any) -> Any:
-    """Copies an array that is fed, so that its memory is nobody else's; returns others as they are.
+    """Returns a copy of an array that is fed, which nobody else changes; other values as they are.
 
     TensorFlow takes the memory of an aligned array for its own, and a variable that is set to the
     array, or to a part of it, is then updated in place.
@@ -328,10 +328,10 @@ def copied(value: Any) -> Any:
 
 
 class VariableAccess:
-    """Reads and sets the variables of a graph, by the name of their ``VarHandleOp``."""
+    """Reads and writes of a graph's variables, by the name of their ``VarHandleOp``."""
 
     def __init__(self, graph: tf.Graph):
-        """Finds the operations of a graph's variables, made by TensorFlow's own functions."""
+        """Finds the operations of a graph's variables, which TensorFlow's functions made."""
         self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
         self._exists: dict[str, str] = {}
         self._assign: dict[str, tuple[str, str]] = {}
@@ -345,7 +345,7 @@ class VariableAccess:
                 self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
 
     def read_all(self, session: tf.Session) -> dict[str, Any]:
-        """Returns values of all variables but those not initialized, which no step uses."""
+        """Returns all variables' values, except uninitialized ones, which no step uses."""
         exists = session.run(self._exists)
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
 
@@ -398,7 +398,7 @@ def lowerings_in(given: Any) -> list[mtf.Lowering]:
 
 
 class StepWatches:
-    """Looks at the watched operations of SIMD programs after each step of a session.
+    """The watched operations of SIMD programs, read after each step of a session.
 
     Attributes:
       counts: the names of the tensors of the programs whose values, on any core, `look` takes.
@@ -420,7 +420,7 @@ class StepWatches:
     def look(
         self, values: dict[str, Any], read: Callable[[list[str]], Any], logs: bool = True
     ) -> None:
-        """Logs what a step skipped, or raises an exception about it.
+        """Logs a step's skips, or raises an exception about them.
 
         Args:
           values: values of the tensors in `counts`, by name.

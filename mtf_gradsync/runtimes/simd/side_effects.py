@@ -1,4 +1,4 @@
-"""What operations of a SIMD program do beside computing: collectives, writes, their order."""
+"""Effects of a SIMD program's operations: collectives, writes, and their order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLLECTIVE_TYPES = ("CrossReplicaSum", "AllToAll", "CollectivePermute", "XlaRedu
 
 
 class CollectiveOperation(NamedTuple):
-    """One collective operation of a program.
+    """A collective operation of a program.
 
     Attributes:
       op: one of `COLLECTIVE_TYPES`.
@@ -45,7 +45,7 @@ class CollectiveOperation(NamedTuple):
 
 
 def find_collectives(facts: GraphFacts) -> dict[str, CollectiveOperation]:
-    """Returns every collective of every TPU program in a graph by name, in program order.
+    """Returns the collectives of all TPU programs in a graph by name, in program order.
 
     Raises:
       UnsupportedProgramError: when groups are not a constant, or not a partition of the cores.
@@ -105,7 +105,7 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
 
 
 def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Returns the sorted, disjoint sets of cores that groups, which may overlap, connect."""
+    """Returns the sorted, disjoint sets of cores that overlapping groups connect."""
     set_of: dict[int, set[int]] = {}
     for group in groups:
         joined = set(group).union(*(set_of[core] for core in group if core in set_of))
@@ -170,7 +170,7 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
 
 
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:
-    """Returns what stands for the variables that a node reads or writes.
+    """Returns the handles of the variables that a node reads or writes.
 
     That is a ``VarHandleOp``, or a ``TPUReplicatedInput`` over one per core.
     """
@@ -282,7 +282,7 @@ class _Finder:
         return ends
 
     def _begins(self, name: str, context: Context) -> list[str]:
-        """Returns where to make ``name`` wait for something of an outer context."""
+        """Returns the nodes that have to wait so that ``name`` waits for an outer context."""
         facts = self._facts
         inner = facts.context[name][len(context) :]
         loops = [i for i, c in enumerate(inner) if isinstance(c, Loop)]

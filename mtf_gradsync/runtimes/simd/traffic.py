@@ -1,4 +1,4 @@
-"""Reports of what a SIMD program sends: each collective, its bytes, and when it runs."""
+"""Reports of a SIMD program's communication: each collective, its bytes, and when it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mtf_gradsync.runtimes.simd.graph_facts import CalledBranch, Context, GraphF
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationRow:
-    """One operation through which cores or devices exchange data.
+    """An operation through which cores or devices exchange data.
 
     Attributes:
       operation: the operation's type; "transfer" for the copies of a placement mesh.
@@ -66,7 +66,7 @@ class CommunicationRow:
 
     @property
     def bytes_per_step(self) -> int | None:
-        """Bytes per core in a step that runs it; None where size or turns are not known."""
+        """The bytes per core in a step that runs it; None if size or turns are unknown."""
         if self.bytes_per_core is None or self.turns is None:
             return None
         return self.bytes_per_core * self.turns
@@ -92,7 +92,7 @@ class Total:
 
     @property
     def counts(self) -> str:
-        """Text such as "19 operations in 1 group"."""
+        """A text such as "19 operations in 1 group"."""
         return f"{_count(self.operations, 'operation')} in {_count(self.groups, 'group')}"
 
 
@@ -110,17 +110,17 @@ class CommunicationReport:
 
     @property
     def every_step(self) -> Total:
-        """Total of the operations that run on every step."""
+        """The total of the operations that run on every step."""
         return _total([r for r in self.rows if not r.is_conditional])
 
     @property
     def conditional(self) -> Total:
-        """Total of the operations that run only when their branch is taken."""
+        """The total of the operations that run only when their branch is taken."""
         return _total([r for r in self.rows if r.is_conditional])
 
     @property
     def update_step(self) -> Total:
-        """Total of a step that takes every branch, as an update step does."""
+        """The total of a step that takes every branch, as an update step does."""
         return _total(self.rows)
 
     def scalars(self) -> dict[str, float]:
@@ -205,7 +205,7 @@ _SAID_ONCE = ("operation", "dtype", "over", "together", "where", "part", "at")
 
 
 def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the lines of a table of rows; those that read alike are one row, with their number.
+    """Returns the lines of a table of rows, in which equal rows become one with their number.
 
     What all rows have in common stands in a line above. `parts` has the part of a step to which
     each row belongs, by the row's name.
@@ -368,7 +368,7 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
 
 
 def bytes_of(tensors: Iterable[tf.Tensor]) -> int | None:
-    """Returns the size of tensors together; None where a shape is unknown."""
+    """Returns the total size of tensors; None if a shape is unknown."""
     tensors = list(tensors)
     if not all(x.shape.is_fully_defined() for x in tensors):
         return None
@@ -396,7 +396,7 @@ def _canonical(device: str) -> str:
 
 
 def _needed(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Returns all operations that some need, themselves included, in order of creation."""
+    """Returns all operations that `operations` need, with them, in order of creation."""
     graph_order = {op.name: i for i, op in enumerate(operations[0].graph.get_operations())}
     needed: dict[str, tf.Operation] = {}
     pending = list(operations)
@@ -436,7 +436,7 @@ def _row(
 
 
 def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:
-    """Returns the fields of a row that say when what is in a context runs."""
+    """Returns the fields of a row that say when operations in a context run."""
     return {
         "loops": tuple(c.frame for c in context if isinstance(c, Loop)),
         "turns": turns_in(facts, context),

@@ -39,7 +39,7 @@ _RUN_BITS = 23
 
 
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns a custom call in place of a collective.
+    """Returns a custom call that stands for a collective.
 
     `data` are the operand and the groups of cores, a constant; for a reduce-scatter also the
     dimension, likewise.
@@ -71,7 +71,7 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class Randomness:
-    """Replaces TensorFlow's stateful random operations by ones that draw from a state.
+    """Random operations that draw from a state, for TensorFlow's stateful ones.
 
     `state` is the handle of an int64 variable ``[STATE_WORDS]``.
     """
@@ -80,7 +80,7 @@ class Randomness:
         self._state = state
 
     def stand_ins(self) -> dict[str, StandIn]:
-        """Returns the replacements, by type of the operation that they replace."""
+        """Returns the replacements, by the type of the replaced operation."""
         raw = tf.raw_ops
         floats = {
             "RandomUniform": raw.StatelessRandomUniformV2,
@@ -144,7 +144,7 @@ class Randomness:
         return [tf.gather(data[0], tf.argsort(self._uniform(node, [rows])))]
 
     def _samples(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Class numbers by their logits: the largest of logit plus a Gumbel variable."""
+        """Draws class numbers by logits: the largest of logit plus a Gumbel variable."""
         logits = tf.cast(data[0], tf.float32)
         batch, classes = logits.shape.as_list()
         count = int(_static(node, data[1]))
@@ -154,7 +154,7 @@ class Randomness:
 
 
 def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
-    """Returns the state, int64 ``[STATE_WORDS]``, that a core begins with after `step` steps.
+    """Returns the state, int64 ``[STATE_WORDS]``, of a core after `step` steps.
 
     Operations without a seed follow `entropy`.
     """

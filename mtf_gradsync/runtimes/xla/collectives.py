@@ -27,7 +27,7 @@ COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True)
 class HloCollective:
-    """One collective of a compiled program.
+    """A collective of a compiled program.
 
     Attributes:
       operation: its kind, as in "all-reduce"; one of `COLLECTIVES`. Where the TPU compiler splits a
@@ -86,7 +86,7 @@ def find_hlo_collectives(module: bytes) -> list[HloCollective]:
 
 
 def collectives_of(module: HloModule) -> list[HloCollective]:
-    """Returns what `find_hlo_collectives` does, of a module that was read."""
+    """Lists the collectives that a parsed HLO module runs; see `find_hlo_collectives`."""
     return list(_walk(module.entry, ()))
 
 
@@ -132,7 +132,7 @@ _PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "resh
 
 
 def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, int]:
-    """What a fusion of an all-reduce of `size` bytes sends: the operation, and bytes put in."""
+    """Returns the operation, and bytes put in, that a fused all-reduce amounts to."""
 
     def only_slices(value: Instruction) -> bool:
         return bool(value.users) and all(
@@ -141,7 +141,7 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
         )
 
     def put_in(value: Instruction) -> int | None:
-        """Bytes that are written into zeros; None where a value is made otherwise."""
+        """Returns the bytes written into zeros; None if a value is made otherwise."""
         if value.opcode in _PASSED_ON:
             return put_in(value.operands[0])
         if value.opcode != "dynamic-update-slice":
@@ -159,7 +159,7 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
 
 
 def _around(instruction: Instruction) -> list[tuple[str, ...]]:
-    """Names of the branch or loop that each computation called by an instruction is in."""
+    """Returns, for each computation that an instruction calls, its branch's or loop's name."""
     count = len(instruction.called)
     if instruction.opcode == "while":
         return [(f"{role} of {instruction.name}",) for role in ("body", "condition")]

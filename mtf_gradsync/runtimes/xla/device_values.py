@@ -1,4 +1,4 @@
-"""Knows which values lie on the devices, and copies inputs and variables there and back."""
+"""The values on the devices: copies inputs and variables there and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, keeping_64_bi
 
 
 class DeviceInputs:
-    """Brings inputs to the devices; inputs that are the same in every step only once."""
+    """The inputs of a program; inputs that are the same in every step are copied once."""
 
     def __init__(self, outside: HostGraph, cores: Cores):
         self._outside = outside
@@ -47,7 +47,7 @@ class DeviceInputs:
         fed: Collection[str],
         shared: Collection[str],
     ) -> list[DeviceValues]:
-        """Puts a step's inputs on the devices: the values of `sources`, and those that are fed.
+        """Puts a step's inputs on the devices: the values of `sources`, and fed values.
 
         Of those that are fed, and of `shared`, which others have too, the devices get copies.
         """
@@ -85,7 +85,7 @@ class DeviceInputs:
 
 
 class DeviceVariables:
-    """Knows where the newest value of each variable is, and copies it where it is needed.
+    """The newest value of each variable, on the devices or in TensorFlow.
 
     All values begin in `session`, which has the variables under their names in the user's graph.
     With several processes, all have to make the same calls.
@@ -102,7 +102,7 @@ class DeviceVariables:
         self._keys: dict[str, set[tuple[str, ...]]] = {}
 
     def share(self) -> None:
-        """Gives all processes the first process's values in TensorFlow, but for strings.
+        """Gives all processes the first process's values in TensorFlow, except strings.
 
         Initial values may be random, and so differ.
         """
@@ -122,7 +122,7 @@ class DeviceVariables:
         self._access.set(self._session, zip(wanted, found))
 
     def take(self, variables: Sequence[ReplicaInput]) -> list[DeviceValues]:
-        """Returns the values of variables on the devices, after copying those not there yet."""
+        """Returns variables' values on the devices, after copying missing ones there."""
         missing = [v for v in variables if v.sources not in self._on_devices]
         local = self._cores.local
         names = {v.sources[c] for v in missing for c in local}
@@ -137,7 +137,7 @@ class DeviceVariables:
         return [self._on_devices[v.sources] for v in variables]
 
     def put(self, variable: ReplicaInput, value: DeviceValues) -> None:
-        """Takes over a variable's new value, which a step has left on the devices."""
+        """Takes a variable's new value, which a step has left on the devices."""
         self._on_devices[variable.sources] = value
         self._newer.add(variable.sources)
 
@@ -158,7 +158,7 @@ class DeviceVariables:
         self._newer -= keys
 
     def checksums(self) -> dict[tuple[str, ...], list[Any]]:
-        """Computes a checksum of each value on each core, where it lies.
+        """Computes a checksum of each value on each core, on its device.
 
         Returns:
           For each value on the devices, by its names in TensorFlow: the checksums of all cores.
@@ -204,7 +204,7 @@ class DeviceVariables:
 
 
 def checksums_on(devices: Sequence[Any], values: Sequence[DeviceValues]) -> list[np.ndarray]:
-    """Computes a checksum of the bits of each value on each device, where it lies.
+    """Computes a checksum of the bits of each value on each device, on that device.
 
     Returns for each device of this process the checksums of all values. One number that changes
     always changes the checksum.
@@ -236,7 +236,7 @@ def _checksum(array: np.ndarray) -> np.uint64:
 
 @functools.lru_cache(maxsize=None)
 def _checksum_program(devices: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns how values are joined over devices, and what computes checksums of a list of them."""
+    """Returns a sharding that joins values over devices, and a function that makes checksums."""
     import jax
     import jax.numpy as jnp
 

@@ -19,7 +19,7 @@ _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def leave_absent_tpus_alone() -> None:
-    """Keeps jax from looking for a TPU where libtpu is installed, but there is none.
+    """Keeps jax from looking for a TPU if libtpu is installed, but no TPU.
 
     It would query a cloud's metadata server for minutes. A user's JAX_PLATFORMS is not changed.
     """

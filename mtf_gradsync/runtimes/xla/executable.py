@@ -37,12 +37,12 @@ _MOST_BYTES = 2 << 30
 
 
 def _checksum(key: str, content: bytes) -> bytes:
-    """Returns 32 bytes, by which an entry under another name is found out, too."""
+    """Returns 32 bytes that depend on an entry's content and on its name."""
     return hashlib.sha256(key.encode() + content).digest()
 
 
 def _why_unsafe(status: os.stat_result) -> str:
-    """Returns what lets others write a file or folder; "" if nothing does."""
+    """Returns why others can write a file or folder; "" if they cannot."""
     if not hasattr(os, "geteuid"):  # no POSIX
         return ""
     if status.st_uid not in (os.geteuid(), 0):
@@ -53,7 +53,7 @@ def _why_unsafe(status: os.stat_result) -> str:
 
 
 def default_cache_dir() -> str | None:
-    """Returns where compiled programs are kept unless a session says otherwise.
+    """Returns the folder of compiled programs, unless a session names another.
 
     Returns:
       The environment variable ``MTF_GRADSYNC_CACHE_DIR``, where it is set (empty: nothing is kept,
@@ -160,7 +160,7 @@ class CoreModule(NamedTuple):
 
 
 def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
-    """Returns a core's program as StableHLO, from the cache where it is there."""
+    """Returns a core's program as StableHLO, from the cache if it has the program."""
     import jaxlib
 
     key = key_of(
@@ -204,7 +204,7 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
 
 
 def _machine(devices: Sequence[Any]) -> str:
-    """Returns everything besides a program that its compiled form depends on."""
+    """Returns everything, besides the program, that its compiled form depends on."""
     import jaxlib
 
     client = devices[0].client
@@ -255,7 +255,7 @@ class PreparedProgram:
 
     @property
     def all_compiled(self) -> tuple[CompiledCore, ...]:
-        """What was compiled so far."""
+        """The programs that were compiled so far."""
         return tuple(self._compiled.values())
 
     def compiled(self, inside: tuple[str, ...]) -> CompiledCore:

@@ -84,7 +84,7 @@ class _Host:
         return session.run({name: access.read[name] for name in names})
 
     def others(self, held: Collection[str]) -> list[str]:
-        """Returns the global variables that a program lacks; `held` are those that it has."""
+        """Returns the names of the global variables that are not in `held`, the program's."""
         return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
     def is_counter(self, name: str) -> bool:
@@ -273,7 +273,7 @@ class _Contents:
 def _fetch_names(
     program: Program, cluster: Mapping[str, str], fetches: Mapping[str, Any] | Sequence[Any]
 ) -> dict[str, str]:
-    """Returns the tensors to fetch, by the fetches' names. The program's operations run anyway."""
+    """Returns the tensors to fetch by the fetches' names; operations run without being fetched."""
     pairs: Iterable[tuple[str | None, Any]] = (
         fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)
     )
@@ -328,7 +328,7 @@ sha256sum -c SHA256SUMS checks the files.
 
 
 def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
-    """Writes the values of an exported step as a checkpoint. It needs no model.
+    """Writes the values of an exported step as a checkpoint, without a model.
 
     Args:
       folder: a folder that `export` or its runner wrote.

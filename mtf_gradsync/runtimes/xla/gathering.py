@@ -1,4 +1,4 @@
-"""What processes exchange: values of all cores, and whether all of them work and agree."""
+"""Exchanges between processes: values of all cores, and checks that all work and agree."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mtf_gradsync.runtimes.xla.runner.program import wait_for_turn
 
 
 class ExchangeError(ProcessesError):
-    """The processes could not exchange values of the host; perhaps one of them is lost."""
+    """The error of processes that could not exchange values; perhaps one is lost."""
 
 
 class OtherProcessError(ProcessesError):
-    """Another process has raised an error, which it also reports itself."""
+    """The error of another process's failure, which that process reports, too."""
 
 
 def may_be_from_another_process(error: BaseException | None) -> bool:
@@ -110,7 +110,7 @@ def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
-    """Returns the rows of all processes, one below the other ("gather") or added up ("sum")."""
+    """Returns the rows of all processes, stacked ("gather") or added up ("sum")."""
     import jax
 
     wait_for_turn()
@@ -139,7 +139,7 @@ def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray
 
 
 class Cores:
-    """The cores of a program, one jax device each: all of this process, or equally many of each.
+    """The cores of a program, one jax device each: all on this process, or equally many on each.
 
     All processes have to call its methods, with values of the same number and shapes.
 
@@ -162,16 +162,16 @@ class Cores:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process has all of them."""
+        """Whether this process has all cores."""
         return len(self.local) == len(self.devices)
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what one of them does for all."""
+        """Whether this process does the work that one process does for all."""
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns values on all cores, value by value, from those that each process has."""
+        """Returns the values on all cores, value by value, from each process's own."""
         if self.is_alone:
             return [list(per_core) for per_core in local]
         pieces = _pieces([np.stack(per_core) for per_core in local])

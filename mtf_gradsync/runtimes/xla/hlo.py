@@ -38,7 +38,7 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 
 
 def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of cores that exchange data in a collective; empty for one group of all.
+    """Returns the groups of cores in a collective; empty for one group of all cores.
 
     A permutation has pairs of source and target. Raises a ValueError when groups are given by the
     axes of a mesh.
@@ -60,7 +60,7 @@ def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _iota_groups(iota: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns groups spelled as a range of numbers, reshaped and transposed."""
+    """Returns groups that are written as a range of numbers, reshaped and transposed."""
     sizes: Sequence[int] = iota.reshape_dims
     cores = np.arange(math.prod(sizes)).reshape(sizes).transpose(iota.transpose_perm)
     return tuple(map(tuple, cores.reshape(iota.num_groups, iota.group_size).tolist()))
@@ -116,17 +116,17 @@ class Instruction:
 
     @property
     def operation(self) -> str:
-        """Its kind: all of "all-reduce-start", "all-reduce-done" and so on are "all-reduce"."""
+        """Its kind; "all-reduce-start" and "all-reduce-done" count as "all-reduce"."""
         return re.sub("-(start|done|update)$", "", self.opcode)
 
     @functools.cached_property
     def operands(self) -> list[Instruction]:
-        """The instructions whose values it takes."""
+        """The instructions that compute its operands."""
         return [self._computation.by_id[i] for i in self.proto.operand_ids]
 
     @property
     def users(self) -> list[tuple[Instruction, int]]:
-        """The instructions that take its value, each with the number of the operand."""
+        """The instructions that use its value, each with the number of the operand."""
         return self._computation.users[self.proto.id]
 
     @property
@@ -136,17 +136,17 @@ class Instruction:
 
     @property
     def is_predicate(self) -> bool:
-        """Whether its value is of booleans."""
+        """Whether its value is boolean."""
         return _type_name(self.shape) == "PRED"
 
     @property
     def bytes(self) -> int:
-        """Bytes of its value; see `shape_bytes`."""
+        """The bytes of its value; see `shape_bytes`."""
         return shape_bytes(self.shape)
 
 
 class Computation:
-    """A computation of a program, with its instructions as they run, where the program says."""
+    """A computation of a program, with its instructions in the order of the schedule, if any."""
 
     def __init__(self, proto: Any, module: HloModule):
         self.name: str = proto.name
@@ -160,7 +160,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[int, list[tuple[Instruction, int]]]:
-        """Number of an instruction -> its `Instruction.users`."""
+        """The users of each instruction, by its number; see `Instruction.users`."""
         found = collections.defaultdict(list)
         for instruction in self.by_id.values():
             for number, operand in enumerate(instruction.proto.operand_ids):
@@ -195,7 +195,7 @@ class HloModule:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Which parameter each result is written over, if any, as numbers of both.
+        """The parameter that each result is written over, if any, as numbers of both.
 
         Raises a ValueError for an alias of a part of a parameter or of a result.
         """
@@ -235,7 +235,7 @@ def shape_bytes(shape: Any) -> int:
 
 
 def stored_bytes(shape: Any) -> int:
-    """Returns the bytes that an array takes in a device's memory, with the padding of its tiles.
+    """Returns the bytes of an array in a device's memory, with the padding of its tiles.
 
     Raises a ValueError when the size of the elements is not known.
     """
@@ -259,7 +259,7 @@ def _bits_of(shape: Any) -> int:
 
 
 def _type_name(shape: Any) -> str:
-    """Returns XLA's name of a value's element type; "" where this TensorFlow has none."""
+    """Returns XLA's name of a value's element type; "" if this TensorFlow has none."""
     return _type_names().get(shape.element_type, "")
 
 

@@ -44,7 +44,7 @@ class Touched(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What the last part of a step needs from the parts before. Keys are placeholders to be fed."""
+    """The tensors of the parts before that a step's last part needs, by placeholders to feed."""
 
     carried: dict[str, str]  # -> tensor of the first part
     run_before: set[str]  # operations of the first part
@@ -139,7 +139,7 @@ class HostGraph:
         return FetchSource((), name, tuple(position.get(c) for c in wanted), per_replica, True)
 
     def ancestors(self, names: Iterable[str]) -> set[str]:
-        """Returns the operations of `graph` that some operations need, themselves included."""
+        """Returns the operations of `graph` that some operations need, with them."""
         found: set[str] = set()
         pending = [split_input(n)[0] for n in names]
         while pending:
@@ -151,7 +151,7 @@ class HostGraph:
         return found
 
     def needs(self, names: Iterable[str]) -> Needs:
-        """Returns what operations and tensors of the last part need from the parts before."""
+        """Returns the tensors of earlier parts that some of the last part need."""
         found = self.ancestors(names)
         return Needs(
             {k: v for k, v in self._carried.items() if split_input(k)[0] in found},
@@ -214,7 +214,7 @@ class HostGraph:
         graph_def.node.append(copy)
 
     def _is_sent(self, name: str, source: str, number: int) -> bool:
-        """Returns whether an input of the last part is a value of the first, not just a handle."""
+        """Returns whether an input of the last part is a value of the first, not only a handle."""
         if name not in self._after or source in self._after:
             return False
         if number == CONTROL:
@@ -271,7 +271,7 @@ class FetchSource(NamedTuple):
 
 
 class FetchPlan(NamedTuple):
-    """What a step does for a set of fetches: `first` outside, the program, and `last` outside."""
+    """The work of a step for a set of fetches: `first` outside, the program, `last` outside."""
 
     places: tuple[FetchSource, ...]
     runs_program: bool

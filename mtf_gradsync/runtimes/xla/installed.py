@@ -1,4 +1,4 @@
-"""Tells whether the installed jax and libtpu can be used, and what to install where they cannot."""
+"""Checks whether the installed jax and libtpu can be used; says what to install if not."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TRIAL_SECONDS = 120
 
 
 class XlaMissingError(ImportError):
-    """jax, or the TPU compiler, is not installed or too old."""
+    """The error of a jax, or a TPU compiler, that is missing or too old."""
 
 
 def why_no_xla() -> str:
-    """Returns why programs cannot run on XLA devices here, and what would help.
+    """Returns why programs cannot run on XLA devices here, with a remedy; "" if they can.
 
     It is "" where they can.
     """
@@ -32,7 +32,7 @@ def why_no_xla() -> str:
 
 
 def why_no_tpu_compiler() -> str:
-    """Returns why programs cannot be compiled for a TPU here, and what would help.
+    """Returns why programs cannot be compiled for a TPU here, with a remedy; "" if they can.
 
     It is "" where they can.
     """

@@ -43,7 +43,7 @@ _FATAL = {
 
 
 def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
-    """Makes fatal signals alert a watchdog, and wait for some seconds before they end this process.
+    """Makes fatal signals alert a watchdog, and wait some seconds before they end this process.
 
     Returns the watchdog's alarm, and a function that restores the previous handlers. The alarm is
     None if faulthandler is enabled already, for another purpose, or this is no POSIX system.
@@ -113,7 +113,7 @@ _Result = TypeVar("_Result")
 
 
 class Processes(Membership):
-    """This process among the others. Use it as a context manager around all work on the mesh.
+    """A process among the others. Use it as a context manager around all work on the mesh.
 
     An exception that leaves the context ends the other processes, too; so does the end of this
     process without `close`, unless the interpreter ends as it should.
@@ -134,7 +134,7 @@ class Processes(Membership):
         super().__init__(watchdog)
 
     def in_turn(self, work: Callable[[], _Result]) -> _Result:
-        """Calls a function on process 0 and, when it has returned there, on the others.
+        """Calls a function on process 0, and after it has returned on the others.
 
         Args:
           work: the function; all processes have to call this method.
@@ -274,7 +274,7 @@ def start_processes(
 
 
 class _Job(NamedTuple):
-    """A `JaxCluster` of which everything is known."""
+    """A `JaxCluster` whose fields are all known."""
 
     coordinator: str
     num_processes: int
@@ -285,7 +285,7 @@ class _Job(NamedTuple):
 def _resolved(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
 ) -> _Job:
-    """Returns the arguments, or what jax finds in their place."""
+    """Returns the arguments, with the values that jax detects for missing ones."""
     cluster = JaxCluster(coordinator, num_processes, process_id, None)
     job = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
     if not all_given("start_processes", "in a cluster that jax knows", **job):

@@ -60,7 +60,7 @@ def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaPro
 
 
 class _Cut:
-    """Extracts one core's program."""
+    """The extraction of one core's program."""
 
     def __init__(self, program: Program, fetches: Sequence[Any]):
         self._program = program

@@ -47,7 +47,7 @@ class Dispatched:
         values: dict[str, Any],
         look: Callable[[], None] = lambda: None,
     ):
-        """Sets its values; `look` looks at the steps up to this one, once it has ended."""
+        """Takes the step's values; `look` looks at all steps up to this one, after its end."""
         self._structure = structure
         self._places = places
         self._values = values
@@ -137,17 +137,17 @@ class XlaSession(ReplicaSession):
 
     @property
     def program(self) -> Program:
-        """What runs."""
+        """The program that runs."""
         return self._program
 
     @property
     def compiled(self) -> tuple[CompiledCore, ...]:
-        """What was compiled of it so far: a program for each set of fetches."""
+        """The programs compiled so far, one for each set of fetches."""
         return self._prepared.all_compiled
 
     @property
     def peak_flops(self) -> float | None:
-        """Bfloat16 operations a second that all devices can do; None where it is not known."""
+        """The bfloat16 operations a second of all devices; None if unknown."""
         peaks = [peak_flops_of(device.device_kind) for device in self._cores.devices]
         known = [peak for peak in peaks if peak is not None]
         return sum(known) if len(known) == len(peaks) else None
@@ -281,7 +281,7 @@ class XlaSession(ReplicaSession):
     def _returned(
         self, returned: dict[str, tuple[str, int]], values: dict[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Returns values from some cores of the program, on the host of every process."""
+        """Returns values of some of the program's cores, on the host of every process."""
         inner = sorted({name for name, _ in returned.values()})
         with devices_errors():
             local = [[np.asarray(a) for a in values[name].arrays] for name in inner]

@@ -126,7 +126,7 @@ def _put_collective(op: Any) -> None:
 
 
 def _matrix(groups: list[list[int]]) -> Any:
-    """Returns groups of cores as an attribute; shorter groups are filled up with -1."""
+    """Returns groups of cores as an attribute; fills shorter groups up with -1."""
     from jaxlib.mlir import ir
 
     longest = max((len(g) for g in groups), default=0)
@@ -178,7 +178,7 @@ def _is_tuple(kind: Any) -> bool:
 
 
 def _mark_updates(main: Any, hlo: Hlo) -> None:
-    """Marks new values of variables as results that may be written over the old values."""
+    """Marks variables' new values as results that may be written over the old values."""
     from jaxlib.mlir import ir
 
     attributes = [ir.DictAttr.get({}) for _ in _type_of(main).inputs]
@@ -190,7 +190,7 @@ def _mark_updates(main: Any, hlo: Hlo) -> None:
 
 
 class Artifact(NamedTuple):
-    """StableHLO as a portable artifact."""
+    """A program as a portable artifact of StableHLO."""
 
     content: bytes
     version: str  # the oldest that reads it; "text" for text

@@ -1,4 +1,4 @@
-"""What gin does not say by its public functions."""
+"""Access to gin's configuration beyond gin's public functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync.extension import load_configurables
 
 
 def bindings() -> dict[tuple[str, str, str], Any]:
-    """What gin's configuration binds: (scope, configurable, parameter) -> value, not evaluated."""
+    """Returns gin's bindings, not evaluated: (scope, configurable, parameter) -> value."""
     return {
         (scope, selector, parameter): value
         for (scope, selector), values in gin.config._CONFIG.items()
@@ -21,7 +21,7 @@ def bindings() -> dict[tuple[str, str, str], Any]:
 
 
 def called_in(name: str) -> list[str]:
-    """Returns the keys of the bindings whose value has ``@name()``, with parentheses."""
+    """Returns the keys of the bindings whose value contains ``@name()``, with parentheses."""
     return [
         f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
         for (scope, selector, parameter), value in bindings().items()
@@ -31,12 +31,12 @@ def called_in(name: str) -> list[str]:
 
 
 def take(selector: str) -> dict[str, Any]:
-    """Returns what is bound on the parameters of a configurable, in no scope, and unbinds it."""
+    """Returns and unbinds the bindings of a configurable's parameters that have no scope."""
     return gin.config._CONFIG.pop(("", selector), {})
 
 
 def unused_macros() -> list[str]:
-    """Names of the macros that no binding refers to."""
+    """Returns the names of the macros that no binding refers to."""
     macro = gin.get_configurable("gin.macro")
     used = {
         scope
@@ -51,14 +51,14 @@ _written: tuple[set[tuple[str, str, str]], set[tuple[str, str]]] = (set(), set()
 
 
 def note_written(texts: Iterable[str]) -> None:
-    """Notes the texts that the user of this configuration has written or named; see `unread`."""
+    """Notes the texts of bindings that the user wrote or named, for `unread`."""
     global _written
     keys = [key for text in texts for key in _KEY.findall(text)]
     _written = set(bindings()), {(selector.split(".")[-1], name) for selector, name in keys}
 
 
 def unread() -> list[str]:
-    """Names of the bindings, but for macros, that no call has read yet.
+    """Returns the names of the bindings, except macros, that no call has read yet.
 
     Where `note_written` was called for this configuration, bindings of optimizers that are not in
     its texts are left out: they are of a file that these include, and choose another optimizer.
@@ -94,7 +94,7 @@ _KEY = re.compile(r"^\s*(?:[\w/]+/)?([\w.]+)\.(\w+)\s*=", re.MULTILINE)
 
 
 def bindings_in(text: str) -> dict[str, str]:
-    """Returns the names and values, in one line each, in a text of `gin.operative_config_str`."""
+    """Returns names and one-line values in a text of `gin.operative_config_str`."""
     # A long value begins with a backslash, in the next line.
     return {name: " ".join(value.lstrip("\\").split()) for name, value in _BINDING.findall(text)}
 
@@ -104,7 +104,7 @@ _BINDING = re.compile(r"^([^\s#=]+) = (.*(?:\n[ \])}].*)*)", re.MULTILINE)
 
 
 def registered() -> dict[str, list[str]]:
-    """The parameters of all configurables that gin knows, by full name."""
+    """Returns the parameters of all configurables that gin knows, by full name."""
     load_configurables()
     found = {}
     for name, entry in gin.config._REGISTRY.items():

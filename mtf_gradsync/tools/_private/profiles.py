@@ -1,4 +1,4 @@
-"""Profiles of TensorFlow and jax: what begins, ends and reads them without a public name."""
+"""Begin, end and reading of profiles of TensorFlow and jax, by private names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Iterator
 
 
 def profile_data(serialized: bytes) -> Any:
-    """Reads a serialized ``XSpace``, as jax's profiler writes it, into a ``ProfileData`` of jax.
+    """Parses a serialized ``XSpace``, as jax's profiler writes it, into a ``ProfileData`` of jax.
 
     jax 0.4 has none; there the result has the attributes that are read here. Raises a ValueError
     where the bytes are something else.
@@ -31,7 +31,7 @@ def profile_data(serialized: bytes) -> Any:
 
 
 def _with_types(data: Any) -> Any:
-    """Returns a ``ProfileData`` of jax whose types of iterators are made.
+    """Returns a ``ProfileData`` of jax after registering the types of its iterators.
 
     Each is made when it is first asked for, and Python 3.12 and later warn of it. Where warnings
     are errors, that error ends the process, as it is raised in C++.
@@ -48,7 +48,7 @@ def _with_types(data: Any) -> Any:
 
 
 def _plane(plane: Any) -> Any:
-    """Returns a plane of an ``XSpace`` with the attributes that ``ProfileData`` has for it."""
+    """Returns a plane of an ``XSpace`` with the attributes that planes of ``ProfileData`` have."""
 
     def stats(of: Any) -> Iterator[tuple[str, Any]]:
         for stat in of.stats:
@@ -74,14 +74,14 @@ def _plane(plane: Any) -> Any:
 
 
 class Profiler:
-    """Profiles jax's devices, without the frames of Python."""
+    """A profiler of jax's devices, without the frames of Python."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._session: Any = None
 
     def start(self) -> None:
-        """Begins. Raises RuntimeError when another profiler runs."""
+        """Begins a profile; raises RuntimeError when another profiler runs."""
         import jax
 
         if hasattr(jax.profiler, "ProfileOptions"):  # from 0.5 on
@@ -103,7 +103,7 @@ class Profiler:
         self._session = xla_client.profiler.ProfilerSession(options)
 
     def stop(self) -> bytes:
-        """Ends, and returns a serialized ``XSpace``; an empty one where jax wrote none.
+        """Ends the profile; returns a serialized ``XSpace``, empty if jax wrote none.
 
         Raises RuntimeError when it has not begun.
         """

@@ -1,4 +1,4 @@
-"""What tools use of TensorFlow that has no public name, one function each."""
+"""Parts of TensorFlow without a public name that tools use, one function each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def singular_monitored_session(
 
 
 def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
-    """Returns the operations, with the writer as input 0, that open a graph's version 2 writers."""
+    """Returns the operations that open a graph's version 2 summary writers (their input 0)."""
     return graph.get_collection("_SUMMARY_WRITER_V2")
 
 

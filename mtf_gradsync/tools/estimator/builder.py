@@ -1,4 +1,4 @@
-"""SpecBuilder: does what every model_fn on a mesh repeats."""
+"""SpecBuilder: the steps that every model_fn on a mesh needs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SCALAR = tf.SummaryMetadata(
 
 @late_configurable(module="mtf_gradsync.estimator", denylist=["mode", "params", "config"])
 class SpecBuilder:
-    """Builds the specs that a model_fn returns, for a model on a mesh.
+    """A builder of the specs that a model_fn returns, for a model on a mesh.
 
         def model_fn(features, labels, mode, params, config):
             build = estimator.SpecBuilder(
@@ -78,7 +78,7 @@ class SpecBuilder:
         devices: Sequence[str] | None = None,
         autostack: bool = False,
     ):
-        """Makes the mesh.
+        """Makes the mesh, as `SpecBuilder.mesh`.
 
         Args:
           mode: the model_fn's mode.
@@ -279,7 +279,7 @@ class SpecBuilder:
 
 
 def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) -> tuple[Any, Any]:
-    """Returns the mesh over the cores of a TPU program, and the placer of its masters.
+    """Returns the mesh over the cores of a TPU program, and the placer of its master copies.
 
     `context` is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
     ``params["context"]``.
@@ -311,7 +311,7 @@ def _outside_programs() -> Any:
 
 
 def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
-    """Returns the operation that copies masters to slices once masters have their values."""
+    """Returns the operation that copies initialized masters to the slices."""
     return tf.group(tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices())
 
 
@@ -321,7 +321,7 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Replicates mtf tensors, so that each processor has all elements; keeps tf tensors."""
+    """Gathers mtf tensors, so that each processor has all elements; keeps tf tensors."""
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
         for name, x in (tensors or {}).items()
@@ -336,7 +336,7 @@ def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, t
 
 
 def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
-    """Returns the bytes that devices receive in a step, by name; none where they are not known."""
+    """Returns the bytes that devices receive in a step, by name; {} where they are not known."""
     skips = traits_of(optimizer).schedules_updates
     if skips and has_calls(tf.get_default_graph()):
         return {}

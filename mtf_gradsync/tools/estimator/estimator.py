@@ -1,4 +1,4 @@
-"""Trains, evaluates and predicts with a model_fn, on every TensorFlow and every runtime."""
+"""Trains, evaluates and predicts with a model_fn, on every TensorFlow and runtime."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _NOT_READ = ("train_distribute", "eval_distribute", "device_fn")
 
 
 class Estimator(_TensorFlows):
-    """Runs a model_fn that was written for Estimator or TPUEstimator.
+    """A trainer of a model_fn that was written for Estimator or TPUEstimator.
 
     It takes their place, with the same arguments but for a short list at the end of this page, and
     needs neither: TensorFlow dropped both after 2.15. The model_fn's specs may have hooks, a
@@ -90,7 +90,7 @@ class Estimator(_TensorFlows):
         evaluate_with_averages: bool = False,
         skip_damaged_checkpoint: bool = False,
     ):
-        """Takes a model_fn; nothing is built before `train`, `evaluate` or `predict`.
+        """Takes a model_fn; builds nothing before `train`, `evaluate` or `predict`.
 
         Args:
           model_fn: takes features and, where it names them, labels, mode, params and config;
@@ -179,7 +179,7 @@ class Estimator(_TensorFlows):
 
     @property
     def params(self) -> Any:
-        """The params that were given."""
+        """The params that the caller gave."""
         return self._params
 
     @property
@@ -398,7 +398,7 @@ class Estimator(_TensorFlows):
                 )
 
     def export_savedmodel(self, *args: Any, strip_default_attrs: bool = True, **kwargs: Any) -> str:
-        """TensorFlow's old name of `export_saved_model`; default attributes are always left out."""
+        """Writes a SavedModel, without default attributes: the old name of `export_saved_model`."""
         del strip_default_attrs
         return self.export_saved_model(*args, **kwargs)
 
@@ -441,14 +441,14 @@ class Estimator(_TensorFlows):
         return getattr(self.config, name, None)
 
     def _start(self, path: str | None) -> Start:
-        """Returns the checkpoint at `path`, None for the newest, or where a warm start begins."""
+        """Returns the checkpoint at `path`, or the newest, or where a warm start begins."""
         path = path or self.latest_checkpoint()
         if not path and self._warm_start:
             return Start()
         return Start(self._checkpoint(path), with_averages=self._with_averages)
 
     def _checkpoint(self, path: str | None = None) -> str:
-        """Returns the path, or that of the newest checkpoint; raises ValueError without one."""
+        """Returns `path`, or the newest checkpoint's; raises ValueError if there is none."""
         path = path or self.latest_checkpoint()
         if not path:
             raise ValueError(

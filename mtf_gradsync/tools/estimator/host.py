@@ -1,4 +1,4 @@
-"""What runs beside the steps of a spec: hooks that log and save, metrics, host_call, summaries.
+"""The host's work beside the steps of a spec: hooks, savers, metrics, host_call, summaries.
 
 Metrics and host_call of a TPUEstimatorSpec run on the host, in a graph of their own.
 """
@@ -23,7 +23,7 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 
 
 def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.train.Saver:
-    """Adds a saver to the default graph, which keeps as many checkpoints as a RunConfig says."""
+    """Adds a saver to the default graph that keeps as many checkpoints as a RunConfig says."""
     saver = RunSaver(
         *lowering,
         **variables,
@@ -50,7 +50,7 @@ def training_hooks(
     is_program: bool,
     listeners: Sequence[Any] | None,
 ) -> list[Any]:
-    """Returns hooks to train with besides the caller's: the spec's, and those that write.
+    """Returns the hooks to train with, besides the caller's: the spec's, loggers and savers.
 
     `listeners` are added to the hook that saves checkpoints; without such a hook they are a
     ValueError.
@@ -95,7 +95,7 @@ def training_hooks(
 
 
 class MeanLossHook(tf.train.SessionRunHook):
-    """Logs the mean of the losses since its last line, with the global step.
+    """A hook that logs the global step, and the mean loss since its last line.
 
     With accumulation, each line is about all microbatch steps of an update so far: Estimator's own
     line has the loss of the last one alone.
@@ -165,7 +165,7 @@ class HostFunction:
     """A function of a step's `tensors`, called with the values that a session returned for them."""
 
     def __init__(self, call: Sequence[Any]):
-        """Builds the graph of `call`, a pair of a function and its tensors, a list or by name.
+        """Builds the graph of `call`: a pair of a function and its tensors, a list or a dict.
 
         TPUEstimatorSpec's eval_metrics and host_call are such pairs.
         """
@@ -198,13 +198,13 @@ class HostFunction:
         return self._session.run(fetches, dict(zip(self._inputs, tf.nest.flatten(values))))
 
     def close(self) -> None:
-        """Writes what is not written yet, and frees the graph."""
+        """Writes all summaries that are not written yet, and frees the graph."""
         self._session.run(self._flush)
         self._session.close()
 
 
 class HostCallHook(tf.train.SessionRunHook):
-    """Runs a spec's host_call after every step."""
+    """A hook that runs a spec's host_call after every step."""
 
     def __init__(self, host_call: tuple[Callable[..., Any], Tensors]):
         self._call = host_call
@@ -241,7 +241,7 @@ class HostCallHook(tf.train.SessionRunHook):
 
 
 class Evaluation:
-    """Averages a spec's losses and metrics over the steps of an evaluation."""
+    """A run of an evaluation's steps, which averages the spec's losses and metrics."""
 
     def __init__(self, spec: Any, is_program: bool):
         """Builds the metrics of the spec that the model_fn returned."""
@@ -263,7 +263,7 @@ class Evaluation:
         self._step = tf.train.get_global_step()
 
     def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
-        """Makes the steps; returns the mean "loss", the metrics, and "global_step", by name.
+        """Runs the steps; returns the mean "loss", the metrics, and "global_step", by name.
 
         `steps` of None makes all that the input has.
         """

@@ -21,7 +21,7 @@ from mtf_gradsync.tools.estimator.host import add_saver
 
 
 class ModelFn(NamedTuple):
-    """A model_fn, and what its params get besides the caller's items.
+    """A model_fn, and the params that it gets besides the caller's.
 
     `batch_sizes` has the value of params["batch_size"] for each mode, None for no change. With
     `is_for_tpu` params always get "use_tpu", as from TPUEstimator, otherwise only in a program.
@@ -101,7 +101,7 @@ class ModelFn(NamedTuple):
 
 
 class _InitializeIterator(tf.train.SessionRunHook):
-    """Initializes an iterator in every new session."""
+    """A hook that initializes an iterator in every new session."""
 
     def __init__(self, initializer: tf.Operation):
         self._initializer = initializer
@@ -114,7 +114,7 @@ class _InitializeIterator(tf.train.SessionRunHook):
 def features_and_labels(
     input_fn: Callable[..., Any], mode: str, params: Any, config: Any
 ) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
-    """Returns a step's features, labels (or None), and hooks that the input needs.
+    """Returns a step's features, its labels or None, and the hooks that the input needs.
 
     input_fn takes none, some or all of mode, params and config. It returns a `tf.data.Dataset` of
     features, or of (features, labels), or such tensors.
@@ -139,7 +139,7 @@ def features_and_labels(
 
 @contextlib.contextmanager
 def naming_uneven_batches(input_fn: Callable[..., Any]) -> Iterator[None]:
-    """Turns the error of a batch of another size into a ValueError that says what to do."""
+    """Turns errors of batches of another size into a ValueError that says what to do."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -180,7 +180,7 @@ def warm_start_settings(given: Any) -> tuple[Any, ...] | None:
 
 
 def checkpoint_to_warm_start(path: str) -> str:
-    """Returns the path of the checkpoint to start from; `path` may be its directory's.
+    """Returns the path of the checkpoint to start from; `path` may be its directory.
 
     Raises ValueError if there is none.
     """
@@ -215,7 +215,7 @@ def warm_start(settings: Sequence[Any]) -> None:
 
 
 def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
-    """Calls a function with those of the arguments that its signature names, as Estimator does."""
+    """Calls `fn` with those arguments that its signature names, as Estimator does."""
     # Arguments that a partial function has already are not replaced.
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
     names = set(inspect.signature(fn).parameters) - held
@@ -238,7 +238,7 @@ def _set_items(params: Any, **items: Any) -> None:
 
 
 def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Returns a dict of the predictions with the given keys; for None all predictions as they are.
+    """Returns the predictions with the given keys, as a dict; for None all predictions.
 
     Raises ValueError for a key that the model, or a single tensor, does not have.
     """

@@ -1,4 +1,4 @@
-"""What islands contribute: changes of their values, their weights, and the outer step of both.
+"""The changes that islands contribute, their weights, and the outer step that applies them.
 
 A change is what an island's values have moved from the version that it went on from. The outer step
 is that of `OuterOptimizer`, SGD with (Nesterov) momentum (DiLoCo, Douillard et al. 2023), whose
@@ -32,7 +32,7 @@ _PART = 1 << 17  # numbers that fit into a core's cache, with what is computed f
 
 
 class _Blocks(NamedTuple):
-    """How numbers become whole: the largest one, numbers in a block, and numbers in a byte."""
+    """The settings of a rounding: the largest integer, numbers per block, and numbers per byte."""
 
     largest: int
     size: int
@@ -43,7 +43,7 @@ _BLOCKS = {"int8": _Blocks(127, 256, 1), "int4": _Blocks(7, 64, 2)}
 
 
 class OuterStep(NamedTuple):
-    """How changes become a new version; see `MergeSettings` for the fields."""
+    """The settings of the outer step, by which changes become a version: see `MergeSettings`."""
 
     outer_learning_rate: float
     outer_momentum: float
@@ -71,19 +71,19 @@ def wide(value: np.ndarray) -> np.ndarray:
 
 
 def weight_of(tokens: float, steps: float, weight: Weight) -> float:
-    """Returns what a contribution of some tokens in some steps weighs."""
+    """Returns the weight in the mean of a change that was learned from `tokens` in `steps`."""
     return tokens if weight == "tokens" else tokens * tokens / max(steps, 1.0)
 
 
 class Length(NamedTuple):
-    """How long a change is, and of how many steps."""
+    """The norm of a change, and the number of steps that it was learned in."""
 
     norm: float
     steps: float
 
     @classmethod
     def of(cls, change: Mapping[str, np.ndarray], steps: float) -> Length:
-        """Returns the length of a change over all variables that are trained."""
+        """Returns the length of a change over all trained variables."""
         squares = [
             float(np.square(value[part], dtype=np.float64).sum())
             for name, x in change.items()
@@ -95,7 +95,7 @@ class Length(NamedTuple):
 
 
 def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> float:
-    """Returns what to multiply a change by that may be `max_ratio` times as long as usual.
+    """Returns the factor that makes a change at most `max_ratio` times as long as usual.
 
     Usual is the median of `others`: what others contribute to the same version, and the island
     itself to earlier ones. Those of fewer steps count as that much longer. It is 1 where nothing is
@@ -113,7 +113,7 @@ def merged(
     changes: Iterator[Change],
     step: OuterStep,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Makes the outer step: new values of the variables in `values`, and momenta of trained ones.
+    """Makes the outer step: returns the new values of `values`, and momenta of the trained ones.
 
     Changes are added up in their order, in float64. New values are float32 or wider.
     """
@@ -157,14 +157,14 @@ def merged(
 
 
 def _parts(size: int) -> Iterator[slice]:
-    """Cuts the largest arrays that a process has, so that what is made of them stays small."""
+    """Yields slices that cut an array into parts, so that temporary arrays stay small."""
     return (slice(at, at + _PART) for at in range(0, size, _PART))
 
 
 def encoded(
     change: Mapping[str, np.ndarray], form: Form
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the tensors to send for a change, by name, and what rounding took away from it."""
+    """Returns the tensors to send for a change, by name, and its rounding errors."""
     sent: dict[str, np.ndarray] = {}
     errors: dict[str, np.ndarray] = {}
     for name, value in change.items():

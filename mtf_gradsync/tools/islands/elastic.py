@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataPart(NamedTuple):
-    """Every `parts`-th example of a data set, from number `part` on; by default all of them."""
+    """A part of a data set: every `parts`-th example, from number `part` on; by default all."""
 
     part: int = 0
     parts: int = 1
@@ -28,7 +28,7 @@ ALL_DATA = DataPart()
 
 
 def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> DataPart:
-    """Returns the part of the data that an island learns from, so that no two have the same.
+    """Returns a part of the data for an island to learn from; no other island has the same.
 
     An island claims the first free number in the folder, once: it has the same after a restart. An
     island beyond the last part shares one, which is said.
@@ -69,7 +69,7 @@ def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> 
 @late_configurable(module="mtf_gradsync")
 @dataclasses.dataclass(frozen=True)
 class ElasticIslands:
-    """The island that a run is, as gin binds it: a run with a folder is one of the islands there.
+    """The settings of a run as an island, which gin binds; with a folder it is one there.
 
     See `Island`, `MergeSettings` and `Waiting` for the fields, of which the last ones are for the
     merger where `merge` is True.
@@ -107,7 +107,7 @@ class ElasticIslands:
     parts: int = 17
 
     def part(self, name: str) -> DataPart:
-        """Returns the part of the data that a run learns from; all without a folder."""
+        """Returns the part of the data that this run learns from; all data without a folder."""
         if not self.folder:
             return ALL_DATA
         return claim_part(Folder(self.folder), self.name or name, self.parts, not self.replay)
@@ -133,7 +133,7 @@ class ElasticIslands:
 
 
 class IslandHook(tf.train.SessionRunHook):
-    """Runs an `Island` in a monitored session, as of an Estimator.
+    """A hook that runs an `Island` in a monitored session, such as an Estimator's.
 
     Args:
       island: made in the graph, with its lowering.
@@ -183,7 +183,7 @@ class IslandHook(tf.train.SessionRunHook):
         self._island.after_step(run_context.session, tokens, self._new_checkpoint())
 
     def end(self, session: Any) -> None:
-        """Contributes what is left at the end."""
+        """Contributes what the island has not contributed yet, at the end of the session."""
         if self._has_begun:
             newest = self._new_checkpoint()
             if newest:

@@ -1,4 +1,4 @@
-"""An island's side of the folder: what it reads and writes there, whatever happens to the folder.
+"""An island's reads and writes of the folder, which go on when the folder fails.
 
 What fails is said once, with the object's name, and tried again later; nothing of it ends training.
 """
@@ -45,11 +45,11 @@ _LOOK_SECONDS = 2.0
 
 
 class IslandError(RuntimeError):
-    """An island cannot begin or be replayed."""
+    """The error of an island that cannot begin or be replayed."""
 
 
 class Exchange:
-    """Reads and writes the objects of one island in one life of it.
+    """The access of one island, in one life of its process, to the objects of the folder.
 
     Args:
       folder: of the islands.
@@ -88,7 +88,7 @@ class Exchange:
         self.journal = Journal(folder, island, self.reminders)
 
     def trying(self, key: str, work: Callable[[], T], otherwise: T) -> T:
-        """Returns what some work in the folder returns, or something else where that fails now."""
+        """Returns what `work` returns, or `otherwise` if the folder fails meanwhile."""
         try:
             found = work()
         except FolderError as error:
@@ -100,7 +100,7 @@ class Exchange:
     # The island's place.
 
     def begin(self, seconds: float) -> None:
-        """Takes the island's name; raises IslandError if another process has it, and lives."""
+        """Takes the island's name; raises IslandError if a living process has it."""
         until = time.monotonic() + max(seconds, 2.0 * places.LIFE_SECONDS)
         while holder := self.trying("begin", self.place.take, "?"):
             is_late, fails = time.monotonic() > until, holder == "?"
@@ -131,7 +131,7 @@ class Exchange:
     # Versions.
 
     def newest(self, version: int | None) -> int | None:
-        """Returns the newest version that is there, newer than one; this one where there is none.
+        """Returns the newest version above `version`, or `version` if there is none.
 
         Damaged ones that were passed over are looked at again only if they change.
         """
@@ -165,7 +165,7 @@ class Exchange:
     def load(
         self, newest: int, fragments: int, since: int
     ) -> tuple[dict[str, np.ndarray], Decision] | None:
-        """Reads what versions `since` one have changed, as of the newest; None where that fails.
+        """Reads what versions from `since` to `newest` changed; None if the folder fails.
 
         Raises OtherTensorsError if they are of other variables.
         """
@@ -185,7 +185,7 @@ class Exchange:
             return None
 
     def settings(self) -> MergeSettings:
-        """Returns the folder's settings, or the defaults where it has none that can be read."""
+        """Returns the folder's settings, or the defaults if it has none that can be read."""
         found = None
         with contextlib.suppress(DamagedObjectError):
             found = self.trying("settings", lambda: MergeSettings.of(self.folder), None)
@@ -194,7 +194,7 @@ class Exchange:
     # What the island gives.
 
     def offer(self, facts: Facts, tensors: Mapping[str, np.ndarray]) -> None:
-        """Offers values for version 0, and again where the offer is gone or damaged."""
+        """Offers values for version 0; offers them again if the object is gone or damaged."""
         name = offer_object(self._island)
         _, data = tensor_object(facts, tensors)
 
@@ -211,7 +211,7 @@ class Exchange:
     def contribute(
         self, facts: Facts, tensors: Mapping[str, np.ndarray], event: Mapping[str, Any]
     ) -> tuple[str, bool]:
-        """Contributes a change; returns the object's name, and whether it is known to be there.
+        """Contributes a change; returns its object's name, and whether it is surely there.
 
         The journal knows of it before: what is merged is in the journal.
         """
@@ -231,11 +231,11 @@ class Exchange:
         return name, is_there
 
     def may_try(self) -> bool:
-        """Whether it is time to contribute, again where that failed."""
+        """Returns whether it is time to contribute; after a failure it is later."""
         return time.monotonic() >= self._next_try
 
     def fate(self, names: list[str], version: int, decision: Decision) -> str | None:
-        """Returns which of some contributions to a version a later decision says is merged.
+        """Returns which of the contributions `names` to a version was merged, by a later decision.
 
         Returns "" if none of them will ever be, and None if that is open.
         """
@@ -245,7 +245,7 @@ class Exchange:
         return "" if decision.oldest > version else None
 
     def is_lost(self, name: str, version: int, at_once: bool = False) -> str:
-        """Returns why a contribution that waits to be merged cannot be; "" while it can."""
+        """Returns why a contribution that waits can no longer be merged; "" while it can be."""
         now = time.monotonic()
         if now < self._looked_for_sent + max(self._poll, 0.0) and not at_once:
             return ""
@@ -267,9 +267,9 @@ class Exchange:
     def outstanding(
         self, decision: Decision, specs: Mapping[str, Spec]
     ) -> tuple[str, Facts, dict[str, np.ndarray]] | None:
-        """Returns what an earlier life contributed, if it can be merged after a decision's version.
+        """Returns an earlier life's contribution that versions after a decision can merge.
 
-        That is its name, its facts, and the change.
+        Returns its name, its facts, and its change.
         """
         last = place_of(decision.totals.get(self._island, Total()).last)
 
@@ -293,7 +293,7 @@ class Exchange:
         return stored and (name, stored.facts, decoded(stored, specs))
 
     def waits(self, key: str, what: str, after: float = 0.0) -> None:
-        """Says what the island waits for, once it has waited so long."""
+        """Logs what the island waits for, once it has waited for `after` seconds."""
         self.reminders.lasts(key, f"Island {self._island}: {what}", after)
 
 

@@ -1,4 +1,4 @@
-"""A version of the islands' values as a checkpoint of TensorFlow."""
+"""Exports a version of the islands' values as a TensorFlow checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version, r
 def export_version(
     folder: Folder, directory: str | os.PathLike[str], version: int | None = None
 ) -> str:
-    """Writes the values of a version as a checkpoint, which `train`, Estimator and Saver restore.
+    """Writes a version's values as a checkpoint, which `train`, Estimator and Saver restore.
 
     It has the variables that islands exchange and the global step; slots begin anew.
 

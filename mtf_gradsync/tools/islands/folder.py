@@ -1,4 +1,4 @@
-"""The folder that islands exchange values through: objects of tensors, whole or not there at all.
+"""The folder through which islands exchange objects: each appears whole or not at all.
 
 A folder is a path (a local disk, NFS) or a URL of an object store (``gs://``, ``s3://``, ``az://``)
 as `obstore` opens it. Who can read and write it takes part. Tensors are `safetensors` files, which
@@ -53,19 +53,19 @@ _WORKS_IN: list[int] = []
 
 
 class DamagedObjectError(ValueError):
-    """An object of the folder is damaged, or is not what its name says."""
+    """The error of an object that is damaged, or is not of the kind that its name says."""
 
 
 class OtherTensorsError(DamagedObjectError):
-    """An object has tensors of other names, shapes or dtypes than the program."""
+    """The error of an object whose tensors are not the program's, by name, shape or dtype."""
 
 
 class FolderError(OSError):
-    """The folder does not do what it was asked to; it may do so later."""
+    """The error of a folder that fails now, and may work later."""
 
 
 class Spec(NamedTuple):
-    """The shape and dtype of a tensor, as text so that it can be written down."""
+    """The shape and dtype of a tensor, as text that JSON can hold."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -77,12 +77,12 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of such a tensor."""
+        """The bytes of a tensor of this spec."""
         return int(np.prod(self.shape)) * dtype_of(self.dtype).itemsize
 
 
 class Stored(NamedTuple):
-    """What an object holds.
+    """The content of an object.
 
     Attributes:
       facts: what its writer says of it.
@@ -96,14 +96,14 @@ class Stored(NamedTuple):
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns numpy's dtype of a name, which may be "bfloat16"."""
+    """Returns numpy's dtype of this name, which may be "bfloat16"."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
-    """Returns the SHA-256 of facts and tensors, which the order of either does not change."""
+    """Returns the SHA-256 of facts and tensors; their order does not change it."""
     return _checksum(_encoded(facts), tensors)
 
 
@@ -123,7 +123,7 @@ def _encoded(value: Any) -> bytes:
 
 
 class Folder:
-    """A folder, by a path or the URL of an object store. Names in it are relative, with ``/``.
+    """A folder for objects, at a path or the URL of an object store. Names use ``/``.
 
     A folder on a disk that is moved away is waited for: what stands in its place meanwhile is not
     taken for it. Errors of the store are FolderErrors, after some seconds of trying again.
@@ -174,7 +174,7 @@ class Folder:
         return os.path.join(self._root, name)
 
     def _is_there(self, creates: bool = False) -> bool:
-        """Whether there is a local folder; raises FolderError if it is another than it was."""
+        """Returns whether the local folder exists; raises FolderError if it was replaced."""
         if not self.is_local:
             return True
         import obstore.store
@@ -206,7 +206,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _asking(self, name: str, what: str) -> Iterator[None]:
-        """Makes errors of the store FolderErrors."""
+        """Turns the store's errors inside the block into FolderErrors."""
         _check_not_forked()
         if name and any(part in ("", ".", "..") for part in name.split("/")):
             raise DamagedObjectError(f"{name!r} is no name of an object of {self.url}.")
@@ -219,11 +219,11 @@ class Folder:
             raise FolderError(f"{where} cannot be {what}: {_reason(error)}") from error
 
     def names(self, folder: str) -> list[str]:
-        """Returns the sorted names of what is whole in a folder of it, or in itself ("")."""
+        """Returns the sorted names of whole objects in a subfolder, or in the folder ("")."""
         return sorted(self.marks(folder))
 
     def marks(self, folder: str) -> dict[str, str]:
-        """Returns the names of what is in a folder of it, each with a mark of when it was written.
+        """Returns the names in a subfolder, each with a mark that changes when it is rewritten.
 
         Objects have marks that differ for each writing, and folders have none. What cannot be an
         object of a folder on a disk (links, pipes, names that are no text) is passed over.
@@ -292,7 +292,7 @@ class Folder:
             return found.bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes an object, which appears whole; one that was there is replaced."""
+        """Writes an object, which appears whole; replaces one of the same name."""
         import obstore
 
         self._is_there(creates=True)
@@ -301,7 +301,7 @@ class Folder:
             self._is_there()  # and not what has taken its place meanwhile
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes an object, which appears whole; returns False, and does nothing, if it is there.
+        """Writes an object, which appears whole; does nothing and returns False if it exists.
 
         Of several processes that create an object, one does. An object store that answers too late
         may have created it: what is there then is compared.
@@ -325,7 +325,7 @@ class Folder:
             return True
 
     def remove(self, name: str) -> None:
-        """Removes an object, if it is there."""
+        """Removes an object, if it exists."""
         import obstore
 
         if self._is_there():
@@ -333,7 +333,7 @@ class Folder:
                 obstore.delete(self._store, name)
 
     def set_aside(self, name: str) -> str:
-        """Moves what is damaged, so that it can be created again; returns where to."""
+        """Moves a damaged object, so that it can be created again; returns its new name."""
         import obstore
 
         aside = f"{_SET_ASIDE}/{name.replace('/', '.')}.{uuid.uuid4().hex[:8]}"
@@ -348,7 +348,7 @@ class Folder:
         return aside
 
     def remove_half_written(self) -> None:
-        """Removes what writers that were killed an hour ago have left on a disk."""
+        """Removes files that writers left when they were killed over an hour ago."""
         if not self.is_local or not self._is_there():
             return
         for place, _, files in os.walk(self._root):
@@ -385,7 +385,7 @@ class Folder:
         self.write(name, _encoded(value))
 
     def create_json(self, name: str, value: Any) -> bool:
-        """Creates an object of a value as JSON; see `create`."""
+        """Creates an object that holds a value as JSON, as `create` does."""
         return self.create(name, _encoded(value))
 
     # Tensors.
@@ -434,7 +434,7 @@ class Folder:
 
 
 def _check_not_forked() -> None:
-    """Raises RuntimeError where requests would wait for threads that only the parent has."""
+    """Raises RuntimeError in a forked process, where requests wait for the parent's threads."""
     _WORKS_IN.extend([] if _WORKS_IN else [os.getpid()])
     if os.getpid() not in _WORKS_IN:
         raise RuntimeError(
@@ -445,7 +445,7 @@ def _check_not_forked() -> None:
 
 
 def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, bytes]:
-    """Returns the checksum and the bytes of an object of facts and tensors."""
+    """Returns the checksum and the bytes of an object that holds facts and tensors."""
     from safetensors.numpy import save
 
     text = _encoded(facts)
@@ -461,7 +461,7 @@ def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, b
 
 
 def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> Stored:
-    """Reads a file of tensors without copying it; raises ValueError for a wrong one.
+    """Reads a file of tensors without copying it; raises ValueError for a file that is wrong.
 
     The `safetensors` library would copy it twice, or map it: then a disk that fails ends the
     process.
@@ -501,7 +501,7 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
 
 
 class _Wrong(ValueError):
-    """Why an object is refused, as the end of a sentence."""
+    """The reason to refuse an object, as the end of a sentence."""
 
 
 class _OtherTensors(_Wrong):
@@ -521,7 +521,7 @@ def _check_specs(there: Mapping[str, Spec], specs: Mapping[str, Spec]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns what an error of the store says, without what only its authors read."""
+    """Returns the text of a store's error, without details for the store's authors."""
     return str(error).split("\n\nDebug source:")[0].strip()
 
 

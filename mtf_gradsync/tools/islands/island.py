@@ -1,4 +1,4 @@
-"""Island: a program that trains by itself, and exchanges what it has learned through a folder."""
+"""Island: a program that trains by itself, and exchanges what it learned through a folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Follow = Literal["version", "own"]
 
 
 def check_island_name(name: Any) -> None:
-    """Raises ValueError for what cannot be a part of the names of objects."""
+    """Raises ValueError for a name that cannot be part of an object's name."""
     if not isinstance(name, str) or not ISLAND_NAME.fullmatch(name):
         raise ValueError(
             f"The name of an island is of letters, digits, '.', '_' and '-', got {name!r}."
@@ -41,7 +41,7 @@ def check_island_name(name: Any) -> None:
 
 
 class FolderTraffic(NamedTuple):
-    """Bytes that an island has written to the folder and read from it, of tensors."""
+    """The bytes of tensors that an island has written to the folder and read from it."""
 
     written: int
     read: int
@@ -55,7 +55,7 @@ _LONG = 120.0
 
 
 class Island:
-    """One island of many: contributes its change every `inner_steps`, and takes merged values.
+    """An island: contributes its change every `inner_steps` steps, and takes merged values.
 
     Each island is a program of its own, on a mesh and a runtime of its own, which may die, lag,
     come back or be added while the others go on. They meet in a folder, where a merger (see
@@ -165,7 +165,7 @@ class Island:
         )  # fmt: skip
 
     def _note(self, event: str, **fields: Any) -> None:
-        """Adds an event to the journal, unless the journal is replayed."""
+        """Adds an event to the journal; does nothing in a replay of the journal."""
         if not self._replay:
             given = {"step": self._at, "version": self.version, **fields}
             self._exchange.journal.write(event, **given)
@@ -173,7 +173,7 @@ class Island:
     # What stands between two versions.
 
     def _start_from(self, version: int, counts: Mapping[str, int]) -> None:
-        """Forgets all that was learned and not contributed, and goes on from a version."""
+        """Goes on from a version, and forgets what was learned but not contributed."""
         self.version = version
         self._counts_before = dict(counts)
         self._sent: Sent | None = None  # what waits to be merged
@@ -183,7 +183,7 @@ class Island:
         self._residual: dict[str, np.ndarray] = {}
 
     def begin(self, session: Any, step: int = 0, checkpoint: str | None = None) -> None:
-        """Goes on from the newest version in the folder, or offers its values for the first one.
+        """Goes on from the folder's newest version, or offers its values for the first version.
 
         After `finish`, or where a session was made anew and has older values, it begins again.
 
@@ -231,7 +231,7 @@ class Island:
     # What is kept beside a checkpoint.
 
     def save(self, checkpoint: str) -> None:
-        """Keeps what `begin` needs beside a checkpoint of the session's values as they are now.
+        """Writes beside a checkpoint of the session's current values what `begin` needs with it.
 
         Without it, an island that is killed loses what it had learned since it last contributed.
 
@@ -256,7 +256,7 @@ class Island:
             logger.warning("Island %s: %s", self.name, error)
 
     def _read_saved(self, checkpoint: str) -> Saved | None:
-        """Returns what is beside a checkpoint of this island and has something to contribute."""
+        """Returns this island's `Saved` beside a checkpoint, if it has something to contribute."""
         try:
             saved = Saved.read(checkpoint)
         except (DamagedObjectError, FolderError) as error:
@@ -275,7 +275,7 @@ class Island:
         decision: Decision,
         outstanding: tuple[str, Facts, Mapping[str, np.ndarray]] | None,
     ) -> bool:
-        """Whether the island has not contributed later what it had learned by a checkpoint."""
+        """Returns whether what the island had learned by a checkpoint is not contributed yet."""
         learned = saved.learned
         last = decision.totals.get(self.name, Total()).last
         later = [
@@ -290,7 +290,7 @@ class Island:
         return is_same and not later and len(learned.tokens) == self._fragments
 
     def _go_on_with(self, session: Any, saved: Saved, version: int, decision: Decision) -> None:
-        """Goes on from a version with what a checkpoint has learned and no version has."""
+        """Goes on from a version, with what a checkpoint has learned and no version contains."""
         self._restore(session, saved)
         learned = saved.learned
         waiting = self._sent.tokens if self._sent else 0.0
@@ -304,7 +304,7 @@ class Island:
         )  # fmt: skip
 
     def _restore(self, session: Any, saved: Saved) -> None:
-        """Takes the island for what it was when it was saved, as the session's values are."""
+        """Restores the island's state from when the session's values were saved."""
         learned = saved.learned
         self.version, self._base = learned.version, dict(saved.base)
         self._counts_before, self._attempts = dict(learned.counts), dict(saved.attempts)
@@ -319,12 +319,12 @@ class Island:
         return counts(session) if counts else StepCounts()
 
     def _counts_in(self, values: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the counts that schedules go by, of the island's own steps and of updates."""
+        """Returns the counts that schedules follow: the island's own steps, and updates."""
         found = {key: int(values[name]) for key, name in self._follows.items()}
         return {"step": self.step, **found}
 
     def _await_version(self, session: Any) -> tuple[int, Decision]:
-        """Reads the newest version that is whole, once there is one, and offers values until then.
+        """Waits for a version that can be read, and reads it; offers values until then.
 
         Returns its number and the decision that made it.
         """
@@ -365,7 +365,7 @@ class Island:
             )
 
     def _load(self, newest: int, since: int) -> tuple[dict[str, np.ndarray], Decision] | None:
-        """Returns what versions `since` one have changed, as of the newest; None if it cannot."""
+        """Reads what versions from `since` to `newest` changed; None if the folder fails."""
         found = self._exchange.load(newest, self._fragments, since)
         if found:
             self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found[0]))
@@ -378,7 +378,7 @@ class Island:
         decision: Decision,
         outstanding: tuple[str, Facts, Mapping[str, np.ndarray]] | None,
     ) -> None:
-        """Goes on from a version, with what an earlier life has contributed to the next one."""
+        """Goes on from a version, with an earlier life's contribution to the next version."""
         counts = self._counts_in(self._values.read(session))
         self._base = {}
         self._start_from(version, counts)
@@ -399,7 +399,7 @@ class Island:
         learned: Mapping[str, np.ndarray],
         more: Mapping[str, Any],
     ) -> None:
-        """Writes merged values with what was learned since; the next change is from the former."""
+        """Writes merged values plus what was learned since, which the next change contains."""
         written: dict[str, Any] = dict(more)
         for name, value in merged.items():
             since = learned.get(name, np.zeros((), value.dtype))
@@ -412,7 +412,7 @@ class Island:
     def _follow_version(
         self, decision: Decision, counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """Returns the counters to set so that they are the version's and what came since `before`.
+        """Returns the counters' new values: the version's, plus what was counted since.
 
         A counter never goes back.
         """
@@ -427,7 +427,7 @@ class Island:
         return {name: new[key] for key, name in self._follows.items() if new[key] != counts[key]}
 
     def _turn(self) -> list[str]:
-        """The names of the variables that the next version changes."""
+        """Returns the names of the variables that the next version changes."""
         assert self.version is not None
         return fragment_of(self.version + 1, list(self._base), self._fragments)
 
@@ -436,7 +436,7 @@ class Island:
         return {name: self._specs[name] for name in names}
 
     def after_step(self, session: Any, tokens: float = 1.0, checkpoint: str | None = None) -> None:
-        """Contributes what the island has learned, or takes merged values, where it is time to.
+        """Contributes the island's change, or takes merged values, when either is due.
 
         Args:
           session: in which a step has been made.
@@ -471,7 +471,7 @@ class Island:
                 self._wait_and_take(session, self._wait)
 
     def _look_after_sent(self) -> None:
-        """Takes a contribution back that will not be merged, or is for long, to make another."""
+        """Takes a contribution back if it cannot be merged, or has waited too long."""
         if self._sent is None:
             return
         name, version = next(reversed(self._attempts), ""), self._sent.version
@@ -487,7 +487,7 @@ class Island:
             self._take_back(f"{name}: {why}; what is in it goes into another contribution")
 
     def _take_back(self, why: str) -> None:
-        """Takes what was contributed for not contributed."""
+        """Counts the last contribution as not contributed."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
         self._since += sent.steps
@@ -500,7 +500,7 @@ class Island:
         self._note("took_back", why=why)
 
     def _count(self, session: Any, tokens: float) -> None:
-        """Counts an update and the tokens that it applies, once it has applied them."""
+        """Counts an update, and the tokens in it, once the optimizer has applied it."""
         before, now = self._step_counts, self._counts_of(session)
         self._step_counts = now
         if self._waiting_tokens is None:  # a checkpoint does not say how many are in its sums
@@ -516,7 +516,7 @@ class Island:
         self._tokens = [count + tokens for count in self._tokens]
 
     def finish(self, session: Any, waits: bool = True) -> None:
-        """Contributes all that is left, takes merged values if they come in time, says good-bye.
+        """Contributes what is left, takes merged values that come in time, and leaves the folder.
 
         What it has learned since a contribution that is not merged yet can be contributed when that
         is: it waits for this up to `wait_seconds`, whatever `wait` is.
@@ -554,7 +554,7 @@ class Island:
         self.close()
 
     def close(self) -> None:
-        """Says good-bye without a last contribution, and ends this process's merger."""
+        """Leaves the folder without a last contribution, and ends this process's merger."""
         if self._merger:
             self._merger.stop()
             self._merger = None
@@ -564,7 +564,7 @@ class Island:
             self._exchange.place.leave()
 
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
-        """Takes merged values if they come within some seconds; returns whether it did."""
+        """Waits for merged values up to `seconds`, and takes them; returns whether they came."""
         assert self.version is not None
         before, until = self.version, time.monotonic() + seconds
         while self._sent is not None:
@@ -582,7 +582,7 @@ class Island:
         return False
 
     def _contribute(self, session: Any, is_early: bool) -> bool:
-        """Contributes the change of the fragment whose turn it is; returns whether it did."""
+        """Contributes the change of the fragment whose turn it is; returns whether that worked."""
         assert self.version is not None
         fragment = self.version % self._fragments
         names, tokens = self._turn(), self._tokens[fragment]
@@ -627,7 +627,7 @@ class Island:
         return is_there
 
     def _go_back(self, session: Any) -> list[str]:
-        """Goes back to the version's values; returns which slots begin anew, not being finite."""
+        """Restores the version's values; returns the slots that begin anew, as not finite."""
         begin_anew = getattr(self._values, "begin_anew", None)
         anew = begin_anew(session) if begin_anew else {}
         self._write(session, self._base, {}, anew)
@@ -642,7 +642,7 @@ class Island:
         found: tuple[dict[str, np.ndarray], Decision] | None = None,
         merged_as: str | None = "?",
     ) -> None:
-        """Takes the values of a newer version, and keeps what was learned and not contributed.
+        """Takes a newer version's values, and keeps what was learned but not contributed.
 
         What was contributed and will not be merged any more counts as not contributed. `merged_as`
         is, in a replay, which contribution was merged, "" for none, None if that was open.
@@ -691,7 +691,7 @@ class Island:
         self._note("took", merged=merged_as, bytes=_bytes(values))
 
     def _begin_replay(self, session: Any, step: int, saved: Saved | None) -> None:
-        """Begins where the journal says that the island joined."""
+        """Begins a replay at the step at which the island joined, by its journal."""
         events = self._events.get(step, [])
         begins = [number for number, e in enumerate(events) if e["event"] == "joined"]
         if not begins:
@@ -717,7 +717,7 @@ class Island:
         )
 
     def _replay_step(self, session: Any) -> None:
-        """Does after a step what the journal says that the island did after it."""
+        """Repeats after a step what the island did after it, by its journal."""
         for event in self._events.get(self._at, []):
             kind = event["event"]
             if kind == "joined" and "restored" in event:

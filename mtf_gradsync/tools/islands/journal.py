@@ -1,4 +1,4 @@
-"""The journal of a folder of islands: who joined, contributed, was late, went, when and with what.
+"""The journal of a folder of islands: what happened to each island, after which step and when.
 
 Each process that writes has JSON lines of its own, in parts of a limited size, since an object
 store cannot add to an object. What became of contributions stands in the merger's decisions.
@@ -27,7 +27,7 @@ _DECISIONS_SHOWN = 8  # whose refused contributions a table has
 
 
 class Journal:
-    """Writes what happens to one island in one life of its process.
+    """The writer of what happens to one island in one life of its process.
 
     Lines that cannot be written now are written with the next ones.
     """
@@ -42,7 +42,7 @@ class Journal:
 
     @property
     def events(self) -> int:
-        """How many events there are of this life."""
+        """The number of events in this life."""
         return self._before + len(self._lines)
 
     def write(self, event: str, must: bool = False, **fields: Any) -> None:
@@ -66,7 +66,7 @@ class Journal:
         return f"{self._place}/{self.life:08d}-{self._part:06d}.jsonl"
 
     def _is_behind(self) -> bool:
-        """Writes the part; returns whether that failed."""
+        """Writes the events so far; returns whether the folder failed."""
         try:
             self._folder.write(self._name(), b"".join(map(_line, self._lines)))
         except FolderError as error:
@@ -93,7 +93,7 @@ def _line(event: dict[str, Any]) -> bytes:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What a line of a journal must have; it may have more."""
+    """The required fields of a line of a journal; it may have more."""
 
     event: str
     island: str
@@ -102,7 +102,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
-    """Returns the events of an island, in order, by the number of its process's life.
+    """Returns an island's events in order, by the number of its process's life.
 
     Parts that are damaged are passed over by name.
     """
@@ -123,7 +123,7 @@ def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]
 
 
 def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
-    """Returns what happened to an island after each step that counts.
+    """Returns an island's events by step, of the steps that count.
 
     A process that was killed begins again at its checkpoint: what its earlier life did after that
     is not part of what the island has become.
@@ -147,7 +147,7 @@ def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]
 
 
 class IslandRow(NamedTuple):
-    """What became of one island: counts, bytes of tensors, times of its first and last event.
+    """A summary of one island: its counts, bytes of tensors, and times of first and last event.
 
     `version` is the one that it was at when it last gave a sign of life, `state` whether it lives
     as the merger sees it, and where it was.
@@ -169,7 +169,7 @@ class IslandRow(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What a folder of islands has come to.
+    """The state of a folder of islands.
 
     Attributes:
       version: the newest one; None before there is one.
@@ -188,7 +188,7 @@ class Status(NamedTuple):
     says: Sequence[str] = ()
 
     def table(self) -> str:
-        """The rows as text, what is waited for, and why contributions were refused lately."""
+        """Returns the rows as text, with what is waited for and why objects were refused lately."""
         head = "no version yet" if self.version is None else f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
                    "MB written", "MB read", "behind", "last seen", "state")  # fmt: skip
@@ -243,7 +243,7 @@ def read_status(folder: Folder) -> Status:
 
 
 def _merger(folder: Folder) -> tuple[str, Beat]:
-    """Returns who merges, in words, and the last sign of life of it."""
+    """Returns who merges, in words, and the merger's last sign of life."""
     term = terms_of(folder.marks("merger")).get("")
     if term is None:
         return "no merger has begun", Beat()
@@ -287,7 +287,7 @@ def _row(
 def plot_status(
     status: Status, axes: Any, colors: Sequence[str] = ("C0", "C2", "C3", "C1")
 ) -> None:
-    """Draws a row for each island over time: when it was there, and what became of its work.
+    """Draws a row for each island over time: when it lived, and what became of its changes.
 
     `axes` is matplotlib's. `colors` are those of its presence, and of contributions that were
     merged, late, and not finite.
@@ -318,7 +318,7 @@ def plot_status(
 
 
 def _lives(events: list[dict[str, Any]], island: str) -> list[tuple[float, float]]:
-    """Returns when each life of an island's process began and was last heard of."""
+    """Returns the begin and the last event of each life of an island's process."""
     lives: list[tuple[float, float]] = []
     for event in events:
         if event["island"] != island:

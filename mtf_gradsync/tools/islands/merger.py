@@ -1,4 +1,4 @@
-"""The merger: makes each version of the outer values from what islands have contributed.
+"""The merger, which makes each version of the outer values from the islands' contributions.
 
 A version is made in two steps: first the decision (whose contributions, with which weights and
 checksums), then the values (see `versions`). Both are created once: a merger that was killed
@@ -69,18 +69,18 @@ _VERSIONS_OF_LENGTHS = 8
 
 
 class MergerError(RuntimeError):
-    """The merger cannot go on."""
+    """The error of a merger that cannot go on."""
 
 
 class FolderTakenError(MergerError):
-    """Another merger has the folder."""
+    """The error of a folder that another merger has."""
 
 
 Quorum = int | Literal["living"]
 
 
 class Waiting(NamedTuple):
-    """How long a merger waits for contributions.
+    """The settings of how long a merger waits for contributions.
 
     Attributes:
       quorum: how many contributions to the newest version a merge needs; "living" are those of all
@@ -96,7 +96,7 @@ class Waiting(NamedTuple):
     max_staleness: int = 0
 
     def check(self) -> None:
-        """Raises ValueError for a setting that makes no sense."""
+        """Raises ValueError for settings that make no sense."""
         for name, least in (("quorum", 1), ("max_staleness", 0)):
             value = getattr(self, name)
             if name == "quorum" and value == "living":
@@ -114,7 +114,7 @@ class Waiting(NamedTuple):
 
 
 class Merger:
-    """Makes versions until it is stopped; one at a time for a folder.
+    """The maker of versions: one at a time in a folder; it runs until it is stopped.
 
     Args:
       folder: the folder of the islands.
@@ -177,7 +177,7 @@ class Merger:
         on_version: Callable[[Decision], None] = lambda decision: None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Makes versions until `should_stop`; calls `on_version` with the decision of each.
+        """Makes versions until `should_stop()`; calls `on_version` with the decision of each.
 
         What fails in the folder is said and tried again.
 
@@ -202,11 +202,11 @@ class Merger:
             place.leave()
 
     def says(self) -> list[str]:
-        """Returns what it waits for, or cannot do, as it has said it."""
+        """Returns the messages on what it waits for, or cannot do."""
         return self._reminders.said()
 
     def begin_anew(self) -> None:
-        """Forgets what it has seen, to read it again: another merger may have gone on."""
+        """Forgets the folder's content, to read it again: another merger may have changed it."""
         self._has_begun, self._decisions, self._looked = False, {}, {}
 
     def _report(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class Merger:
         return {"says": self.says(), "version": version, "living": sorted(self._living)}
 
     def _take(self, place: Place) -> bool:
-        """Takes the merger's place once nobody who lives has it; raises if somebody has."""
+        """Takes the merger's place; returns False, or raises, while a living process has it."""
         holder = place.take()
         if holder and place.has_changed():
             raise FolderTakenError(
@@ -225,7 +225,7 @@ class Merger:
         return not holder
 
     def _go_on(self, place: Place, on_version: Callable[[Decision], None]) -> bool:
-        """Makes the next version if it is time to; returns whether it has done something."""
+        """Makes the next version if it is due; returns whether anything was done."""
         if not self._has_begun:
             self._folder.remove_half_written()
             self._keep_settings()
@@ -259,7 +259,7 @@ class Merger:
     # What is there when it begins.
 
     def _keep_settings(self) -> None:
-        """Writes the settings, or takes those that the folder has."""
+        """Writes the settings, or takes the folder's if it has any."""
         if self._folder.create_json(SETTINGS, self.settings._asdict()):
             return
         try:
@@ -277,7 +277,7 @@ class Merger:
             self.settings = there
 
     def _newest_state(self) -> State | None:
-        """Reads the newest version; one that is damaged is made again, what is none set aside."""
+        """Reads the newest version; makes a damaged one again, and sets other objects aside."""
         known = {*numbers_in(self._folder, "versions", SUFFIX)}
         for version in sorted(known, reverse=True):
             try:
@@ -292,7 +292,7 @@ class Merger:
         return None
 
     def _made_again(self, version: int, reason: DamagedObjectError) -> State | None:
-        """Makes a version again from its decision; returns None where none was decided."""
+        """Makes a version again from its decision; returns None if there is no decision."""
         decision = self._stored_decision(version)
         if decision is None:
             return None
@@ -308,14 +308,14 @@ class Merger:
             ) from error
 
     def _keep_decision(self, version: int) -> None:
-        """Makes the decision on a version again if it is gone or damaged: the version has it."""
+        """Writes a decision again that is gone or damaged, from the version made by it."""
         if self._stored_decision(version) is None:
             found = self._folder.load(version_object(version), kind=Made)
             if found is not None and found.facts.decision.version == version:
                 self._folder.create_json(decision_object(version), found.facts.decision)
 
     def _stored_decision(self, version: int) -> Decision | None:
-        """Returns a decision; None where there is none, or a damaged one, which is set aside."""
+        """Reads a decision; returns None if there is none; sets a damaged one aside."""
         try:
             return read_decision(self._folder, version)
         except DamagedObjectError as error:
@@ -344,7 +344,7 @@ class Merger:
         self._state = state
 
     def _create(self, name: str, decision: Decision, tensors: Mapping[str, np.ndarray]) -> None:
-        """Creates an object of a version; one that is there and holds other bits is set aside."""
+        """Creates an object of a version; sets aside an existing one that holds other bits."""
         found, data = tensor_object(Made(decision), tensors)
         if self._folder.create(name, data):
             return
@@ -358,7 +358,7 @@ class Merger:
         self._folder.create(name, data)
 
     def _decide(self) -> Decision | None:
-        """Returns the decision on the next version once it is time for it."""
+        """Returns the decision on the next version, or None while it is too early."""
         self._look_for_life()
         if self._state is None:
             return self._decide_first()
@@ -429,7 +429,7 @@ class Merger:
         return self._waiting.quorum
 
     def _are_enough(self, islands: Sequence[str], quorum: int) -> bool:
-        """Whether so many have contributed; says for whom a version waits where it does so long."""
+        """Returns whether enough islands have contributed; logs long waits, and for whom."""
         if len(islands) >= quorum:
             self._reminders.over("quorum")
             return True
@@ -444,7 +444,7 @@ class Merger:
         return False
 
     def _pairs(self, oldest: int) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-        """Returns of which islands and versions contributions are merged, and merged or late."""
+        """Returns (island, version) of merged contributions, and of merged or late ones."""
         merged, counted = set[tuple[str, int]](), set[tuple[str, int]]()
         for version in range(max(oldest - _VERSIONS_LOOKED_AT, 0) + 1, self._next):
             decision = self._decision(version)
@@ -454,7 +454,7 @@ class Merger:
         return merged, merged | counted
 
     def _decision(self, version: int) -> Decision | None:
-        """Returns a decision; the version's own word for it where the object is damaged or gone."""
+        """Returns a decision, from its version if the decision's object is damaged or gone."""
         if version not in self._decisions:
             found = self._stored_decision(version) if version >= 0 else None
             if found is None and version >= 0:
@@ -465,7 +465,7 @@ class Merger:
         return self._decisions[version]
 
     def _look_at(self, name: str) -> Contribution | None:
-        """Returns what is in a contribution or offer; None where it is gone or refused."""
+        """Returns the facts of a contribution or an offer; None if it is gone or refused."""
         key = (name, self._mark_of(name))
         if key not in self._looked:
             try:
@@ -493,7 +493,7 @@ class Merger:
         return "" if parsed_contribution(name) else self._folder.marks(place).get(last, "")
 
     def _specs_of(self, name: str) -> dict[str, Spec] | None:
-        """Returns shapes and dtypes of the variables whose turn it is; None for an offer."""
+        """Returns the specs of the variables whose turn it is; None for an offer."""
         parsed = parsed_contribution(name)
         if parsed is None or self._state is None:
             return None
@@ -502,13 +502,13 @@ class Merger:
         return {key: Spec.of(values[key]) for key in names}
 
     def _refuse(self, name: str, reason: str) -> None:
-        """Says that a contribution is not merged, and why: its island makes another."""
+        """Refuses a contribution, and logs why: its island makes another."""
         logger.warning("%s", reason)
         self._refused[name] = reason
         self._folder.create_json(name.removesuffix(SUFFIX) + REFUSED, reason)
 
     def _bounded(self, one: Contribution, there: Sequence[Contribution]) -> Contribution:
-        """Returns what a decision says of a contribution, whose change may be too long."""
+        """Returns a contribution with the scale that bounds its length by `max_norm`."""
         before = range(max(self._next - _VERSIONS_OF_LENGTHS, 1), self._next)
         own = [
             Length(past.norm * past.scale, past.steps)
@@ -528,7 +528,7 @@ class Merger:
         return one.scaled(scale)
 
     def _name_equal(self, contributions: Sequence[Contribution]) -> None:
-        """Says whose changes have equal bits: those islands have learned from the same data."""
+        """Logs which islands' changes have equal bits: they have learned from the same data."""
         lengths = collections.defaultdict(list)
         for one in contributions:
             lengths[one.norm].append(one)
@@ -550,7 +550,7 @@ class Merger:
                 )
 
     def _grace(self) -> float:
-        """Seconds to wait: half as long again as contributions have usually come apart."""
+        """Returns the seconds to wait for late islands: 1.5 times the usual spread of arrivals."""
         decisions = map(self._decision, range(max(self._next - 8, 1), self._next))
         arrivals = [decision.arrivals.values() for decision in decisions if decision]
         # One that came alone says nothing about how far apart they come.
@@ -559,7 +559,7 @@ class Merger:
         return min(max(usual, self._waiting.min_grace), self._waiting.max_grace)
 
     def _clean_up(self, decision: Decision) -> None:
-        """Removes what no island and no restart needs any more: only what it finds by its listing.
+        """Removes objects that no island and no restart needs; only objects that it has listed.
 
         There stay, without `keep_all`, the values of the versions that make the newest two, the
         contributions to these and late ones of a few more, and `_DECISIONS_KEPT` decisions.
@@ -605,7 +605,7 @@ class Merger:
 
 
 class MergerThread:
-    """Runs a merger in this process, or waits until it can: one folder has one.
+    """A thread that runs the merger of a folder, or waits while another process does.
 
     Wrong settings are an error when it is made; nothing ends it later but `stop`.
     """
@@ -616,18 +616,18 @@ class MergerThread:
         self._thread = threading.Thread(target=self._run, name="merger", daemon=True)
 
     def start(self) -> None:
-        """Begins to run, unless it runs."""
+        """Starts the thread, unless it runs."""
         if not self._thread.is_alive():
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the merger, and waits for its end."""
+        """Stops the merger, and waits until the thread has ended."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def says(self) -> str:
-        """Returns what the merger waits for, as it has said it."""
+        """Returns the merger's message on what it waits for."""
         return " ".join(self._merger.says())
 
     def _run(self) -> None:
@@ -651,7 +651,7 @@ def poll_seconds_of(folder: Folder) -> float:
 def _described(
     name: str, stored: Stored, specs: Mapping[str, Spec] | None, settings: MergeSettings
 ) -> Contribution:
-    """Returns what a decision says of a contribution; raises DamagedObjectError for a wrong one."""
+    """Returns the decision's record of a contribution; raises DamagedObjectError if it is wrong."""
     facts: Facts = stored.facts
     parsed = parsed_contribution(name)
     is_own = offer_object(facts.island) == name and facts.version is None

@@ -1,4 +1,4 @@
-"""What the objects of a folder of islands are called, and the schema of what each says.
+"""The names of the objects in a folder of islands, and the schema of each.
 
 settings.json                           how versions are made
 versions/00000007.safetensors           values of version 7, and the decision that made it
@@ -39,7 +39,7 @@ _CONTRIBUTION = re.compile(
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an island says of a contribution, or of the values that it offers.
+    """The facts that an island sends with a contribution, or with the values that it offers.
 
     Attributes:
       island: its name.
@@ -59,7 +59,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contribution(Facts, frozen=True, kw_only=True):
-    """What a decision says of a contribution.
+    """A contribution, as a decision records it.
 
     Attributes:
       object: its name.
@@ -77,26 +77,26 @@ class Contribution(Facts, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> tuple[str, int]:
-        """Whose it is, and to which version; -1 for an offer."""
+        """Its island, and the version that it contributes to; -1 for an offer."""
         return self.island, -1 if self.version is None else self.version
 
     @classmethod
     def of(cls, facts: Facts, **more: Any) -> Contribution:
-        """Returns what is said of a contribution with these facts."""
+        """Returns the record of a contribution with these facts."""
         return cls(**msgspec.structs.asdict(facts), **more)
 
     def scaled(self, scale: float) -> Contribution:
-        """Returns it with another scale."""
+        """Returns this contribution with another scale."""
         return msgspec.structs.replace(self, scale=scale)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an object that is none of an island's."""
+        """Raises ValueError for an object that is not an island's."""
         if parsed_contribution(self.object) is None and self.object != offer_object(self.island):
             raise ValueError(f"{self.object!r} is no contribution")
 
 
 class Total(msgspec.Struct, frozen=True):
-    """What has become of an island's contributions until a version.
+    """The outcome of all contributions of an island, up to a version.
 
     Attributes:
       merged: how many were merged.
@@ -152,7 +152,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def with_totals_after(self, before: Decision | None) -> Decision:
-        """Returns it with the totals of islands, from those of the decision before."""
+        """Returns this decision with the totals of islands, from the decision before."""
         found = dict(before.totals) if before else {}
 
         def add(island: str, last: str = "", **more: Any) -> None:
@@ -170,50 +170,50 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Made(msgspec.Struct, frozen=True):
-    """What a version, or the momentum after it, says of itself: the decision that made it."""
+    """The facts in a version, or in the momentum after it: the decision that made it."""
 
     decision: Decision
 
 
 def version_object(version: int) -> str:
-    """The name of the object with the values of a version."""
+    """Returns the name of the object with the values of a version."""
     return f"versions/{version:08d}{SUFFIX}"
 
 
 def soon_object(version: int) -> str:
-    """The name of the object that says that a version is about to be decided."""
+    """Returns the name of the object that says that a version is about to be decided."""
     return f"versions/{version:08d}.soon"
 
 
 def momentum_object(version: int) -> str:
-    """The name of the object with the momentum after a version."""
+    """Returns the name of the object with the momentum after a version."""
     return f"momenta/{version:08d}{SUFFIX}"
 
 
 def decision_object(version: int) -> str:
-    """The name of the object that says what a version is made of."""
+    """Returns the name of the object that says what a version is made of."""
     return f"decisions/{version:08d}.json"
 
 
 def contribution_object(version: int, island: str, life: int, number: int) -> str:
-    """The name of a contribution of one life of an island to what follows a version."""
+    """Returns the name of a contribution, by the version it follows, island, life and number."""
     return f"contributions/{version:08d}/{island}@{life}-{number}{SUFFIX}"
 
 
 def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
-    """Returns version, island, life and number of a contribution's name; None of another one."""
+    """Returns version, island, life and number of a contribution's name; None for others."""
     found = _CONTRIBUTION.fullmatch(name)
     return found and (int(found[1]), found[2], int(found[3]), int(found[4]))
 
 
 def place_of(name: str) -> tuple[int, int]:
-    """Returns life and number of a contribution's name, by which they count up; of none (0, 0)."""
+    """Returns life and number of a contribution's name, which count up; (0, 0) for other names."""
     parsed = parsed_contribution(name)
     return parsed[2:] if parsed else (0, 0)
 
 
 def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], str]:
-    """Returns the last contribution of each island to a version, if it is not refused."""
+    """Returns each island's last contribution to a version, unless it is refused."""
     place = f"contributions/{version:08d}"
     names, found = set(folder.names(place)), dict[tuple[str, int], tuple[int, int, str]]()
     for name in names:
@@ -226,17 +226,17 @@ def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], st
 
 
 def island_of(name: str) -> str:
-    """Returns whose an object is, of a contribution's or offer's name."""
+    """Returns the island of a contribution's or an offer's name."""
     return name.rsplit("/", 1)[-1].removesuffix(SUFFIX).rsplit("@", 1)[0]
 
 
 def offer_object(island: str) -> str:
-    """The name of the initial values that an island offers."""
+    """Returns the name of the initial values that an island offers."""
     return f"offers/{island}{SUFFIX}"
 
 
 def numbers_in(folder: Folder, place: str, ending: str) -> list[int]:
-    """Returns the numbers of the objects in a place that have an ending, in ascending order."""
+    """Returns the numbers of the objects in `place` with this ending, in ascending order."""
     found = (_NUMBERED.fullmatch(name) for name in folder.names(place))
     return [int(one[1]) for one in found if one and (one[2] or "") == ending]
 

@@ -1,4 +1,4 @@
-"""Places in a folder that one process holds at a time: that of the merger, an island's name.
+"""Places that one process at a time holds in a folder: the merger's, and each island's name.
 
 Who takes a place creates an object with the next number: of two processes, one does. It then writes
 signs of life, which others watch by clocks of their own: no clock of another machine is compared,
@@ -33,7 +33,7 @@ _HELD: set[str] = set()
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who has taken a place; the id tells it from all others."""
+    """The process that has taken a place; its id is unique."""
 
     id: str
     host: str
@@ -61,7 +61,7 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Term(NamedTuple):
-    """One time that a place is taken: its number, the mark of its last sign of life, its end."""
+    """A holding of a place: its number, the mark of its last sign of life, and whether it ended."""
 
     number: int
     mark: str
@@ -69,7 +69,7 @@ class Term(NamedTuple):
 
 
 def terms_of(marks: Mapping[str, str]) -> dict[str, Term]:
-    """Returns the newest term of each place, from what is listed where places are."""
+    """Returns the newest term of each place, from the marks in the folder of places."""
     found: dict[str, dict[int, dict[str, str]]] = {}
     for name, mark in marks.items():
         match = _TERM.fullmatch(name)
@@ -87,7 +87,7 @@ def terms_of(marks: Mapping[str, str]) -> dict[str, Term]:
 
 
 class Signs:
-    """Which places show signs of life, by this process's clock."""
+    """The signs of life at places, timed by this process's clock."""
 
     def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._clock = seconds, clock
@@ -95,7 +95,7 @@ class Signs:
         self.changed: set[str] = set()  # places that gave a sign since they were first looked at
 
     def living(self, terms: Mapping[str, Term]) -> set[str]:
-        """Returns the places whose holder may live: a sign is new, and it has not left."""
+        """Returns the places whose holder may live: its sign is new, and it has not left."""
         now = self._clock()
         for place, term in terms.items():
             seen = self._seen.get(place)
@@ -111,7 +111,7 @@ class Signs:
 
 
 class Place:
-    """A place, from the time that it is taken to that when it is left.
+    """A place that this process takes, holds and leaves.
 
     Args:
       folder: of the islands.
@@ -141,7 +141,7 @@ class Place:
         return f"{self._where}/{self._name}{term:08d}.{ending}"
 
     def _newest(self) -> tuple[Term | None, Holder | None]:
-        """Returns the newest term that is none of strangers, and its holder."""
+        """Returns the newest term of this place, and its holder; sets damaged objects aside."""
         while True:
             term = terms_of(self._folder.marks(self._where)).get(self._name)
             if term is None:
@@ -153,7 +153,7 @@ class Place:
                 logger.warning("%s; it goes to %s", error, self._folder.set_aside(name))
 
     def take(self) -> str:
-        """Takes the place unless somebody who lives has it; returns who has, or "".
+        """Takes the place unless a living process has it; returns who has it, or "".
 
         Ask again: who gives no sign of life for `LIFE_SECONDS` has it no longer.
         """
@@ -179,7 +179,7 @@ class Place:
         return ""
 
     def has_changed(self) -> bool:
-        """Whether who has the place has given a sign of life since it was first asked for."""
+        """Returns whether the holder has given a sign of life since this process first looked."""
         return self._name in self._signs.changed
 
     def _lives(self, term: Term, holder: Holder) -> bool:
@@ -193,7 +193,7 @@ class Place:
         return self._name in self._signs.living({self._name: term})
 
     def is_held(self) -> bool:
-        """Whether nobody else has taken the place, as far as it sees; makes its object again."""
+        """Returns whether this process has the place; creates its object again if it is gone."""
         if self.term is None:
             return False
         term, holder = self._newest()
@@ -207,7 +207,7 @@ class Place:
         return number < self.term or (number == self.term and holder in (self._own, None))
 
     def beat(self) -> None:
-        """Writes a sign of life; one that cannot be written is left out."""
+        """Writes a sign of life; ignores a folder that fails."""
         assert self.term is not None
         self._beats += 1
         with contextlib.suppress(FolderError):
@@ -215,7 +215,7 @@ class Place:
             self._folder.write_json(self._object(self.term, "beat"), sign)
 
     def leave(self) -> None:
-        """Gives the place up, and says so."""
+        """Gives the place up, and writes that it did."""
         self._stopped.set()
         _HELD.discard(self._own.id)
         if self.term is not None:
@@ -224,21 +224,21 @@ class Place:
             self.term = None
 
     def abandon(self) -> None:
-        """Gives no more signs of life, as if the process were killed."""
+        """Stops the signs of life, as if the process were killed."""
         self._stopped.set()
         _HELD.discard(self._own.id)
         self.term = None
 
 
 class Reminders:
-    """Says what lasts: at once or later, again at growing intervals, and when it is over."""
+    """Log messages on what lasts: repeated at growing intervals, and one when it is over."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic):
         self._log, self._clock = log, clock
         self._lasting: dict[str, tuple[str, float, float, bool]] = {}  # since, due, was it said
 
     def lasts(self, key: str, what: str, after: float = 0.0) -> None:
-        """Notes that something lasts, and says so when it is time to."""
+        """Notes that `key` lasts, and logs it when a message is due."""
         now = self._clock()
         _, since, due, is_said = self._lasting.get(key, (what, now, now + after, False))
         if now >= due:
@@ -248,14 +248,14 @@ class Reminders:
         self._lasting[key] = (what, since, due, is_said)
 
     def over(self, key: str) -> None:
-        """Notes that it is over, and says so if it was said before."""
+        """Notes that `key` is over; logs that if it was logged before."""
         if key in self._lasting:
             what, since, _, is_said = self._lasting.pop(key)
             if is_said:
                 self._log.warning("Over after %.0f s: %s", self._clock() - since, what)
 
     def said(self) -> list[str]:
-        """Returns what lasts and was said."""
+        """Returns the messages on what still lasts."""
         return [what for what, _, _, is_said in list(self._lasting.values()) if is_said]
 
 
@@ -269,7 +269,7 @@ def _go_on(place: weakref.ref[Place], stopped: threading.Event) -> None:
 
 
 def _host() -> str:
-    """Returns what has process ids of its own: a machine, or a container on it."""
+    """Returns an identifier of the machine, or of the container, whose process ids are unique."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

@@ -1,4 +1,4 @@
-"""What an island keeps beside its own checkpoint, so that nothing that is in it is lost.
+"""What an island keeps beside its own checkpoint, so that no learning in it is lost.
 
 A checkpoint has the island's values. What it has learned since it last contributed is their
 difference from those that it went on from, which are kept with it, as is what it has contributed
@@ -20,7 +20,7 @@ _BASE, _ROUNDED = "base", "rounded"  # what parts of the tensors' names say
 
 
 class Sent(NamedTuple):
-    """What an island had when it contributed, until a version has it.
+    """The island's values and counts when it contributed, kept until a version contains them.
 
     Attributes:
       version: that the change goes on from.
@@ -48,7 +48,7 @@ class _Attempt(msgspec.Struct, frozen=True):
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an island is between two versions.
+    """The island's counts between two versions.
 
     Attributes:
       island: its name.
@@ -78,7 +78,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Saved(NamedTuple):
-    """What is kept beside a checkpoint.
+    """What an island keeps beside a checkpoint.
 
     Attributes:
       learned: where the island is.
@@ -93,7 +93,7 @@ class Saved(NamedTuple):
     attempts: dict[str, Sent]
 
     def write(self, checkpoint: str, before: str | None) -> None:
-        """Writes it beside a checkpoint, and removes what is beside those that are gone.
+        """Writes this beside a checkpoint, and removes the same of checkpoints that are gone.
 
         What is beside the checkpoint `before` stays, from which a process that is killed now has to
         begin. Raises FolderError if it cannot be written.
@@ -118,7 +118,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def read(cls, checkpoint: str) -> Saved | None:
-        """Returns what is beside a checkpoint; None where there is nothing.
+        """Reads what an island kept beside a checkpoint; returns None if there is nothing.
 
         Raises DamagedObjectError where that is damaged.
         """

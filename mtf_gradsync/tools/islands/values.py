@@ -1,4 +1,4 @@
-"""The values of a program's variables in this process, on each kind of session."""
+"""The values of a program's variables, on each kind of session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SKIPPED = ("/skipped", "/without_data")  # steps whose gradients no update appl
 
 
 class StepCounts(NamedTuple):
-    """What a session's optimizers have counted by the end of a step.
+    """The counts of a session's optimizers at the end of a step.
 
     Attributes:
       waiting: what is in sums and in no update yet; 0 where nothing is.
@@ -41,7 +41,7 @@ class StepCounts(NamedTuple):
 
 
 class Values:
-    """Reads and writes the variables that islands exchange: masters, with the slices behind them.
+    """The variables that islands exchange, to read and write: masters, and their slices.
 
     Besides those that are trained these are the other floating-point variables of the model, such
     as means over batches, and moving averages. Their names here begin with `changes.MEAN`.
@@ -129,7 +129,7 @@ class Values:
     def _not_trained(
         self, there: Mapping[str, Any], trainable: Sequence[str], state: set[str]
     ) -> list[str]:
-        """Names the model's floating-point variables that are no state of an optimizer."""
+        """Returns the names of floating-point variables that are no optimizer's state."""
         found = {v for low in self._lowerings for v in low.graph.all_variables}
         plans = [StepPlan.of_graph(low.graph) for low in self._lowerings]
         slots = {v.name for plan in plans if plan for v in plan.part(SlotOwners).slots()}
@@ -141,9 +141,9 @@ class Values:
         )
 
     def _reads_of_counters(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
-        """Adds reads of scalars of the step, which need no copy of all slices.
+        """Adds operations that read the step's counters, without copying all slices.
 
-        They are one tensor for each ending, as each fetch takes time after each step.
+        Counters of one ending are added up to one tensor, as each fetch takes time after each step.
         """
         if names and not self._lowerings:
             raise ValueError(
@@ -165,7 +165,7 @@ class Values:
         return totals
 
     def counts(self, session: Any) -> StepCounts:
-        """Returns what optimizers have counted; nothing is read where they apply every step."""
+        """Returns what optimizers have counted; reads nothing if they apply every step."""
         if not self._counters:
             return StepCounts()
         if session is not self._counted_in:
@@ -180,7 +180,7 @@ class Values:
         return StepCounts(**{field: int(total) for field, total in self._count().items()})
 
     def read(self, session: Any) -> dict[str, np.ndarray]:
-        """Returns the values of all variables by name, and those of `follows`."""
+        """Returns all variables' values by name, and those of `follows`."""
         return self._read(
             session, {**self._variables, **{n: self._state[n] for n in self.follows.values()}}
         )
@@ -195,7 +195,7 @@ class Values:
         return session.run({name: access.read[v.op.name] for name, v in variables.items()})
 
     def write(self, session: Any, values: Mapping[str, Any]) -> None:
-        """Sets the values of some variables, in masters and slices.
+        """Sets the values of some variables, in masters and in slices.
 
         Names are those of `specs` and `follows`, and of what `begin_anew` returns.
         """
@@ -221,7 +221,7 @@ class Values:
         session.run(self._to_slices)
 
     def begin_anew(self, session: Any) -> dict[str, np.ndarray]:
-        """Returns initial values of slots that are not finite, and of the other slots with them."""
+        """Returns initial values for slots that are not finite, and for their variables' others."""
         now = self._read(session, self._state)
         bad = {
             name

@@ -1,4 +1,4 @@
-"""Versions of the outer values: how they are made, read and replayed.
+"""Versions of the outer values: making, reading and replaying them.
 
 What a version is depends on its decision and the objects that this names alone, not on when
 anything arrived. The arithmetic is that of `changes`.
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class MergeSettings(NamedTuple):
-    """How versions are made. The first merger writes these into the folder; they do not change.
+    """The settings of versions. The first merger writes them into the folder, for good.
 
     Attributes:
       outer_learning_rate: of SGD on the outer values.
@@ -73,7 +73,7 @@ class MergeSettings(NamedTuple):
     max_norm: float = 10.0
 
     def check(self) -> None:
-        """Raises ValueError for a setting that makes no sense."""
+        """Raises ValueError for settings that make no sense."""
         if not is_number(self.outer_learning_rate) or not 0.0 < self.outer_learning_rate < 10.0:
             raise ValueError(
                 f"outer_learning_rate must be positive, got {self.outer_learning_rate!r}."
@@ -95,12 +95,12 @@ class MergeSettings(NamedTuple):
 
     @property
     def outer_step(self) -> OuterStep:
-        """How changes become a version."""
+        """The settings of the outer step."""
         return OuterStep(self.outer_learning_rate, self.outer_momentum, self.nesterov, self.merge)
 
     @classmethod
     def of(cls, folder: Folder) -> MergeSettings | None:
-        """Returns the settings of a folder; None before a merger has begun there.
+        """Returns the settings of a folder; None before its first merger.
 
         Where the object is gone or damaged, decisions say them. Raises DamagedObjectError if none
         does.
@@ -123,7 +123,7 @@ class MergeSettings(NamedTuple):
 
     @classmethod
     def of_text(cls, found: Mapping[str, Any], where: str) -> MergeSettings:
-        """Returns the settings that an object holds; raises DamagedObjectError for wrong ones."""
+        """Returns the settings in an object; raises DamagedObjectError for wrong ones."""
         try:
             settings = cls(**found)
             settings.check()
@@ -135,7 +135,7 @@ class MergeSettings(NamedTuple):
 def counts_behind(
     before: Mapping[str, int], contributions: Sequence[Contribution]
 ) -> dict[str, int]:
-    """Returns the counts that schedules go by, as of a version: those of who has come furthest."""
+    """Returns the counts that schedules follow: for each the largest of all contributions."""
     found = dict(before)
     for one in contributions:
         for name, count in one.counts.items():
@@ -144,7 +144,7 @@ def counts_behind(
 
 
 def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
-    """The names of the variables that a version changes; all of them in version 0."""
+    """Returns the names of the variables that a version changes: all of them in version 0."""
     if version == 0:
         return sorted(names)
     turn = (version - 1) % fragments
@@ -159,7 +159,7 @@ def newest_version(folder: Folder) -> int | None:
 
 
 def versions_that_make(version: int, fragments: int) -> list[int]:
-    """The versions whose objects hold the newest values of all variables, in ascending order."""
+    """Returns, in order, the versions whose objects hold all variables' newest values."""
     return list(range(max(version - fragments + 1, 0), version + 1))
 
 
@@ -170,7 +170,7 @@ def read_version(
     specs: Mapping[str, Spec] | None = None,
     since: int = 0,
 ) -> tuple[dict[str, np.ndarray], Decision]:
-    """Returns the values as of a version of the variables that versions have changed `since` one.
+    """Returns the values that versions from `since` to `version` have changed.
 
     And the decision that made it, which the version has with it.
 
@@ -202,7 +202,7 @@ def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.nd
 
 
 class State(NamedTuple):
-    """All that the next version is made from, beside contributions.
+    """The state from which, with contributions, the next version is made.
 
     Attributes:
       version: its number.
@@ -215,14 +215,14 @@ class State(NamedTuple):
     momenta: dict[str, np.ndarray]
 
     def changed(self, settings: MergeSettings) -> State:
-        """Returns what the objects of this version hold."""
+        """Returns the part of the state that this version's objects hold."""
         names = fragment_of(self.version, list(self.values), settings.fragments)
         momenta = {name: self.momenta[name] for name in names if name in self.momenta}
         return State(self.version, {name: self.values[name] for name in names}, momenta)
 
 
 def read_state(folder: Folder, version: int, settings: MergeSettings) -> State:
-    """Reads what the version after a version is made from.
+    """Reads the state from which the version after `version` is made.
 
     Raises DamagedObjectError for an object that is damaged, foreign or gone.
     """
@@ -238,7 +238,7 @@ def read_state(folder: Folder, version: int, settings: MergeSettings) -> State:
 
 
 def make_version(folder: Folder, decision: Decision, before: State | None) -> State:
-    """Makes the version that a decision is about, from what it names and the version before.
+    """Makes a version from the contributions that its decision lists, and the version before.
 
     A variable whose new values would not be finite keeps those of before, without momentum.
 
@@ -283,14 +283,14 @@ def make_version(folder: Folder, decision: Decision, before: State | None) -> St
 
 
 def most_bytes(specs: Mapping[str, Spec]) -> int:
-    """Returns how many bytes a contribution to these variables has at most."""
+    """Returns the most bytes that a contribution to these variables may have."""
     return sum(2 * spec.nbytes for spec in specs.values()) + JSON_BYTES
 
 
 def replay(
     folder: Folder, on_version: Callable[[int, bool], None] = lambda version, is_equal: None
 ) -> list[int]:
-    """Makes every version again from its contributions; returns those that have other bits.
+    """Makes every version again from its contributions; returns the versions with other bits.
 
     Raises DamagedObjectError for a version whose contributions are gone (see `keep_all`).
     """

@@ -27,7 +27,7 @@ class Ran(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """An operation in a profile: `where` and `execution` as the profile tells them."""
+    """An operation's run in a profile, with `where` and `execution` as the profile names them."""
 
     where: Any
     execution: Any
@@ -56,7 +56,7 @@ def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran
 
 
 def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
-    """Yields the events of a line as they begin, with begin and end since the epoch."""
+    """Yields a line's events in the order of their begin, with begin and end since the epoch."""
     for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
         # Versions differ: since the epoch, or since the profile began.
         begin = int(event.start_ns) + (0 if event.start_ns > 10**17 else start)
@@ -64,7 +64,7 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
 
 
 def _stats(event: Any) -> dict[str, Any]:
-    """Returns what an event says of itself; the first where it says something twice."""
+    """Returns an event's statistics by name; the first value of a repeated name."""
     found: dict[str, Any] = {}
     for name, value in event.stats:
         found.setdefault(name, value)
@@ -72,7 +72,7 @@ def _stats(event: Any) -> dict[str, Any]:
 
 
 def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
-    """Operations of an accelerator: GPUs have lines of streams, TPUs one of operations."""
+    """Yields an accelerator's operations: GPUs have lines of streams, TPUs one of operations."""
     for line in plane.lines:
         if not _DEVICE_LINES.match(line.name):
             continue
@@ -86,7 +86,7 @@ def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
 
 
 def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
-    """Operations of CPU devices, which are events of the threads that ran them."""
+    """Returns the operations of CPU devices: events of the threads that ran them."""
     ends: dict[Any, int] = {}
     pool = _ThreadPool()
     found: list[tuple[Any, Any, list[Any], _Found]] = []
@@ -152,13 +152,13 @@ class _ThreadPool:
         self._ended.setdefault(task, at)
 
     def root_of(self, task: Any) -> Any:
-        """The task that began the program that a task is part of."""
+        """Returns the task that began the program that a task is part of."""
         while task is not None and task not in self.roots:
             task = self._by.get(task)
         return task
 
     def end_of(self, task: Any) -> int:
-        """When a task and all that it has scheduled had ended."""
+        """Returns when a task and all tasks that it scheduled had ended."""
         last, pending = 0, [task]
         while pending:
             one = pending.pop()
@@ -173,7 +173,7 @@ _Place = tuple[int, int]  # number of a program's execution, and number of the d
 def _by_tasks(
     found: Sequence[_Found], task_of: Sequence[Any], pool: _ThreadPool, cores: int
 ) -> list[_Found]:
-    """Tells devices by who has scheduled whom: jaxlib 0.4 does not write the device down.
+    """Finds the device of each run by the tasks' schedule: jaxlib 0.4 does not write it down.
 
     A program is begun on all devices in their order, by one task each. Where it has to wait, a
     task of another device, or of a program before, goes on with it. As all devices run the same
@@ -224,7 +224,7 @@ def _of_some_programs(
     began: dict[_Place, int],
     trusts_tasks: bool,
 ) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
-    """Returns likely places of the runs of an operation in a branch, and who took the branch.
+    """Returns the runs of an operation in a branch with likely places, and the branch's programs.
 
     A run is of the program that its task belongs to, unless the next one of that device has begun
     before it; if that is not known, or tasks are not trusted, of the last program that has begun.
@@ -251,7 +251,7 @@ def _share_out(
     places: Sequence[_Place],
     by_place: dict[_Place, list[_Found]],
 ) -> None:
-    """Gives each of the places as many runs of an operation, those first that are likely its own.
+    """Gives each place equally many runs of an operation, and first the runs likely its own.
 
     Runs are in the order in which they began, each with the place that it is likely of.
     """
@@ -268,7 +268,7 @@ def _share_out(
 
 
 def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
-    """The same with numbers of cores and executions."""
+    """Returns the runs with the numbers of their cores and executions."""
     seen = {one.where for one in found}
     names = list(ordinals)
     if not seen <= set(names):
@@ -289,14 +289,14 @@ def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
 
 
 def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
-    """The runs without loops, branches and calls (keys of `inside`) whose operations are there."""
+    """Returns the runs, except loops, branches and calls whose inner operations ran, too."""
     seen = {one.operation for one in ran}
     around = {name for name, inner in inside.items() if inner & seen}
     return [one for one in ran if one.operation not in around]
 
 
 def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
-    """The runs, each ended at the latest when something begins that takes its result.
+    """Returns the runs, each ended at the latest when the first user of its result begins.
 
     On CPU devices a thread begins an operation and others do it; a profile has its end only when a
     thread has noticed. `users` has names of operations -> names of those that take their results.
@@ -319,7 +319,7 @@ def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
 
 
 def _first_seen(name: str, users: Mapping[str, set[str]], seen: set[str]) -> set[str]:
-    """What uses an operation's result, through operations that take no time."""
+    """Returns the users of an operation's result, also through operations that take no time."""
     found: set[str] = set()
     passed: set[str] = set()
     pending = list(users.get(name, ()))

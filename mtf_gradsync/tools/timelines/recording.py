@@ -1,4 +1,4 @@
-"""What one process has recorded of its steps, and what the recorders of all runtimes do."""
+"""The recording of one process's steps, and functions of all runtimes' recorders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtf_gradsync.extension import STAND_INS, tf
 
 
 class TimelineError(RuntimeError):
-    """Nothing can be said of where the time goes; the message says what to do."""
+    """The error of steps whose times cannot be told; its message says what to do."""
 
 
 Kind = Literal["compute", "collective"]
@@ -25,7 +25,7 @@ _PARALLEL = re.compile(r"(^|/)parallel_\d+(_\d+)*(?=/|$)")
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One run of an operation on a core.
+    """A run of an operation on a core.
 
     Attributes:
       core: the core's number.
@@ -44,7 +44,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What is known of a collective from the program.
+    """The facts of a collective that are known from the program.
 
     Attributes:
       bytes_per_core: what a core puts in, or receives on a placement mesh; None where unknown.
@@ -75,7 +75,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Something that the host did.
+    """A piece of work of the host.
 
     Attributes:
       name: what.
@@ -90,7 +90,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What one process has recorded.
+    """The recording of one process.
 
     Attributes:
       runtime: "placement_mesh", "cpu_replicas" or "xla".
@@ -111,7 +111,7 @@ class Recording:
     calls: tuple[Call, ...] = ()
 
     def to_json(self) -> str:
-        """The recording as text, for `from_json` on another machine."""
+        """Returns the recording as text, for `from_json` on another machine."""
         content: dict[str, Any] = {"format": _FORMAT}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -124,7 +124,7 @@ class Recording:
 
     @classmethod
     def from_json(cls, text: str) -> Recording:
-        """The inverse of `to_json`.
+        """Returns the recording in a text of `to_json`.
 
         Raises:
           TimelineError: when it is no such text.
@@ -153,12 +153,12 @@ class Recording:
 
 
 def model_name(name: str) -> str:
-    """An operation's name without the processor whose part it is."""
+    """Returns an operation's name without the processor's part of it."""
     return _PARALLEL.sub("", name).lstrip("/") or name
 
 
 def check_recorded(recording: Recording, advice: str) -> Recording:
-    """Checks that a recording has operations of every core; an error ends with `advice`."""
+    """Checks that a recording has operations of every core; its error ends with `advice`."""
     if not recording.steps:
         raise TimelineError(
             "No step was made while the timeline was recorded. Make some inside the `with` block, "
@@ -178,7 +178,7 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Puts what `make` returns for a bound method in the method's place, inside the block."""
+    """Replaces a method inside the block by what `make` returns for it."""
     # Not None where another recording has replaced it.
     own = vars(owner).get(name)
     setattr(owner, name, make(getattr(owner, name)))
@@ -192,12 +192,12 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def now() -> int:
-    """Nanoseconds since the epoch, as profiles count."""
+    """Returns the nanoseconds since the epoch, as profiles count."""
     return time.time_ns()
 
 
 def timed(calls: list[Call], name: str, work: Callable[[], Any]) -> Any:
-    """Does something, and adds to a list that the host did it."""
+    """Returns what `work` returns, and adds its time to the host's calls."""
     began = now()
     try:
         return work()
@@ -211,7 +211,7 @@ def steps_until(
     events: Iterable[Event],
     of_updates: AbstractSet[str],
 ) -> tuple[Step, ...]:
-    """Steps, from when the first one began and each of them ended.
+    """Returns the steps that end at `ends`, the first from `begin` on.
 
     A step updated the variables if it ran one of `of_updates`. Without any it is not known.
     """
@@ -226,7 +226,7 @@ def steps_until(
 
 
 def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
-    """The collectives in branches whose results become part of what the program trains.
+    """Returns the collectives in branches whose results go into trained variables.
 
     A wrapper's own values are not that: it may sum some in the steps that make no update.
     """

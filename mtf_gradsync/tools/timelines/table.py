@@ -1,4 +1,4 @@
-"""Where the time of the recorded steps went, core by core and operation by operation."""
+"""The table of where the recorded steps' time went, by core and by operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class CoreTimes:
-    """How a core spends an average step, in milliseconds.
+    """The times of a core in an average step, in milliseconds.
 
     `compute`, `exposed`, `host` and `idle` add up to `step`.
 
@@ -42,7 +42,7 @@ class CoreTimes:
 
 @dataclasses.dataclass(frozen=True)
 class OperationTimes:
-    """An operation, in an average step.
+    """The time of an operation in an average step.
 
     Attributes:
       name: the operation's.
@@ -59,7 +59,7 @@ class OperationTimes:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTimes:
-    """A collective, in an average step.
+    """The time of a collective in an average step.
 
     Attributes:
       name: the operation's.
@@ -81,7 +81,7 @@ class CollectiveTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Where the time of the recorded steps went.
+    """A table of where the time of the recorded steps went.
 
     Attributes:
       runtime: "placement_mesh", "cpu_replicas" or "xla".
@@ -107,12 +107,12 @@ class Table:
     collectives: tuple[CollectiveTimes, ...]
 
     def to_json(self) -> str:
-        """The table as JSON text, with the attributes' names."""
+        """Returns the table as JSON text, with the attributes' names."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """The inverse of `to_json`. More than the attributes may be there.
+        """Returns the table in a text of `to_json`, which may have more attributes.
 
         Raises:
           TimelineError: when the text is something else.
@@ -144,7 +144,7 @@ Interval = Tuple[int, int]
 
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time that intervals in any order cover, as intervals in order that do not touch."""
+    """Returns the union of intervals: in order, none touching another."""
     found: list[Interval] = []
     for begin, end in sorted(i for i in intervals if i[0] < i[1]):
         if found and begin <= found[-1][1]:
@@ -155,12 +155,12 @@ def covered(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Sequence[Interval]) -> int:
-    """The sum of how long intervals are, in nanoseconds."""
+    """Returns the total length of intervals, in nanoseconds."""
     return sum(end - begin for begin, end in intervals)
 
 
 def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The time that merged intervals cover and others, merged too, do not."""
+    """Returns the time in merged intervals that other merged intervals do not cover."""
     found = []
     position = 0
     for begin, end in intervals:
@@ -178,12 +178,12 @@ def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Int
 
 
 def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
-    """How long merged intervals and others, merged too, are at the same time, in nanoseconds."""
+    """Returns the nanoseconds that two lists of merged intervals have in common."""
     return length(intervals) - length(minus(intervals, others))
 
 
 def tabulate_times(recordings: Sequence[Recording]) -> Table:
-    """Adds up where the time went, from one checked recording of each process."""
+    """Returns the table of where the time went, from a checked recording of each process."""
     spent = [_Spent(recording) for recording in recordings]
     cores = tuple(times for one in spent for times in one.times(one.recording.steps))
     known = [step.is_update for step in recordings[0].steps]
@@ -202,7 +202,7 @@ def tabulate_times(recordings: Sequence[Recording]) -> Table:
 
 
 class _Spent:
-    """What each core of a process did when, each moment once."""
+    """The intervals of each core's work, in which each moment counts once."""
 
     def __init__(self, recording: Recording):
         self.recording = recording
@@ -217,7 +217,7 @@ class _Spent:
         self._any = covered(i for busy in self._busy.values() for i in busy)
 
     def times(self, steps: Sequence[Step]) -> list[CoreTimes]:
-        """The mean over some steps, for each core."""
+        """Returns each core's times, as means over some steps."""
         return [self._times_of(steps, core) for core in self.recording.cores]
 
     def _times_of(self, steps: Sequence[Step], core: int) -> CoreTimes:
@@ -319,7 +319,7 @@ def _core_steps(recordings: Sequence[Recording]) -> int:
 
 
 def _lines(table: Table) -> list[str]:
-    """The table as text."""
+    """Returns the table as text."""
     updates = table.update_steps
     kinds = "" if updates is None else f", {updates} of them with an update"
     lines = [f"{table.steps} steps{kinds}; milliseconds of an average step", ""]

@@ -1,4 +1,4 @@
-"""Records the steps that TensorFlow runs: of a placement mesh, and on CPU replicas."""
+"""Records the steps that TensorFlow runs: on placement meshes and on CPU replicas."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]
 def _recorded(
     session: Any, graph: tf.Graph, runtime: str, level: str, read: Callable[[Sequence[Any]], _Read]
 ) -> Iterator[list[Recording]]:
-    """Has a ``tf.Session`` trace each call of its ``run``; `read` reads what it has traced."""
+    """Has a ``tf.Session`` trace each ``run`` inside the block; `read` parses the trace."""
     runs: list[tuple[int, Any]] = []  # the end of each, and its statistics
     calls: list[Call] = []
 
@@ -167,7 +167,7 @@ def _recorded(
 
 
 def _times(node: Any) -> tuple[int, int] | None:
-    """When an operation began and ended; None for one that did not run, in another branch."""
+    """Returns when an operation began and ended; None if it did not run, as in a false branch."""
     begin = node.all_start_nanos or node.all_start_micros * 1000
     first = node.op_start_rel_nanos or node.op_start_rel_micros * 1000
     last = node.op_end_rel_nanos or node.op_end_rel_micros * 1000
@@ -175,14 +175,14 @@ def _times(node: Any) -> tuple[int, int] | None:
 
 
 def _within(name: str, collectives: dict[str, Collective]) -> str:
-    """The collective that an operation of the emulated graph is, or helps with; or ""."""
+    """Returns the collective that an operation of the emulated graph belongs to, or ""."""
     while name and name not in collectives:
         name = name.rpartition("/")[0]
     return name
 
 
 def _joined_bytes(operation: tf.Operation) -> int | None:
-    """Bytes that an operation takes from other devices to put together; None for all others."""
+    """Returns the bytes that an operation joins from other devices; None for other operations."""
     if operation.type.startswith(_OWN_COLLECTIVES):
         return bytes_of(t for t in operation.inputs if t.dtype not in _NO_NUMBERS)
     if not operation.device or operation.type not in _JOINS | _COPIES:
@@ -197,7 +197,7 @@ def _joined_bytes(operation: tf.Operation) -> int | None:
 
 
 def _short(device: str) -> str:
-    """A device's name as people say it."""
+    """Returns a device's short name, for people."""
     spec = tf.DeviceSpec.from_string(device)
     task = "" if spec.job in (None, "localhost") else f"{spec.job} {spec.task} "
     return f"{task}{spec.device_type}:{spec.device_index}"

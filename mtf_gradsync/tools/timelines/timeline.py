@@ -24,7 +24,7 @@ _BETWEEN = ",\n"
 
 
 class Written(NamedTuple):
-    """What was written.
+    """The facts of a trace that was written.
 
     Attributes:
       path: the file.
@@ -100,7 +100,7 @@ def _content(rows: Sequence[str], dropped: Sequence[int]) -> bytes:
 
 
 def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
-    """Names of the tracks of processes, and of the groups of tracks of cores."""
+    """Yields the events that name the tracks of processes, and the groups of cores' tracks."""
     for recording in recordings:
         pid = _host_pid(recording)
         several = f" of process {recording.process}" if len(recordings) > 1 else ""
@@ -111,7 +111,7 @@ def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
 
 
 def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Marks of steps, those in the middle of the recording last."""
+    """Returns the events that mark steps; steps in the middle of the recording come last."""
     found = []
     first = _first(recordings)
     for recording in recordings:
@@ -124,7 +124,7 @@ def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
 
 
 def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """What hosts did, the shortest last."""
+    """Returns the events of the hosts' work, the shortest last."""
     first = _first(recordings)
     found = [(_host_pid(recording), call) for recording in recordings for call in recording.calls]
     found.sort(key=lambda pair: pair[1].begin - pair[1].end)
@@ -134,7 +134,7 @@ def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
 def _timed(
     recordings: Sequence[Recording],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Runs of operations, the shortest last, and the names of their tracks."""
+    """Returns the events of operations, the shortest last, and those that name their tracks."""
     found: list[tuple[int, dict[str, Any]]] = []
     tracks: list[dict[str, Any]] = []
     first = _first(recordings)
@@ -162,7 +162,7 @@ def _timed(
 
 
 def _lane(ends: list[int], event: Event) -> int:
-    """The first lane that is free when an event begins."""
+    """Returns the first lane that is free when an event begins, and occupies it."""
     for lane, end in enumerate(ends):
         if end <= event.begin:
             ends[lane] = event.end
@@ -172,7 +172,7 @@ def _lane(ends: list[int], event: Event) -> int:
 
 
 def _tid(kind: str, lane: int) -> int:
-    """The number of a track: collectives come after the operations."""
+    """Returns a track's number: tracks of collectives come after tracks of operations."""
     return lane + (_COLLECTIVES if kind == "collective" else _COMPUTE)
 
 
@@ -194,7 +194,7 @@ def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> d
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """A number of microseconds of which a reader that cuts off makes the same nanoseconds."""
+    """Returns microseconds that a reader who rounds down takes for the same nanoseconds."""
     number = nanoseconds / 1000
     return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
 
@@ -252,7 +252,7 @@ def timeline(session: Any, path: str | Path | None = None, *, lowering: Any = No
 
 
 class Timeline:
-    """What some steps did, and when. Use it as a context manager, around the steps.
+    """A recording of some steps. Use it as a context manager, around the steps.
 
     Attributes:
       written: the file that was written last; None before.
@@ -261,7 +261,7 @@ class Timeline:
     def __init__(
         self, recorder: ContextManager[list[Recording]] | None, path: str | Path | None = None
     ):
-        """Takes what records inside its block, and gives a list of what it recorded."""
+        """Takes a context manager that records, and gives the list of recordings."""
         self._recorder, self._path = recorder, path
         self._running: ContextManager[list[Recording]] | None = None
         self._recordings: list[Recording] = []
@@ -269,7 +269,7 @@ class Timeline:
 
     @classmethod
     def of(cls, recordings: Sequence[Recording]) -> Timeline:
-        """A timeline of recordings that were made before, one of each process.
+        """Returns a timeline of given recordings, one of each process.
 
         Args:
           recordings: of processes that made the same steps; their clocks have to agree.
@@ -288,7 +288,7 @@ class Timeline:
         return made
 
     def __enter__(self) -> Timeline:
-        """Begins the recording; a TimelineError where this timeline has begun one before."""
+        """Begins the recording; raises TimelineError if this timeline was used before."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             raise TimelineError(
@@ -305,7 +305,7 @@ class Timeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends the recording; a TimelineError when it has no step, or nothing of a core."""
+        """Ends the recording; raises TimelineError if it has no step, or no core's operations."""
         recorder, self._running = self._running, None
         assert recorder is not None
         recorder.__exit__(kind, error, trace)
@@ -313,7 +313,7 @@ class Timeline:
             self.save(self._path)
 
     def mark_updates(self, updates: Sequence[int]) -> None:
-        """Says which steps updated the variables, where the program counts updates.
+        """Marks the steps that updated the variables, where the program counts updates.
 
         Args:
           updates: made before the first step, then by the end of each. Nothing changes where they
@@ -330,7 +330,7 @@ class Timeline:
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
-        """What was recorded, one of each process.
+        """The recordings, one of each process.
 
         Raises:
           TimelineError: before the end of the block.
@@ -340,7 +340,7 @@ class Timeline:
         return tuple(self._recordings)
 
     def table(self) -> Table:
-        """Adds up where the time went.
+        """Returns the table of where the time went.
 
         Returns:
           The table; ``print`` shows it, and ``to_json`` gives it to other programs.

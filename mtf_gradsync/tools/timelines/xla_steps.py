@@ -1,4 +1,4 @@
-"""Records the steps on XLA devices, by profiles and the operations of compiled programs."""
+"""Records the steps on XLA devices, by profiles and compiled programs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ADVICE = (
 
 @contextlib.contextmanager
 def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
-    """Has jax profile the devices, and notes each call of a session's ``dispatch``.
+    """Has jax profile the devices inside the block, and notes each ``dispatch`` of a session.
 
     `lowering` names the variables. The list that it yields has the recordings of all processes
     after the block.
@@ -98,7 +98,7 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
 
 
 def _everywhere(session: XlaSession, work: Callable[[], _Result]) -> _Result:
-    """Calls a function on every process; an error of one is one of all."""
+    """Calls `work` on every process; if it fails on one, raises on all."""
     try:
         return session.cores.together(work)
     except OtherProcessError as error:
@@ -135,7 +135,7 @@ def _recording(
     ends: list[int],
     calls: Sequence[Call],
 ) -> Recording:
-    """Makes a recording of a profile; `ends` are when the results of steps were there."""
+    """Returns the recording in a profile; `ends` are when the results of steps were there."""
     cores = session.cores
     rows = list_collectives(session.program, lowering=lowering).rows
     operations = operations_of(
@@ -175,13 +175,13 @@ def _recording(
 
 
 def _ordinal(device: Any) -> int:
-    """What a profile calls a device."""
+    """Returns a device's number in a profile."""
     found = getattr(device, "local_hardware_id", None)
     return device.id if found is None or device.platform == "cpu" else found
 
 
 def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
-    """The recordings of all processes, on each of them."""
+    """Returns the recordings of all processes, on each process."""
     cores = session.cores
     mine = np.frombuffer(recording.to_json().encode(), np.uint8)
     count = len(cores.local)
@@ -208,7 +208,7 @@ _MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
 
 
 class Operations(NamedTuple):
-    """The operations of compiled programs, by their names there where nothing else is said."""
+    """The operations of compiled programs, by their compiled names unless noted otherwise."""
 
     name: dict[str, str]  # the name in the model's graph, where it is known
     collective: set[str]
@@ -220,7 +220,7 @@ class Operations(NamedTuple):
 def operations_of(
     programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
 ) -> Operations:
-    """Reads compiled programs; `rows` are the list of their collectives.
+    """Reads compiled programs; `rows` lists their collectives.
 
     A program is a serialized ``HloModuleProto``, with the core's program that it was made of.
     """
@@ -252,7 +252,7 @@ def operations_of(
 
 
 def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
-    """A name as the model's graph has it."""
+    """Returns an operation's name in the model's graph."""
     names = [model_name(part) for part in _parts(name, nodes)]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
@@ -264,7 +264,7 @@ def _parts(name: str, nodes: AbstractSet[str] = frozenset()) -> list[str]:
 
 
 def _node(name: str, nodes: AbstractSet[str]) -> str:
-    """The node of a name, which begins with the branches and loops around it: cond/cond_1/node."""
+    """Returns the node in a name that begins with branches and loops: cond/cond_1/node."""
     rest = name
     while rest and rest not in nodes:
         rest = rest.partition("/")[2]

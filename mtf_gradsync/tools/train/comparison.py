@@ -20,7 +20,7 @@ from mtf_gradsync.tools.train.train_graph import build_simd, build_train_graph
 
 
 class ComparedStep(NamedTuple):
-    """The communication of one training step.
+    """The communication of a training step.
 
     Attributes:
       optimizers: class names, outermost first.
@@ -43,7 +43,7 @@ class ComparedStep(NamedTuple):
 
 
 class WrapperComparison(NamedTuple):
-    """A training step with the innermost optimizer alone and with the config's, on the same mesh.
+    """A step with the innermost optimizer alone, and with the config's, on the same mesh.
 
     Both are one object if the config's optimizer is no wrapper.
     """
@@ -75,7 +75,7 @@ class WrapperComparison(NamedTuple):
 def compare_with_bare(
     job: TrainingJob, with_transfers: bool = True, done: Callable[[], Any] = lambda: None
 ) -> WrapperComparison:
-    """Builds a training step with and without wrappers, and lists what it exchanges.
+    """Builds a training step with and without wrappers, and lists what each exchanges.
 
     Nothing is trained and no data is read. with_transfers builds it on a placement mesh too, whose
     graph grows with the number of devices. `done` is called after each of the two steps was built.
@@ -101,7 +101,7 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
-    """Returns one step, and whether its optimizer is a wrapper."""
+    """Returns one step's exchanges, and whether its optimizer is a wrapper."""
     with tf.Graph().as_default():
         graph, program = build_simd(job)
         description = describe(graph.optimizers[0])
@@ -194,7 +194,7 @@ def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str,
 
 
 def _totals(sides: Sequence[dict[str, Total]]) -> str:
-    """Returns a table of labelled totals of both sides; a side without a label has zeros there."""
+    """Returns a table of both sides' totals by label, with zeros for a missing label."""
     labels = list(dict.fromkeys(label for side in sides for label in side))
     if not any(side[_BRANCHES].operations for side in sides):
         labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]

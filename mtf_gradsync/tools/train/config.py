@@ -1,4 +1,4 @@
-"""The settings of a run: what gin binds on ``train.run``, and its checks."""
+"""The settings of a run, which gin binds on ``train.run``, and their checks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ VariableFilter = Union[None, str, Callable[[Any], bool]]
 @gin.configurable("run", module="mtf_gradsync.train")
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """The settings of a run, not checked yet; gin fills in those that are not given.
+    """The settings of a run, not checked yet; gin fills in missing ones.
 
     Parameters that ``mesh_tensorflow.transformer.utils.run`` has too mean the same here.
 

@@ -1,4 +1,4 @@
-"""How errors of libraries and rooms reach a user: as one of a run, in their own words."""
+"""Turns errors of libraries and rooms into a run's errors, in their own words."""
 
 from __future__ import annotations
 

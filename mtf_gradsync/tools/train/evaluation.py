@@ -1,4 +1,4 @@
-"""What a checkpoint scores on held-out data, beside a baseline that knows only frequencies."""
+"""Scores checkpoints on held-out data, beside a baseline that knows only frequencies."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Score(NamedTuple):
 
 
 class Evaluator:
-    """Scores batches with the variables of a checkpoint, in a graph and session of its own."""
+    """A scorer of batches with a checkpoint's variables, in its own graph and session."""
 
     def __init__(
         self,

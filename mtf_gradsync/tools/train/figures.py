@@ -62,7 +62,7 @@ WIDTH = 5.2
 
 
 def style() -> Any:
-    """Returns a context manager in which to draw figures for `as_svg`."""
+    """Returns a context manager for drawing figures that `as_svg` takes."""
     import matplotlib
 
     return matplotlib.rc_context(

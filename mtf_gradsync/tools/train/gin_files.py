@@ -95,7 +95,7 @@ def bound_run_config() -> RunConfig:
 
 @contextlib.contextmanager
 def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
-    """Gives optimizers this mesh inside, where the configuration gives them one."""
+    """Binds this mesh inside the block, for optimizers that the configuration gives a mesh."""
     given = {"mesh_shape": mesh_shape, "layout": layout}
     before = {
         f"{scope}/{selector}.{parameter}".lstrip("/"): (value, given[parameter])
@@ -153,7 +153,7 @@ def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
 
 
 def _with_hint(said: str) -> str:
-    """Returns gin's message, with what may have been meant where a name or value is unknown."""
+    """Returns gin's message, with suggestions for an unknown name or value."""
     missing = re.match(r"Unable to open file: (.*)\. Searched config paths: (\[.*\])", said)
     if missing:
         folders = dict.fromkeys(folder or "." for folder in ast.literal_eval(missing[2]))

@@ -27,10 +27,10 @@ _BASELINE_BATCHES = 100
 
 
 class Improvement:
-    """Follows the held-out losses of a run, by the lines of its metrics file."""
+    """The progress of a run's held-out losses, from the lines of its metrics file."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
-        """Begins with what was measured before; see `RunConfig.max_steps_without_decrease`."""
+        """Begins with earlier measurements; see `RunConfig.max_steps_without_decrease`."""
         self._most_steps = most_steps
         self.best: float | None = None
         self.best_step = self._newest = 0
@@ -58,7 +58,7 @@ class Improvement:
 
 
 class HeldOut:
-    """Evaluates a run on held-out data.
+    """The evaluation of a run on held-out data.
 
     `unigram` is the baseline's score. Once the run is finished, `result` is the content of the
     result file and `samples` what the model wrote.
@@ -219,12 +219,12 @@ class HeldOut:
         return score
 
     def is_complete(self, step: int) -> bool:
-        """Returns whether the result file has all that `finish` writes of the model of a step."""
+        """Returns whether the result file has all results of `finish` for a step's model."""
         before = self._result_before(step)
         return bool(before) and (not self._held_out or "held_out" in before)
 
     def _result_before(self, step: int) -> dict[str, Any]:
-        """Returns the content of the result file, where it is of this step; else nothing."""
+        """Returns the result file's content if it is of this step; else {}."""
         try:
             before = json.loads((self._directory / RESULT_FILE).read_text(encoding="utf-8"))
             return before if before["step"] == step else {}

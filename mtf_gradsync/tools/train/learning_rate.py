@@ -1,4 +1,4 @@
-"""The learning rate of a step, and what schedules count."""
+"""The learning rate of a step, and the counter that schedules follow."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rate_on_mesh(
     mesh: mtf.Mesh,
     stack: Sequence[Any],
 ) -> Any:
-    """Returns the learning rate of a step, by what `resolve_learning_rate` returned.
+    """Returns the learning rate of a step, as `resolve_learning_rate` returned it.
 
     With schedule_step schedules get that step, and as their length how many updates the run makes:
     by the optimizers of `stack`, which has them when the graph is lowered.
@@ -106,7 +106,7 @@ def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
 
 
 def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
-    """Raises ConfigError for a function that cannot be called with what a schedule gets."""
+    """Raises ConfigError for a function that does not accept a schedule's arguments."""
     try:
         signature = inspect.signature(function)
         if by_name:
@@ -124,7 +124,7 @@ def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
 
 @contextlib.contextmanager
 def adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh) -> Iterator[None]:
-    """Gives Adafactors that are made inside a default decay rate that counts as schedules.
+    """Gives Adafactors made inside a default decay rate that counts as schedules do.
 
     `schedule_step` gives the step on the mesh; None for the global step, which it is without this.
     """

@@ -35,7 +35,7 @@ _STEPS_BEFORE_TIMELINE = 5
 
 
 class LoopResult(NamedTuple):
-    """How far a training loop got: to `step` of the run, after `steps_made` steps of its own.
+    """The end of a training loop: at `step` of the run, after `steps_made` steps of its own.
 
     `stopped_by` is the signal that ended it early; `seconds` is the time spent in steps.
     """
@@ -202,7 +202,7 @@ class _Loop:
             self._look_at_oldest()
 
     def _newest(self) -> str:
-        """Returns a sentence on the checkpoint that there is, or that is there in a moment."""
+        """Returns a sentence on the newest checkpoint, written or being written."""
         if self._saving and not self._saving.exception():
             self._saved_at = self._begun_at
         if self._saved_at:
@@ -243,7 +243,7 @@ class _Loop:
         self.progress.pause()
 
     def settle(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one, and passes it on."""
+        """Waits for the checkpoint that is being written, if any, and passes it on."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
@@ -252,7 +252,7 @@ class _Loop:
         self.is_at_end = self._on_checkpoint(path, self._saved_at, self.progress)
 
     def tell_left_steps(self) -> None:
-        """Says how many microbatch steps are in sums and in no update, where there are some."""
+        """Logs how many microbatch steps are in sums but in no update, if any."""
         left = self._means.steps_in_no_update
         if left and self.step >= self._config.train_steps:
             steps = "last step is" if left == 1 else f"last {left} steps are"
@@ -320,7 +320,7 @@ _BAD_LOSSES = 100
 
 
 def most_bad_losses(optimizers: Sequence[Any]) -> int:
-    """Returns how many losses in a row, without an update between, may be not finite.
+    """Returns the most losses in a row, without an update, that may be not finite.
 
     It is 0 if no optimizer of the stack skips gradients that are not finite.
     """
@@ -332,7 +332,7 @@ def most_bad_losses(optimizers: Sequence[Any]) -> int:
 
 
 class Patience:
-    """Decides whether training goes on after a loss that is not finite.
+    """The rule of whether training goes on after a loss that is not finite.
 
     As a rule it does not. If an optimizer of the stack skips gradients that are not finite, it does
     as long as there still are updates (see `most_bad_losses`).
@@ -356,5 +356,5 @@ class Patience:
         return self._bad <= self._most
 
     def since(self) -> str:
-        """Returns the words of an error's sentence about the steps before, or ""."""
+        """Returns an error's words about the steps before, or ""."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""

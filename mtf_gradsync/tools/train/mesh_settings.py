@@ -54,7 +54,7 @@ class MeshSettings(NamedTuple):
                 )
 
     def split(self, dimension: str) -> int:
-        """Returns into how many parts the mesh splits tensor dimensions of a name."""
+        """Returns the number of parts that the mesh splits tensor dimensions of a name into."""
         return mtf.tensor_dim_to_mesh_dim_size(self.layout, self.shape, mtf.Dimension(dimension, 0))
 
     def check_splits(self, graph: mtf.Graph, inputs: Collection[str]) -> None:

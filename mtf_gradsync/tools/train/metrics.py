@@ -1,4 +1,4 @@
-"""Shows the progress of a run, and writes its measurements: the metrics file and TensorBoard's."""
+"""Progress of a run on the screen, and its measurements in the metrics and event files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Progress:
 
 
 class _Rate:
-    """Measures tokens per second in the last seconds, without pauses, and the time that is left.
+    """The tokens per second in the last seconds, without pauses, and the time that is left.
 
     That time is computed from all steps, pauses included, without the first, which may have been
     compiled.
@@ -141,7 +141,7 @@ class _Rate:
         return steps * self._tokens_per_step / seconds if seconds else 0.0
 
     def time_left(self, steps: int) -> str:
-        """Returns how long more steps will take, such as "02:05"; "-" where it is not known yet."""
+        """Returns how long more steps will take, such as "02:05"; "-" if that is not known yet."""
         if self._began is None or self._step == self._began[1] or self._last is None:
             return "-"
         began, first = self._began
@@ -149,7 +149,7 @@ class _Rate:
 
 
 def _bar_width(stream: TextIO) -> dict[str, Any]:
-    """Returns a bar as wide as the terminal, or 80 columns where the terminal says it has none."""
+    """Returns the bar's arguments: the terminal's width, or 80 if the terminal has none."""
     try:
         known = os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):
@@ -158,7 +158,7 @@ def _bar_width(stream: TextIO) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Returns a field as text: numbers short, a few numbers all, many as their range."""
+    """Returns a field's short text: a number, a few numbers, or a range of many."""
     shape = getattr(value, "shape", ())
     if shape:
         if value.size > _MOST_NUMBERS and value.dtype.kind in "iuf":
@@ -173,10 +173,10 @@ _MEANS = "means_so_far"
 
 
 class MetricsFile:
-    """Writes a JSON object per line: ``step`` and what was measured there."""
+    """A file with a JSON object per line: ``step``, and measurements at that step."""
 
     def __init__(self, path: Path, first_step: int):
-        """Opens the file, to append to the lines of the first_step steps that were made before.
+        """Opens the file, to append to the lines of the first_step steps before.
 
         Lines of later steps are deleted: those steps, after a checkpoint, are made again.
         """
@@ -215,7 +215,7 @@ _FLUSH_SECONDS = 30
 
 
 class EventFile:
-    """Writes scalar summaries to an event file of this session.
+    """An event file of this session, for scalar summaries.
 
     Unlike a ``tf.summary.FileWriter``, whose thread keeps errors to itself, every method raises
     OSError where it cannot write.
@@ -250,7 +250,7 @@ class EventFile:
             self._add(tf.Event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
-        """Puts on disk what was written."""
+        """Writes everything so far to disk."""
         with self._writing():
             self._writer.flush()
         self._flushed_at = time.monotonic()
@@ -284,7 +284,7 @@ _IN_FULL = ("loss", "nats_per_token")
 
 
 class MetricsRecorder:
-    """Writes the measurements of steps to both files, while it is entered."""
+    """A writer of the measurements of steps to both files, while it is entered."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
         """Begins a session of a run, after first_step steps, with files in its directory."""
@@ -312,7 +312,7 @@ class MetricsRecorder:
         self._metrics.write(step, **line)
 
     def leave_means(self, step: int, means: StepMeans) -> None:
-        """Writes at a checkpoint what another session needs for the means of the next line."""
+        """Writes at a checkpoint the sums that another session needs for its next means."""
         state = means.state()
         if state is not None:
             self._metrics.write(step, **{_MEANS: state})
@@ -322,7 +322,7 @@ class MetricsRecorder:
         self._events.write(step, scalars)
 
     def flush(self) -> None:
-        """Puts on disk what was written, before a checkpoint is saved."""
+        """Writes everything so far to disk, before a checkpoint is saved."""
         self._events.flush()
 
 

@@ -1,4 +1,4 @@
-"""A run's model on a mesh, with the layers that gin says, and the job of training it."""
+"""A run's model on a mesh, with the layers that gin binds, and the job of training it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class MeshModel:
 
     @property
     def loss_denominator(self) -> float:
-        """What the model divides the loss of a batch, in nats, by: as a rule its positions."""
+        """The divisor of a batch's loss in nats: usually the number of its positions."""
         shape = [
             *self._batch_dims,
             mtf.Dimension("length", self.settings.feature_length("targets")),

@@ -21,7 +21,7 @@ _UNPRINTABLE = re.compile(
 
 
 class Ended(NamedTuple):
-    """How a run ended, and after which step of the train_steps that it was to make.
+    """How a run ended, and after which of its train_steps.
 
     `how` is "finished", or says why it ended before; `result` is the content of the result file,
     empty for a run that ended early.
@@ -100,7 +100,7 @@ def write_page(
 
 
 def printable(text: str) -> str:
-    """Returns a text with a replacement character for each one that a page may not have."""
+    """Returns a text with a replacement for each character that a page may not have."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
 
 

@@ -31,7 +31,7 @@ class Series(NamedTuple):
 
 
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
-    """Returns the values that lines of a metrics file have under a name; None without a finite one.
+    """Returns the values of `name` in a metrics file's lines; None if none is finite.
 
     Where the number of shards has changed, lines with the newest number are used.
     """
@@ -84,7 +84,7 @@ class Plot(NamedTuple):
 
 
 class _OverSteps(NamedTuple):
-    """What a plot over steps shows: `lines` are names in the metrics file, by label in the legend.
+    """A plot over steps: `lines` are names in the metrics file, by label in the legend.
 
     With `by_shard` there is one name, of values with a number for each shard. An axis of counts
     has whole numbers `from_zero`.

@@ -95,7 +95,7 @@ def run_on_processes(
 
 
 def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
-    """The checkpoint to go on from: else some would restore it while others begin anew."""
+    """Returns the checkpoint to go on from, the same on all processes."""
     start = processes.in_turn(choose)
     processes.check_equal(
         "the step of the newest checkpoint in model_dir",
@@ -106,7 +106,7 @@ def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
 
 
 def _end(number: int) -> None:
-    """Ends this process, as signals do where jax has set no handler that ignores SIGTERM."""
+    """Ends this process as a signal does, for jax may have a handler that ignores SIGTERM."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
@@ -150,7 +150,7 @@ def run_on_cluster(
 
 
 def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
-    """Returns the config with its mesh on the tasks' devices, and how many CPU devices each has."""
+    """Returns the config with its mesh on the tasks' devices, and CPU devices per task."""
     tasks = task.all_tasks
     mesh = resolve_mesh(
         config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl

@@ -1,4 +1,4 @@
-"""What differs from the settings, the data and the checkpoint that a run was made with."""
+"""Differences between a run's settings, data and checkpoint, and those it began with."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) 
 
 
 def say_changes(directory: Path, say: Callable[[str], None]) -> None:
-    """Says which settings are not those that the run in a directory had before."""
+    """Logs which settings differ from the earlier ones of the run in a directory."""
     lines = [f"\n  {line}" for line in changed_settings(directory).values()]
     if lines:
         changed = some_lines(lines, _MOST)
@@ -113,7 +113,7 @@ _OF_DATA = ("run.train_dataset_fn", "run.vocabulary")
 
 
 def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
-    """Returns the names of bindings that say what the examples are, macros among them."""
+    """Returns the names of bindings that define the examples, with their macros."""
     found, todo = set[str](), [name for name in bindings if name.endswith(_OF_DATA)]
     while todo:
         name = todo.pop()

@@ -58,7 +58,7 @@ from mtf_gradsync.tools.train.train_graph import EXAMPLES, TrainGraph
 
 
 class RunResult(NamedTuple):
-    """How far a run got, its score on held-out data, and the baseline's on the same data.
+    """The result of a run: how far it got, its held-out score, and the baseline's score.
 
     `stopped_by` is the signal that stopped it early; there are no scores then.
     """
@@ -70,7 +70,7 @@ class RunResult(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Which checkpoints a user lets a run go on from, besides its own undamaged newest.
+    """The checkpoints that a user accepts besides the run's own undamaged newest.
 
     `differences` allows one of another configuration; `damage` an older one where the newest is
     damaged.
@@ -126,7 +126,7 @@ def run(
 
 
 class _Lines(logging.Handler):
-    """Gives `say` what modules of this room log; each line once."""
+    """A log handler that passes this room's messages to `say`, each once."""
 
     def __init__(self, say: Callable[[str], None]):
         super().__init__()
@@ -165,7 +165,7 @@ class _Run:
         accepted: Accepted,
         part: RunPart,
     ):
-        """Checks what can be checked before anything is read or written."""
+        """Checks the settings as far as possible before anything is read or written."""
         check_schedule(config)
         check_pages_installed()
         self._config, self._say, self._accepted, self._part = config, say, accepted, part
@@ -209,7 +209,7 @@ class _Run:
         return RunResult(result.step, result.stopped_by, None, None)
 
     def _train(self, start: Start) -> LoopResult:
-        """Makes the steps that follow those of a checkpoint, if there is one."""
+        """Makes the steps after those of a checkpoint, if there is one."""
         config, directory, say = self._config, self.directory, self._say
         accept, step = self._accepted.differences, start.step
         is_finished = step >= config.train_steps
@@ -276,7 +276,7 @@ class _Run:
             with MetricsRecorder(directory, METRICS_FILE, step) as recorder:
 
                 def on_first_step() -> None:
-                    """Does work that a run needs later, and that should not delay its start."""
+                    """Does work that the run needs later, and that should not delay its start."""
                     traffic = list_traffic(graph, program) if config.reports else None
                     first = batches.first_examples()
                     write_facts(directory, facts._replace(traffic=traffic, first_examples=first))
@@ -366,7 +366,7 @@ class _Run:
         return RunResult(step, None, held_out, evaluation.unigram)
 
     def _write_report(self, step: int | None, how: str) -> None:
-        """Writes the page; step None takes the newest that was logged."""
+        """Writes the page, of a step; None is the newest that was logged."""
         directory, evaluation = self.directory, self.evaluation
         rows = read_metrics(directory / METRICS_FILE)
         if step is None:
@@ -387,7 +387,7 @@ class _Run:
 
 
 def _read_islands() -> Status | None:
-    """Returns the journal of the folder in which a run is an island; None where there is none."""
+    """Returns the status of the folder in which a run is an island; None without a folder."""
     url = ElasticIslands().folder
     with contextlib.suppress(ImportError, OSError, ValueError):
         return read_status(Folder(url)) if url else None
@@ -395,7 +395,7 @@ def _read_islands() -> Status | None:
 
 
 def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> None:
-    """Says which variables a checkpoint keeps with fewer bits than the steps have."""
+    """Logs which variables a checkpoint keeps with fewer bits than the steps have."""
     narrow: dict[str, list[str]] = {}
     for variable in lowering.variables:
         master, used = variable.master_dtype, variable.slice_dtype
@@ -411,13 +411,13 @@ def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> No
 
 
 def _errors_of_islands() -> ContextManager[None]:
-    """Returns a context manager in which what is wrong with islands is the config's fault."""
+    """Returns a context manager that turns errors of islands into ones of the config."""
     errors = (ImportError, OSError, ValueError, IslandError)
     return raised_as(ConfigError, *errors, before="ElasticIslands: ")
 
 
 def _unread_bindings() -> str:
-    """Returns a line about bindings that nothing has read up to now; "" if all were read.
+    """Returns a line about bindings that nothing has read yet; "" if all were read.
 
     Those of ``utils.run`` and macros are not in it: the command names them.
     """

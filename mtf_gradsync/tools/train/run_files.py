@@ -1,4 +1,4 @@
-"""The files in the directory of a run: their names, and what they say about the run."""
+"""The files in a run's directory: their names and content."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
 
 
 class Facts(NamedTuple):
-    """What a run trained, and on what: the runtime of its newest steps, the versions of libraries.
+    """The facts of a run: its model and data, its newest steps' runtime, libraries' versions.
 
     `optimizers` are class names, outermost first; `parameters` is the number of trainable ones;
     `traffic` is None where it could not be listed; `first_examples` are hashes of the first
@@ -56,7 +56,7 @@ class Facts(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of those libraries underneath that are installed."""
+    """Returns the versions of Python and of the installed libraries that a run depends on."""
     found = {"Python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -90,7 +90,7 @@ def read_facts(directory: Path) -> Facts | None:
 
 
 class RecordedSteps(NamedTuple):
-    """Which steps were recorded, on which mesh, and where their time went."""
+    """The steps that were recorded, their mesh, and where their time went."""
 
     first: int
     last: int
@@ -99,13 +99,13 @@ class RecordedSteps(NamedTuple):
 
 
 def write_recorded(directory: Path, recorded: RecordedSteps) -> None:
-    """Writes them to a run's directory. `Table.from_json` reads the file, too."""
+    """Writes recorded steps to a run's directory. `Table.from_json` reads the file, too."""
     which = {"first": recorded.first, "last": recorded.last, "mesh": recorded.mesh}
     write_json(directory / TIMELINE_FILE, {**dataclasses.asdict(recorded.table), "recorded": which})
 
 
 def read_recorded(directory: Path) -> RecordedSteps | None:
-    """Returns what `write_recorded` wrote; None where nothing says which steps were recorded."""
+    """Returns the recorded steps in a run's directory; None if there are none."""
     try:
         text = (directory / TIMELINE_FILE).read_text(encoding="utf-8")
         table, which = Table.from_json(text), json.loads(text)["recorded"]
@@ -117,7 +117,7 @@ def read_recorded(directory: Path) -> RecordedSteps | None:
 
 
 def forget_recorded(directory: Path, step: int) -> None:
-    """Removes the file where it is of steps after `step`, which the run makes once more."""
+    """Removes the recorded steps if they come after `step`: the run makes them again."""
     recorded = read_recorded(directory)
     if recorded and recorded.last > step:
         (directory / TIMELINE_FILE).unlink()

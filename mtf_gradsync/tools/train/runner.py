@@ -1,4 +1,4 @@
-"""Chooses the runtime of the training steps, and makes steps and checkpoints there."""
+"""Chooses the runtime of the training steps, and runs steps and saves checkpoints there."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
 
 
 def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.ConfigProto]:
-    """Checks what steps are made of; returns their runtime, the job, and the settings of sessions.
+    """Checks a config; returns its runtime, its job, and the sessions' settings.
 
     `target` is that of `choose_runtime`.
     """
@@ -96,7 +96,7 @@ def training_graph(
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
-    """Returns whether an optimizer of a stack skips or needs what is not finite."""
+    """Returns whether an optimizer of a stack skips, or requires, not-finite values."""
     return any(
         traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite or skips_islands(opt)
         for opt in optimizers
@@ -104,12 +104,12 @@ def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
 
 
 def skips_islands(opt: Any) -> bool:
-    """Returns whether an optimizer skips islands whose gradients were not finite."""
+    """Returns whether an optimizer skips islands with gradients that are not finite."""
     return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
 
 class Runner(abc.ABC):
-    """Makes training steps and checkpoints. Entering it restores the checkpoint of its `Start`.
+    """A runner of training steps and checkpoints, which restores its `Start` when entered.
 
     Attributes:
       first_step: steps made before, known once it is entered.
@@ -182,7 +182,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def _raw(self, use: Callable[[Any], Any]) -> Any:
-        """Returns what a function returns for the session, whose hooks do not run."""
+        """Calls a function with the session, without running the session's hooks."""
 
     @abc.abstractmethod
     def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
@@ -238,7 +238,7 @@ class Runner(abc.ABC):
             self._raw(self._copies.check)
 
     def exchange(self, step: int, last: int) -> int:
-        """Lets an island exchange values with others after a step; `last` is that of the run.
+        """Lets an island exchange values with others after a step; `last` is the run's last step.
 
         Returns the step that the run is at: an island's may be a later one, of values that it took.
         """
@@ -274,7 +274,7 @@ class Runner(abc.ABC):
             self._island.save(f"{self._prefix}-{step}")
 
     def _leave(self, error: Any) -> None:
-        """Contributes what an island has learned that was told to stop; after an error nothing."""
+        """Contributes what a stopped island has learned; after an error nothing."""
         island = self._island
         if island is None:
             return
@@ -285,7 +285,7 @@ class Runner(abc.ABC):
 
 
 class PlacementMeshRunner(Runner):
-    """Runs the default graph in a monitored session; finalizes the graph."""
+    """A runner of the default graph in a monitored session; finalizes the graph."""
 
     copies_slices = True
 
@@ -325,7 +325,7 @@ _AGREE_STEPS = 10
 
 
 class SimdProgramRunner(Runner):
-    """Runs a SIMD program of the default graph."""
+    """A runner of a SIMD program in the default graph."""
 
     copies_slices = False
     _place: OnCores
@@ -382,7 +382,7 @@ class SimdProgramRunner(Runner):
 
     @contextlib.contextmanager
     def _naming_another_runtime(self) -> Iterator[None]:
-        """Turns an error of the runtime into a TrainingError that names one for every model."""
+        """Turns the runtime's errors into a TrainingError that names a runtime for every model."""
         try:
             yield
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:

@@ -1,4 +1,4 @@
-"""How a language model continues texts, for the end of a run and ``mtf-gradsync sample``."""
+"""Continues texts by a language model, at the end of a run and in ``mtf-gradsync sample``."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 
 
 class TimedRun:
-    """Records some steps of a run, called as `run` is.
+    """A recorder of some steps of a run; it is called as `run` is.
 
     It makes `warm_up` steps before, at least one: the first step compiles.
     """
@@ -68,7 +68,7 @@ class TimedRun:
 
 
 def _make(runner: Runner, count: int, stop: Interruption) -> list[int]:
-    """Makes steps as training does; returns the updates made by each, where they are counted."""
+    """Makes steps as training does; returns the updates in each, if they are counted."""
     pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
     made = []
     for _ in range(count):

@@ -49,7 +49,7 @@ def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, st
 
 
 def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
-    """Returns the collectives that partial sums reach, and the operations on the way."""
+    """Returns the collectives that partial sums reach, and the operations between."""
     seen: set[str] = set()
     pending = list(tensors)
     while pending:
@@ -65,7 +65,7 @@ def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
 
 
 def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
-    """Returns what is read from a variable, in branches too."""
+    """Returns the tensors read from a variable, also in branches."""
     while handle.op.type in _PASSES_HANDLES:
         handle = handle.op.inputs[0]
     handles, values = [handle], []
@@ -79,7 +79,7 @@ def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
-    """Returns the operations behind tensors, back to the first for which `passes` is false."""
+    """Returns the operations that tensors depend on, back to the first that fails `passes`."""
     seen: set[str] = set()
     pending = [tensor.op for tensor in tensors]
     while pending:
@@ -95,7 +95,7 @@ _PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer"
 
 
 class TrafficRow(NamedTuple):
-    """Collectives or copies ("transfer") of one kind along a group of mesh axes, taken together.
+    """Collectives, or copies ("transfer"), of one kind along a group of mesh axes.
 
     They belong to a `part` of the step, "" where it is not known; if `on_updates`, only update
     steps have them. `groups` counts those that are made together once, and `bytes_per_core` is what
@@ -112,7 +112,7 @@ class TrafficRow(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes per core of a training step without and with an update, and what they consist of.
+    """The bytes per core of a training step, without and with an update, by their parts.
 
     `scalars` are the totals by the names that summaries have, empty where `is_complete` is false:
     functions, such as an update that is one call, are not looked into.

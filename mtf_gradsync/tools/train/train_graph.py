@@ -223,11 +223,11 @@ def forward_loss(job: TrainingJob) -> mtf.Tensor:
 
 
 def steps_per_update(optimizers: Sequence[Any]) -> int:
-    """Of how many steps one makes all that a stack of optimizers does, and the others a part.
+    """Returns the period, in steps, of everything that a stack of optimizers does.
 
-    They are the microbatch steps of an update, or the inner steps of an outer one. It is 1 where
-    the number changes during training, and where a stack has both, as more than two kinds of steps
-    are made then.
+    The period is the microbatch steps of an update, or the inner steps of an outer update. It is 1
+    if the number changes during training, and if a stack has both, since it then makes more than
+    two kinds of steps.
     """
     periods = []
     for one in optimizers:
@@ -291,7 +291,7 @@ def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
 
 
 def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
-    """Returns what optimizers want shown, and their count of updates."""
+    """Returns the optimizers' reported values, and their count of updates."""
     fields: dict[str, Any] = {}
     update_step = None
     # An outer optimizer's fields replace those of the same name.

@@ -23,7 +23,7 @@ _STEP = 960
 
 
 class _StepSpec(NamedTuple):
-    """What a model_fn returns, as far as it is read."""
+    """The fields of a model_fn's spec that are read."""
 
     loss: tf.Tensor
     train_op: tf.Operation
@@ -100,7 +100,7 @@ def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> 
 
 
 def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:
-    """Gives the training batches of a job, by feature."""
+    """Yields the training batches of a job, by feature."""
     with job.batches() as source:
         with tf.Graph().as_default():
             feeds = source.placeholders()

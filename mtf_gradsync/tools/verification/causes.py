@@ -1,4 +1,4 @@
-"""What a difference comes from: what in a model depends on its division, and usual faults."""
+"""Finds the cause of a difference: parts of a model that depend on its division, usual faults."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mtf_gradsync.extension import mtf, tf, walk
 
 
 def behind(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
-    """Returns the operations that losses are computed by, in the order of their graphs."""
+    """Returns the operations that compute losses, in the order of their graphs."""
     there = set(walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs]))
     return [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
 
 
 def random_operations(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
-    """Returns those that draw random numbers for losses."""
+    """Returns the operations that draw random numbers for losses."""
     return [op for op in behind(losses) if isinstance(op, mtf.ops.RandomOperation)]
 
 
@@ -25,7 +25,7 @@ def narrow_dtypes(losses: Sequence[mtf.Tensor]) -> list[str]:
 
 
 class _Flow(NamedTuple):
-    """What a tensor of a forward pass is made of.
+    """What the computation of a forward pass's tensor contains.
 
     Attributes:
       is_summed: something was summed over the batch on its way.
@@ -56,7 +56,7 @@ def _has_any(x: mtf.Tensor, dims: Sequence[str]) -> bool:
 def statistics_of(
     losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]
 ) -> list[tuple[str, mtf.Tensor]]:
-    """Returns what is summed over the batch and comes back to its examples.
+    """Returns the statistics of the batch that the model uses for its examples.
 
     A number that only scales the loss, such as one over the sum of a mask, is none.
 
@@ -90,7 +90,7 @@ _LINEAR = (
 
 
 def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) -> bool:
-    """Whether what an operation multiplies by a number reaches the loss only multiplied."""
+    """Returns whether the factor of a product reaches the loss only as a factor."""
     seen, waiting = {op}, [op]
     while waiting:
         for out in waiting.pop().outputs:
@@ -109,7 +109,7 @@ def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) 
 
 
 def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[str]:
-    """Returns names of operations that multiply what the model has summed over the batch."""
+    """Returns the names of operations that multiply sums over the batch."""
     forward = behind(losses)
     flows = _flows(forward, batch_dims)
     found = []
@@ -121,13 +121,13 @@ def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -
 
 
 def some(names: Sequence[str]) -> str:
-    """Returns a few names for a sentence."""
+    """Returns a few of the names, for a sentence."""
     shown = ", ".join(list(dict.fromkeys(names))[:3])
     return shown if len(names) <= 3 else f"{shown}, and {len(names) - 3} more"
 
 
 def rounds_to_bfloat16(graph: tf.Graph, model: Sequence[str]) -> bool:
-    """Whether a program that was lowered has bfloat16, and its model (`narrow_dtypes`) has not."""
+    """Returns whether only the lowered program has bfloat16, not its model (`narrow_dtypes`)."""
     if tf.bfloat16.name in model:
         return False
     return any(x.dtype == tf.bfloat16 for op in graph.get_operations() for x in op.outputs)
@@ -150,7 +150,7 @@ def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
 
 
 class Facts(NamedTuple):
-    """What is known of a difference.
+    """The facts of a difference, from which `cause_of` finds its cause.
 
     Attributes:
       what: what differs first, as `Line.what`.
@@ -189,7 +189,7 @@ _OF_FORWARD = (
 
 
 def cause_of(facts: Facts) -> str:
-    """Returns what usually is the cause of a difference: of the causes that fit, the first."""
+    """Returns the usual cause of a difference: the first that fits the facts."""
     return next(_causes(facts))
 
 
@@ -299,7 +299,7 @@ def _causes(facts: Facts) -> Iterator[str]:
 
 
 def lowered_elsewhere(recorded: Any, mesh_shape: str) -> str:
-    """Returns the mesh that a program was lowered on where that is not the one asked for; or ""."""
+    """Returns the mesh that a program was lowered on if another was asked for; else ""."""
     asked = mtf.convert_to_shape(mesh_shape)
     found = {v.mesh: v for v in recorded.variables.values()}
     for lowering in recorded.lowerings:

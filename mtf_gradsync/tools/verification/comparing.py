@@ -24,7 +24,7 @@ MOST_ROUNDED = 1e-3
 
 
 class Difference(NamedTuple):
-    """How far a variable's values are from the reference's.
+    """The difference of a variable's values from the reference's.
 
     Attributes:
       variable: its name.
@@ -40,21 +40,21 @@ class Difference(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether rounding explains it. A NaN is not explained."""
+        """Whether rounding explains the difference. It never explains a NaN."""
         return self.error <= self.expected
 
 
 def is_finite(value: np.ndarray) -> bool:
-    """Whether all numbers are finite; what is no floating point is."""
+    """Returns whether all numbers are finite; values that are not floating-point are."""
     return (
         bool(np.isfinite(np.asarray(value, np.float64)).all()) if value.dtype.kind != "S" else True
     )
 
 
 def error_of(value: np.ndarray, reference: np.ndarray) -> float:
-    """Returns the largest difference, over the largest number of the reference.
+    """Returns the largest difference, divided by the reference's largest number.
 
-    It is infinite where a number is not finite and the other one is another.
+    The error is infinite if one number is not finite and the other is not the same.
     """
     if value.shape != reference.shape:
         return float("inf")
@@ -69,7 +69,7 @@ def error_of(value: np.ndarray, reference: np.ndarray) -> float:
 
 
 def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> float | None:
-    """Returns the number that the reference is multiplied by, or None if it is not one number."""
+    """Returns the factor between a value and its reference, or None if it is not one number."""
     if value.shape != reference.shape:
         return None
     value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
@@ -85,7 +85,7 @@ def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> floa
 def compare(
     values: Values, reference: Values, order: Sequence[str], expected: Mapping[str, float]
 ) -> list[Difference]:
-    """Compares variables, in the given order; one that only one has differs infinitely.
+    """Compares variables in the given order; one that is missing differs infinitely.
 
     `expected` is the error that rounding explains, by variable.
     """
@@ -102,7 +102,7 @@ def compare(
 
 
 def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, float]:
-    """Returns by variable the error that rounding explains.
+    """Returns for each variable the error that rounding explains.
 
     `others` are the same in float64, or with examples in other orders.
     """

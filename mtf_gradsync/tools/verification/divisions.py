@@ -1,4 +1,4 @@
-"""The divisions of a program that `verify` tries, and what of each it changes."""
+"""The divisions of a program that `verify` tries, and what each changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync.tools.verification.recording import Changes, Recorded
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """One way to divide a program.
+    """A way to divide a program.
 
     Attributes:
       name: for the table.
@@ -36,7 +36,7 @@ class Division:
 
     @property
     def key(self) -> Any:
-        """What makes two divisions the same program."""
+        """The key that equal divisions share."""
         shape = mtf.convert_to_shape(self.mesh_shape).to_string
         params = tuple((name, repr(value)) for name, value in self.params)
         more = (self.precision, self.is_reference)
@@ -48,12 +48,12 @@ MICRO_STEPS = 2
 
 
 def own(mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: RuntimeName) -> Division:
-    """The program as it is."""
+    """Returns the division that the program has by itself."""
     return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
 
 
 def reference(base: Division) -> Division:
-    """One core, without a wrapper, with a program's own changes."""
+    """Returns the division onto one core, without wrappers, with the program's own changes."""
     return dataclasses.replace(
         base,
         name="one core, unwrapped",
@@ -65,14 +65,14 @@ def reference(base: Division) -> Division:
 
 
 def on_one_core(mesh_shape: str) -> str:
-    """Returns a mesh shape with the same axes, each of one core."""
+    """Returns a mesh shape with the same axes, all of size 1."""
     return ";".join(f"{d.name}:1" for d in mtf.convert_to_shape(mesh_shape).dims)
 
 
 def default_divisions(
     base: Division, recorded: Recorded, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
 ) -> list[Division]:
-    """Returns the divisions of some kinds (`KINDS`) that a program can have besides its own.
+    """Returns the divisions of the given kinds (`KINDS`) that a program can have.
 
     Args:
       base: the program's own.
@@ -133,7 +133,7 @@ def default_divisions(
 
 
 def without(base: Division, label: str) -> Changes:
-    """What is changed of a program where one more wrapper is taken out."""
+    """Returns `base`'s changes with wrapper `label` removed as well."""
     return base.changes._replace(without=(*base.changes.without, label))
 
 
@@ -142,7 +142,7 @@ def _has_schedulers(base: Division, recorded: Recorded) -> bool:
 
 
 def masked_shards(recorded: Recorded) -> int:
-    """How many shards a `SyncReplicasOptimizer` of the stack has; 0 without one."""
+    """Returns the number of shards of the stack's `SyncReplicasOptimizer`; 0 without one."""
     for wrapper in recorded.wrappers.values():
         if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:
             return wrapper.axes.num_shards
@@ -150,7 +150,7 @@ def masked_shards(recorded: Recorded) -> int:
 
 
 def axes_of_batch(layout: str, recorded: Recorded) -> list[str]:
-    """The mesh axes that a layout splits the batch over."""
+    """Returns the mesh axes that a layout splits the batch over."""
     names = recorded.batch_dims
     rules = mtf.convert_to_layout_rules(layout)
     pairs = sorted(rules._pairs)

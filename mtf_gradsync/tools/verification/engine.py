@@ -33,7 +33,7 @@ _MOVED, _MOVED_ZEROS = 0.05, 0.02
 
 
 class Outcome(NamedTuple):
-    """What a division has made.
+    """The results of a division's run.
 
     Attributes:
       recorded: what was seen when it was built.
@@ -65,15 +65,15 @@ class Outcome(NamedTuple):
 
 
 class CannotBeDivided(Exception):
-    """A program cannot be built or run in a division; the message says why."""
+    """The error of a program that does not build or run in a division; it says why."""
 
 
 class BatchesEndError(ValueError):
-    """There are too few batches for the updates."""
+    """The error of an input with too few batches for the updates."""
 
 
 class Series(NamedTuple):
-    """On which batches a program that is built is run, and what its counters are.
+    """The batches that a built program runs on, and the values of its counters.
 
     Attributes:
       groups: the batches of each update.
@@ -85,7 +85,7 @@ class Series(NamedTuple):
 
 
 class Engine:
-    """Runs divisions of a program.
+    """A runner of divisions of one program.
 
     Args:
       program: the program.
@@ -110,20 +110,20 @@ class Engine:
 
     @property
     def steps_per_update(self) -> int:
-        """How many batches the program itself joins in an update, at most."""
+        """The most batches that the program itself joins in an update."""
         return max(map(len, self.groups))
 
     @property
     def repeats_steps(self) -> bool:
-        """Whether the reference makes the program's own microbatch steps, too, and joins none.
+        """Whether the reference repeats the program's microbatch steps, and joins none.
 
-        That is so where the program accumulates by itself: by an optimizer that gets gradients of
+        This holds if the program accumulates by itself: by an optimizer that gets gradients of
         zeros on the steps before an update, or without one.
         """
         return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
     def begin(self, division: Division) -> Outcome:
-        """Runs the program as it is, which decides the batches of each update, and first values.
+        """Runs the program unchanged, which sets the batches of each update and the first values.
 
         Raises `CannotBeDivided` where it fails or makes no update, `BatchesEndError`, and
         `NotOnCoresError`, after which it can be begun again.
@@ -149,7 +149,7 @@ class Engine:
         return outcome
 
     def run(self, division: Division) -> Outcome:
-        """Runs a division; raises `CannotBeDivided` where it cannot be."""
+        """Runs a division; raises `CannotBeDivided` if it cannot be run."""
 
         def series(groups: list[list[Batch]]) -> Series:
             # Where its steps are joined, an update has the counters of the last of them.
@@ -159,7 +159,7 @@ class Engine:
         return self.run_series(division, [series])[0]
 
     def run_series(self, division: Division, series: Sequence[Any]) -> list[Outcome]:
-        """Runs a division several times from the first values; see `run`.
+        """Runs a division once for each series, from the first values each time.
 
         Each of `series` makes a `Series` of the batches of each update in this division. The first
         outcome is kept.
@@ -179,7 +179,7 @@ class Engine:
         return outcomes
 
     def _runs(self, division: Division, series: Sequence[Series]) -> list[Outcome]:
-        """Builds a division, and runs it on several series of batches from the first values.
+        """Builds a division, and runs it on each series of batches from the first values.
 
         Where K is a schedule and its steps are joined, batches are of several sizes: each size is
         built by itself, and goes on with the values that the one before has left.
@@ -205,7 +205,7 @@ class Engine:
         return [_followed(each) for each in outcomes]
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
-        """Returns the batches of an update: those of the program, joined, or in parts."""
+        """Returns the batches of an update: the program's own, joined, or in parts."""
         if self.repeats_steps:
             return group
         changes = division.changes
@@ -229,7 +229,7 @@ class Engine:
             ) from None
 
     def _groups_of(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
-        """Gives for each update the batches until the program has made it."""
+        """Yields for each update an iterator of the batches until the program has made it."""
         self._batches = itertools.chain([first], self._batches)
         for _ in range(self._steps):
             group: list[Batch] = []
@@ -237,7 +237,7 @@ class Engine:
             yield self._until_update(running, group)
 
     def _until_update(self, running: Running, group: list[Batch]) -> Iterator[Batch]:
-        """Gives batches, and appends them to a group, until the program has made an update."""
+        """Yields batches, and appends them to `group`, until the program has made an update."""
         recorded = running.built.recorded
         first = before = running.values()
         counters: dict[str, np.ndarray] = {}
@@ -266,7 +266,7 @@ class Engine:
         counted: Sequence[Values] | None,
         begin: int = 0,
     ) -> Outcome:
-        """Makes the updates from number `begin` on, one of each group of batches."""
+        """Makes the updates from number `begin` on, one for each group of batches."""
         recorded, division = built.recorded, built.division
         losses, gradients, changed, early, joined = [], [], [], [], 1
         after = running.values()
@@ -311,7 +311,7 @@ class Engine:
 
 
 def _followed(outcomes: Sequence[Outcome]) -> Outcome:
-    """Returns what runs that follow each other have made together."""
+    """Returns one outcome of runs that follow each other."""
 
     def both(field: str) -> list[Any]:
         return [x for one in outcomes for x in getattr(one, field)]
@@ -336,7 +336,7 @@ def reordered(groups: list[list[Batch]]) -> Series:
 
 
 def _moved(values: Values, recorded: Recorded) -> dict[str, np.ndarray]:
-    """Returns values of trained variables, moved by random numbers that their names seed."""
+    """Returns the values of trained variables plus random numbers, seeded by their names."""
     found = {}
     for name in recorded.variables:
         value = values.get(name)
@@ -350,7 +350,7 @@ def _moved(values: Values, recorded: Recorded) -> dict[str, np.ndarray]:
 
 
 def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
-    """Returns the mean of the losses of some steps, given with their weights."""
+    """Returns the weighted mean of the steps' losses."""
     losses, weights = np.array([one for one in steps if one[1] > 0] or steps, np.float64).T
     return float(np.average(losses, weights=weights if weights.any() else None))
 
@@ -370,7 +370,7 @@ def _updates(values: Values) -> float:
 
 
 def _is_updated(recorded: Recorded, before: Values, after: Values) -> bool:
-    """Whether a step has made an update.
+    """Returns whether a step has made an update.
 
     Gradients of zeros that change nothing are of a program that accumulates by itself. Without an
     optimizer an update is what changes the values that there were.
@@ -392,14 +392,14 @@ def _changed(before: Values, after: Values, names: Iterable[str]) -> list[str]:
 
 
 def _programs_own(built: BuiltDivision, values: Values) -> list[str]:
-    """Returns the variables that neither an optimizer nor a wrapper has made, and none trains."""
+    """Returns the untrained variables that neither an optimizer nor a wrapper has made."""
     state = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
     others = {*state, *built.recorded.order, *built.recorded.slots}
     return [name for name in _own(values) if name not in others]
 
 
 def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, np.ndarray]:
-    """Returns counters of the program's own, before they were advanced by one."""
+    """Returns the program's own counters that advanced by one, with their values before."""
     return {
         name: before[name]
         for name in _programs_own(built, after)
@@ -410,12 +410,12 @@ def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, 
 
 
 def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
-    """Returns the examples of the shards that contribute."""
+    """Returns the examples of the shards that the mask lets contribute."""
     return rows_of(batch, np.repeat(np.asarray(mask), size_of(batch) // len(mask)))
 
 
 def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:
-    """Whether the model of a SIMD program sends float32 as bfloat16: Mesh-TF's all-to-all does.
+    """Returns whether a SIMD program's model sends float32 as bfloat16, as Mesh-TF's all-to-all.
 
     A strategy's own does, too, and is no excuse: then none is accepted.
     """

@@ -1,4 +1,4 @@
-"""What is changed of a model while it is built: random numbers, capacities, statistics, precision.
+"""Changes a model while it is built: random numbers, capacities, statistics, precision.
 
 What depends on how a program is divided is taken out of it, so that the rest can be compared.
 """
@@ -44,7 +44,7 @@ def _drop_random(undone: contextlib.ExitStack, sizes: list[int]) -> None:
 
 
 def _drop_capacity(undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Gives experts of Mesh-TensorFlow's transformer room for all examples."""
+    """Gives Mesh-TensorFlow's experts room for all examples, until `undone` is closed."""
     moe = sys.modules.get("mesh_tensorflow.transformer.moe")
     for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
         layer = getattr(moe, name, None)
@@ -72,7 +72,7 @@ DROPS = tuple(_DROPS)
 
 
 def drop(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Takes what `DROPS` names out of models, until the stack is closed.
+    """Removes from models what `names` says (`DROPS`), until the stack `undone` is closed.
 
     How many random numbers each dropout would have drawn is appended to `sizes`.
     """
@@ -81,7 +81,7 @@ def drop(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -
 
 
 def make_constant(tensors: Sequence[mtf.Tensor]) -> None:
-    """Makes tensors of a graph that is not lowered yet ones, which no gradient passes."""
+    """Replaces tensors, before their graph is lowered, by ones that no gradient passes."""
     for x in tensors:
         operation: Any = x.operation
 
@@ -104,7 +104,7 @@ _WITH_DTYPES = (mtf.ops.OneHotOperation, mtf.ops.RangeOperation)
 
 @contextlib.contextmanager
 def in_precision(least: tf.DType) -> Iterator[None]:
-    """Inside, mesh tensors and variables of floating point that are made are no narrower."""
+    """Makes mesh tensors and variables of floating point, inside the block, at least this wide."""
     make_tensor, make_dtypes = mtf.Tensor.__init__, mtf.VariableDType.__init__
     make_import = mtf.ops.ImportOperation.__init__
 

@@ -1,4 +1,4 @@
-"""A user's program, built and run in each division in a graph and a session of its own."""
+"""A user's program, built and run in each division in its own graph and session."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ class UserProgram:
 
 
 class NotOnCoresError(ValueError):
-    """A program lowers on a placement mesh of its own where it is to be a SIMD program."""
+    """The error of a program that makes a placement mesh where a SIMD program is asked for."""
 
 
 class BuiltDivision(NamedTuple):
-    """A program that was built.
+    """A program, built in a division.
 
     Attributes:
       division: how it is divided.
@@ -175,7 +175,7 @@ class BuiltDivision(NamedTuple):
 
 
 class Running:
-    """A session of a program that was built.
+    """A session of a built program.
 
     On a placement mesh, `to_masters` and `to_slices` copy the variables' values.
     """
@@ -193,7 +193,7 @@ class Running:
             self._beginnings = Beginnings(built.graph)
 
     def step(self, batch: Batch) -> tuple[float, float]:
-        """Makes a step, and returns its loss, and how much that stands for: 1 if none says."""
+        """Runs a step; returns its loss, and the weight that the loss stands for, by default 1."""
         built, self._is_stepped = self.built, True
         feed = dict(zip(built.inputs, map(copied, tf.nest.flatten(batch))))
         fetches = [built.loss, *([] if built.weight is None else [built.weight])]
@@ -208,7 +208,7 @@ class Running:
         return self._session.run(self._masters)
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Sets the values of variables that the program has, of the same shape."""
+        """Sets the values of the program's variables of the same name and shape."""
         there = self.values()
         fitting = {k: v for k, v in values.items() if k in there and there[k].shape == v.shape}
         fitting = {k: np.asarray(v, there[k].dtype) for k, v in fitting.items()}
@@ -223,7 +223,7 @@ class Running:
         self._session.run(self._to_slices)
 
     def compared_cores(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """Compares what cores hold.
+        """Compares the values that cores hold.
 
         Returns:
           The variables of which cores hold copies that differ by more than rounding; those of kept
@@ -270,18 +270,18 @@ class Running:
 
 
 def _axes_between(shape: mtf.Shape, core: int, other: int) -> str:
-    """Returns the names of the mesh axes along which two cores have other places."""
+    """Returns the names of the mesh axes along which two cores' places differ."""
     places = (mtf.pnum_to_processor_coordinates(shape, x) for x in (core, other))
     return " and ".join(d.name for d, a, b in zip(shape.dims, *places) if a != b)
 
 
 def size_of(batch: Batch) -> int:
-    """Returns how many examples a batch has; numbers without dimensions are for all of them."""
+    """Returns the number of examples in a batch, whose scalars are for all of them."""
     return next((len(x) for x in tf.nest.flatten(batch) if np.ndim(x)), 1)
 
 
 def joined_batch(batches: Sequence[Batch]) -> Batch:
-    """Returns one batch of the examples of several.
+    """Returns one batch with the examples of several.
 
     It raises ValueError where a number for all examples of a batch is not that of the others.
     """
@@ -300,7 +300,7 @@ def joined_batch(batches: Sequence[Batch]) -> Batch:
 
 
 def batch_parts(batch: Batch, count: int) -> list[Batch]:
-    """Returns a batch in parts of equally many examples; ValueError if it cannot be divided."""
+    """Splits a batch into `count` equal parts; raises ValueError if that is impossible."""
     size = size_of(batch)
     if size % count:
         raise ValueError(f"A batch of {size} cannot be divided into {count} microbatches.")
@@ -309,5 +309,5 @@ def batch_parts(batch: Batch, count: int) -> list[Batch]:
 
 
 def rows_of(batch: Batch, rows: Any) -> Batch:
-    """Returns some of the examples of a batch."""
+    """Returns the given examples of a batch."""
     return tf.nest.map_structure(lambda x: x[rows] if np.ndim(x) else x, batch)

@@ -1,4 +1,4 @@
-"""What a program under test is asked while it is built: its stack, its gradients, its lowerings."""
+"""Records a program while it is built: its stack, its gradients, its lowerings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _REST = ("opt", "optimizer", "_opt", "_optimizer")
 
 
 class Changes(NamedTuple):
-    """What is changed of a program's stack of wrappers.
+    """Changes of a program's stack of wrappers.
 
     Attributes:
       without: labels of wrappers to take out (`Recorded.stack`).
@@ -67,7 +67,7 @@ class Changes(NamedTuple):
 
 
 class Recorded:
-    """What was seen of a program while it was built.
+    """The facts of a program, recorded while it was built.
 
     Attributes:
       stack: labels of the wrappers, from the outside in: the name of the class, with a number from
@@ -106,39 +106,39 @@ class Recorded:
 
     @property
     def losses(self) -> list[mtf.Tensor]:
-        """What the program has given to `compute_gradients`, or else to `mtf.gradients`."""
+        """The losses given to `compute_gradients`, or else to `mtf.gradients`."""
         return self._given or self._differentiated
 
     @property
     def order(self) -> list[str]:
-        """Names of variables in the order of the backward pass."""
+        """The names of the variables in the order of the backward pass."""
         return sorted(self._positions, key=lambda name: self._positions[name])
 
     @property
     def batch_dims(self) -> tuple[str, ...]:
-        """Names of the tensor dimensions that the batch is split along, by the wrappers."""
+        """The names of the dimensions that the wrappers split the batch along."""
         found = (w._stack_shard_names() for w in self.wrappers.values())
         return next((names for names in found if names), ("batch",))
 
     @property
     def schedulers(self) -> tuple[str, ...]:
-        """Labels of the wrappers that join several steps, or may."""
+        """The labels of the wrappers that may join several steps in an update."""
         return tuple(k for k, w in self.wrappers.items() if w.traits.schedules_updates)
 
     @property
     def islands(self) -> tuple[str, ...]:
-        """Labels of the wrappers that train islands apart."""
+        """The labels of the wrappers that train islands apart."""
         return tuple(k for k, w in self.wrappers.items() if w.traits.keeps_outer_values)
 
     @property
     def averages(self) -> set[str]:
-        """Names of moving averages, if wrappers that keep them alone have made them."""
+        """The names of the variables' moving averages; none if no wrapper only keeps averages."""
         if not any(map(self.keeps_averages, self.wrappers)):
             return set()
         return {f"{name}/{AVERAGE}" for name in self.variables}
 
     def keeps_averages(self, label: str) -> bool:
-        """Whether a wrapper keeps averages, and does nothing else."""
+        """Returns whether a wrapper keeps averages, and does nothing else."""
         traits = self.wrappers[label].traits
         return traits.averages and not traits.schedules_updates
 
@@ -150,11 +150,11 @@ class Recorded:
     # What the patched methods call.
 
     def differentiates(self, losses: Sequence[mtf.Tensor]) -> None:
-        """Notes what `mtf.gradients` is called with."""
+        """Notes the losses that `mtf.gradients` is called with."""
         self._differentiated += losses
 
     def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes gradients by the changed stack, or those of a mean where nothing is left."""
+        """Computes gradients by the changed stack; without wrappers, those of a mean."""
         if loss not in self._given:
             self._given.append(loss)
         stack = self._changed(opt)
@@ -177,7 +177,7 @@ class Recorded:
     def apply(
         self, method: Any, opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Applies gradients by the changed stack, and notes those that the innermost one gets."""
+        """Applies gradients by the changed stack, and notes what the innermost one receives."""
         if any(opt is busy for busy in self._busy):
             return method(opt, grads, variables, *args, **kwargs)
         is_outermost = not self._busy
@@ -215,7 +215,7 @@ class Recorded:
         grads: Sequence[Any],
         variables: Sequence[mtf.Variable],
     ) -> Sequence[mtf.Operation]:
-        """Makes updates, also the program's own, wait for all reads where no wrapper does."""
+        """Makes updates that wait for all reads, also the program's own without any wrapper."""
         if any(isinstance(busy, Wrapper) for busy in self._busy):
             return make_update()
         OwnWrites.wait_for([g for g in grads if g is not None])
@@ -231,7 +231,7 @@ class Recorded:
         return gated_update(make, grads)
 
     def undo(self) -> None:
-        """Puts the stack together again."""
+        """Restores the stack that was changed."""
         while self._undo:
             self._undo.pop()()
 
@@ -272,7 +272,7 @@ class Recorded:
         return outermost
 
     def _watch(self, opt: Any) -> None:
-        """Notes the gradients of an optimizer that has no class of Mesh-TensorFlow's."""
+        """Notes the gradients of an optimizer whose class is not Mesh-TensorFlow's."""
         method = opt.apply_grads
         signature = inspect.signature(method, follow_wrapped=False)
 
@@ -287,7 +287,7 @@ class Recorded:
         self._undo.append(lambda: delattr(opt, "apply_grads"))
 
     def end(self) -> None:
-        """Notes what a program that was built draws, and its variables if no optimizer was seen."""
+        """Notes the built program's random draws, and its variables if no optimizer was seen."""
         self.random_sizes += [op.outputs[0].shape.size for op in random_operations(self.losses)]
         if self.variables:
             return
@@ -297,7 +297,7 @@ class Recorded:
                 self._positions[variable.name] = -_first_use(lowering.graph, variable.name)
 
     def _note_weights(self, weights: Any) -> None:
-        """Notes how much the loss of a step stands for, None for nothing said."""
+        """Notes the weights of a step's loss; None if the program gives none."""
         if weights is None or id(weights) in self._weights:
             return
         total = weights.value if isinstance(weights, mtf.Variable) else weights
@@ -306,7 +306,7 @@ class Recorded:
         self._weights[id(weights)] = weights, total
 
     def weight(self) -> tf.Tensor | None:
-        """Returns how much the loss of a step stands for, a scalar; None if no one number does."""
+        """Returns the weight of a step's loss, a scalar; None if it is not one number."""
         if len(self._weights) != 1:
             return None
         ((_, total),) = self._weights.values()
@@ -317,7 +317,7 @@ class Recorded:
 
     @property
     def sees_gradients(self) -> bool:
-        """Whether an optimizer was seen, so that its gradients and updates are known."""
+        """Whether an optimizer was seen, so that gradients and updates are known."""
         return self.innermost is not None
 
     def _mask(self, wrapper: SyncReplicasOptimizer) -> None:
@@ -327,7 +327,7 @@ class Recorded:
             self._set(wrapper, "_to_aggregate", min(wrapper._to_aggregate, sum(mask)))
 
     def _accumulated(self, left: Sequence[Any]) -> Any:
-        """Puts accumulation as far outside as the order of wrappers permits."""
+        """Returns the stack with accumulation added as far outside as its order permits."""
         shape, layout = self.changes.mesh
         names = next((x._given_names for x in left if isinstance(x, Wrapper)), ("batch",))
         for number, inner in enumerate(left):
@@ -366,7 +366,7 @@ class Recorded:
     def _as_reference(
         self, opt: Any, grads: list[Any], variables: list[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
-        """Returns gradients without shard dims, clipped where the stack that is gone clips them."""
+        """Returns gradients without shard dims, clipped if the removed wrappers clipped them."""
         plain = []
         for grad, variable in zip(grads, variables):
             if grad is not None and grad.shape != variable.shape:
@@ -386,7 +386,7 @@ class Recorded:
     def _note(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
-        """Returns operations that keep gradients and random numbers, and count the update."""
+        """Returns operations that record gradients and random numbers, and count the update."""
         operations: list[mtf.Operation] = []
         for grad, variable in zip(grads, variables):
             if grad is None or variable.name in self.variables:
@@ -413,7 +413,7 @@ def _clips(opt: Any) -> bool:
 
 
 def _first_use(graph: mtf.Graph, name: str) -> int:
-    """Returns where a variable is used first: there the backward pass has all of its gradient."""
+    """Returns the place of a variable's first use, where the backward pass ends for it."""
     for number, operation in enumerate(graph.operations):
         if any(x.operation.name == name for x in operation.inputs):
             return number
@@ -437,7 +437,7 @@ def _hidden(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType) -> mtf
 
 @contextlib.contextmanager
 def recording(changes: Changes) -> Iterator[Recorded]:
-    """Notes what a program that is built inside the block does, with its stack changed."""
+    """Changes the stack of a program that is built inside the block, and records the program."""
     recorded = Recorded(changes)
     with contextlib.ExitStack() as undone:
         undone.callback(recorded.undo)
@@ -542,7 +542,7 @@ def _never_pending(method: Any) -> Any:
 
 
 def _made_anyhow(init: Any) -> Any:
-    """Lets wrappers that refuse one core be made there: they are taken out."""
+    """Returns a constructor that accepts one core even if the wrapper refuses it."""
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -568,14 +568,14 @@ def _made_anyhow(init: Any) -> Any:
 
 
 def _is_bound(wrapper: Wrapper) -> bool:
-    """Whether gin gives a wrapper arguments of its own."""
+    """Returns whether gin binds arguments of a wrapper."""
     with contextlib.suppress(ValueError):
         return bool(gin.get_bindings(type(wrapper)))
     return False
 
 
 def _kinds(kind: type) -> list[type]:
-    """Returns a class and all that are made of it."""
+    """Returns a class and all its subclasses."""
     found: list[type] = [kind]
     for one in found:
         subclasses: list[type] = type.__subclasses__(one)

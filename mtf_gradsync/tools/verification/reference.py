@@ -1,4 +1,4 @@
-"""What divisions are compared with: one core without wrappers, and how far rounding moves it."""
+"""The reference of a comparison, one core without wrappers, and its sensitivity to rounding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mtf_gradsync.tools.verification.engine import (
 
 
 class Reference(NamedTuple):
-    """What divisions are compared with.
+    """The outcome that divisions are compared with.
 
     Attributes:
       initial: the values that all divisions begin with.
@@ -62,7 +62,7 @@ class Reference(NamedTuple):
     source: str
 
     def not_shown(self) -> list[str]:
-        """Returns the variables of which nothing is known here.
+        """Returns the variables whose comparison would show nothing.
 
         Their gradients, or without an optimizer their changes, are zero everywhere or not finite.
         """
@@ -77,7 +77,7 @@ class Reference(NamedTuple):
         return found
 
     def not_finite(self) -> list[str]:
-        """Returns those of them whose gradients are not finite."""
+        """Returns those of the variables whose gradients are not finite."""
         gradients = self.exact.gradients
         return [
             name
@@ -87,7 +87,7 @@ class Reference(NamedTuple):
 
 
 def make_reference(engine: Engine, division: Division, base: Outcome) -> Reference:
-    """Runs the reference, and finds out how far rounding moves it.
+    """Runs the reference, and measures how far rounding moves its values.
 
     Raises `CannotBeDivided` where the program does not run on one core.
 
@@ -159,7 +159,7 @@ def _with(series: Series, counted: Sequence[Values] | None) -> Series:
 
 
 class Comparison(NamedTuple):
-    """How a division compares with the reference.
+    """The comparison of a division with the reference.
 
     Attributes:
       gradients: of each variable, in the order of the backward pass.
@@ -175,7 +175,7 @@ class Comparison(NamedTuple):
 
     @property
     def first(self) -> tuple[str, Difference | None]:
-        """What differs first by more than rounding, and how; None where nothing does."""
+        """The kind and difference of the first value that rounding does not explain, or None."""
         kinds = {"gradient": self.gradients, "slot": self.slots, "value": self.values}
         for what, found in kinds.items():
             first = next((x for x in found if not x.is_equal), None)
@@ -185,7 +185,7 @@ class Comparison(NamedTuple):
 
     @property
     def worst(self) -> Difference:
-        """The largest error of gradients, or else of values, in terms of what rounding explains."""
+        """The largest error of gradients, or else of values, over the error of rounding."""
         every = self.gradients or self.values or [self.loss]
         return max(every, key=lambda x: x.error / x.expected)
 
@@ -231,7 +231,7 @@ def compare_with(
 def _factor_of_change(
     reference: Reference, told: Values, exact: Outcome, found: Difference
 ) -> float | None:
-    """Returns the number that all that a variable has changed by is multiplied by, or None."""
+    """Returns the factor between two changes of a variable, or None if it is not one number."""
     name = found.variable
     if not all(name in values for values in (reference.initial, told, exact.values)):
         return None
@@ -252,7 +252,7 @@ def _slots(
     left_out: Sequence[str],
     expected: Mapping[str, float],
 ) -> list[Difference]:
-    """Compares the variables that have no gradient."""
+    """Compares the variables without gradients."""
     known = {*exact.recorded.order, *left_out}
     names = [k for k, v in told.items() if k not in known and v.dtype.kind in "iufbV"]
     places = {name: number for number, name in enumerate(exact.recorded.order)}
@@ -271,7 +271,7 @@ def _slots(
 
 
 def flat(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns gradients of all updates, as `<variable>@<number of the update>`."""
+    """Returns the gradients of all updates, by `<variable>@<number of the update>`."""
     return {f"{k}@{number}": v for number, of in enumerate(updates) for k, v in of.items()}
 
 
@@ -282,9 +282,9 @@ def _loss(outcome: Outcome) -> dict[str, np.ndarray]:
 def _told_apart(
     outcome: Outcome, exact: Outcome, expected: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
-    """Returns values, but exact ones where a gradient that is no more than rounding moved them.
+    """Returns the values, but the exact ones of variables whose gradients are only rounding.
 
-    Its sign is rounding, too, which Adam, say, makes a step of full size.
+    The sign of such a gradient is rounding, too, and Adam, for one, makes a full step of it.
     """
     values = dict(outcome.values)
     for number, (found, right) in enumerate(zip(outcome.gradients, exact.gradients)):

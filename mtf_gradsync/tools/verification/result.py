@@ -17,7 +17,7 @@ _EXIT_CODES = {EQUAL: 0, NOT_EQUAL: 1, NOT_SHOWN: 3}
 
 
 class Compared(NamedTuple):
-    """How many variables were compared with the reference's.
+    """The number of variables that were compared with the reference's.
 
     Attributes:
       gradients: those of which gradients were, finite and not all zeros.
@@ -32,7 +32,7 @@ class Compared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What was found of one division.
+    """The result of one division.
 
     Attributes:
       division: its name.
@@ -77,7 +77,7 @@ class Line:
 
     @property
     def explained(self) -> str:
-        """What is to be said besides the verdict; "" for nothing."""
+        """The explanation besides the verdict, or ""."""
         if self.verdict == EQUAL and self.without:
             text = f"equal without {' and '.join(self.without)}"
             return f"{text}. {self.cause}" if self.cause else f"{text}."
@@ -123,15 +123,12 @@ class Verification:
 
     @property
     def steps_per_update(self) -> int:
-        """How many batches an update joins, at most."""
+        """The most batches that an update joins."""
         return max(self.batches)
 
     @property
     def verdict(self) -> str:
-        """`NOT_EQUAL` if a division is; `NOT_SHOWN` if one is, or one that was asked for cannot be.
-
-        Else it is `EQUAL`.
-        """
+        """`NOT_EQUAL`, `NOT_SHOWN` or `EQUAL`: the worst verdict of all divisions."""
         if any(line.verdict == NOT_EQUAL for line in self.lines):
             return NOT_EQUAL
         return NOT_SHOWN if self._open() else EQUAL
@@ -143,11 +140,11 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        """The command's: 0 for `EQUAL`, 1 for `NOT_EQUAL`, 3 for `NOT_SHOWN`."""
+        """The command's exit code: 0 for `EQUAL`, 1 for `NOT_EQUAL`, 3 for `NOT_SHOWN`."""
         return _EXIT_CODES[self.verdict]
 
     def _open(self) -> list[Line]:
-        """Returns the lines of which neither is known."""
+        """Returns the lines whose division is neither equal nor unequal."""
         return [
             line
             for line in self.lines
@@ -155,7 +152,7 @@ class Verification:
         ]
 
     def to_json(self) -> str:
-        """Returns everything as JSON; a number that is not finite is null."""
+        """Returns everything as JSON, with null for numbers that are not finite."""
         lines = [{**vars(line), "compared": line.compared._asdict()} for line in self.lines]
         found = ("steps_per_update", "is_equal", "verdict")
         fields = {**vars(self), "lines": lines, **{name: getattr(self, name) for name in found}}
@@ -206,7 +203,7 @@ class Verification:
         return "The same training, however it is divided."
 
     def plot(self, path: str | Path) -> None:
-        """Draws the error of each variable's gradient in each division, over the expected one.
+        """Draws each gradient's error in each division, over the expected error.
 
         Errors that are not finite stand at the right edge; the worst variable of a division that
         is not equal is named. Raises ImportError without matplotlib.

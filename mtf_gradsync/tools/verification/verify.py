@@ -1,4 +1,4 @@
-"""`verify`: compares a program's divisions with one core, and finds what brings a difference in."""
+"""`verify`: compares a program's divisions with one core, and finds the cause of a difference."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def verify(
     own_values: bool = False,
     progress: bool = False,
 ) -> Verification:
-    """Shows whether an update is the same however a program is divided, or what brings it in.
+    """Shows whether an update is the same however a program is divided, or what makes it differ.
 
     From the same values and batches it makes an update on one core without wrappers, and in each
     division. It compares the gradients that reach the innermost optimizer, the new values, slots
@@ -166,7 +166,7 @@ _REFERENCE = "one core without wrappers"
 
 
 def _comparable(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
-    """Returns the program without what must differ, and what that is."""
+    """Returns the program without its parts that must differ, and the names of these parts."""
     recorded, changes = outcome.recorded, base.changes
     out, drops = [], list(changes.drops)
     if recorded.islands:
@@ -183,7 +183,7 @@ def _comparable(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, 
 
 
 class _Verifier:
-    """Makes a line of each division, and finds what brings a difference in."""
+    """The maker of a line for each division, with the cause of a difference."""
 
     def __init__(self, engine: Engine, base: Division, outcome: Outcome, out: tuple[str, ...]):
         self._engine, self._base, self._own, self._out = engine, base, outcome, out
@@ -194,12 +194,12 @@ class _Verifier:
 
     @property
     def source(self) -> str:
-        """What the expected errors are known from."""
+        """The source of the expected errors."""
         known = [x.source for x in self._references.values() if isinstance(x, Reference)]
         return known[0] if known else "nothing"
 
     def reference(self, of: Division) -> Reference:
-        """Returns what a division is compared with; raises `CannotBeDivided`."""
+        """Returns the reference for a division; raises `CannotBeDivided` if it cannot be run."""
         division = kinds.reference(self._base)
         # What is left of the stack decides whether, and the mask of what, gradients are clipped.
         clips = [
@@ -229,7 +229,7 @@ class _Verifier:
         return found
 
     def line(self, division: Division) -> Line:
-        """Returns what is found of a division."""
+        """Compares a division with the reference; returns the result."""
         division, out = self._with_constant_statistics(division)
         found = Line(
             division.name,
@@ -292,7 +292,7 @@ class _Verifier:
     def _alike(
         self, division: Division, reference: Reference, outcome: Outcome
     ) -> tuple[str, str] | None:
-        """Returns random numbers that shards have alike, and along which mesh axes; else None."""
+        """Returns random numbers that are equal on all shards, and along which axes; or None."""
         if division == self._base and self._own.alike:
             return self._own.alike[0]
         shape = mtf.convert_to_shape(division.mesh_shape)
@@ -306,7 +306,7 @@ class _Verifier:
         return None
 
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
-        """Makes statistics of the batch constants where microbatches have others."""
+        """Replaces the batch's statistics by constants where microbatches have others."""
         other_steps = division.changes.micro_steps > 1 or division.changes.mask is not None
         if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
             return division, self._out
@@ -315,7 +315,7 @@ class _Verifier:
         return dataclasses.replace(division, changes=changes), (*self._out, text)
 
     def _why_open(self, reference: Reference) -> str:
-        """Returns why some variables are not shown."""
+        """Returns the reason why some variables are not shown."""
         names = reference.not_shown()
         if not np.isfinite(reference.exact.losses).all():
             return f"The loss of the reference is {reference.exact.losses[-1]}."
@@ -328,7 +328,7 @@ class _Verifier:
         )
 
     def _with_schedule(self, line: Line, reference: Reference) -> Line:
-        """Returns an equal line, but for a rate that changes between steps of one update."""
+        """Returns an equal division's line, checked for a rate that changes within an update."""
         early = reference.counted_first
         if early is None:
             return line
@@ -418,7 +418,7 @@ class _Verifier:
         return products_of_means(recorded.losses, recorded.batch_dims)
 
     def _reducer(self, culprit: str) -> str:
-        """Returns the strategy of a wrapper that rounds gradients; "" for another one."""
+        """Returns the strategy of a wrapper that rounds gradients; "" for other wrappers."""
         wrapper = self._own.recorded.wrappers.get(culprit)
         strategy = getattr(wrapper, "reducer", None)
         return type(strategy).__name__ if isinstance(strategy, GradientStrategy) else ""
@@ -426,7 +426,7 @@ class _Verifier:
     def _counts(
         self, division: Division, reference: Reference, outcome: Outcome, line: Line
     ) -> str:
-        """Returns whether counters that were advanced before explain a difference of values."""
+        """Returns the cause if counters that advanced too early explain a difference; else ""."""
         later = reference.counted_after
         if later is None:
             return ""
@@ -454,7 +454,7 @@ class _Verifier:
         return _first(compared, outcome)[1] is None
 
     def _culprit(self, division: Division, first: Difference) -> str:
-        """Returns the wrapper, axis, or whatever else without which the division is equal."""
+        """Returns the wrapper, axis or other part without which the division is equal."""
         simpler = list(self._simpler(division))
         # What was found once is tried first.
         known = [name for variable, factor, name in self._found if variable == first.variable]
@@ -466,7 +466,7 @@ class _Verifier:
         return ""
 
     def _simpler(self, division: Division) -> Iterator[tuple[str, Division]]:
-        """Gives a division with one thing taken away, and what that is."""
+        """Yields divisions with one part taken away, each with the name of the part."""
         changes = division.changes
         if changes.micro_steps > 1:
             more = changes._replace(micro_steps=1)
@@ -493,7 +493,7 @@ class _Verifier:
                 yield f"runtime {division.runtime}", dataclasses.replace(division, runtime=runtime)
 
     def _numbers(self, division: Division, outcome: Outcome, culprit: str) -> dict[str, float]:
-        """Returns the numbers that a factor may be, by what they are.
+        """Returns the numbers that a factor may equal, by their labels.
 
         Where a mesh axis brings the difference in, those of other axes are a coincidence.
         """
@@ -518,7 +518,7 @@ class _Verifier:
 
 
 def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
-    """Returns what differs first, and how; None where nothing does."""
+    """Returns the kind and the difference that come first; None if nothing differs."""
     # These two explain what differs in later steps.
     for what, names in (
         ("value before the update", outcome.changed_before),
@@ -548,7 +548,7 @@ def _with_params(base: Division, more: Mapping[str, Any], number: int) -> Divisi
 
 
 def _batches(input_fn: Any, params: Mapping[str, Any]) -> Iterator[Batch]:
-    """Gives batches of arrays."""
+    """Yields batches of arrays."""
     graph = tf.Graph()
     with graph.as_default():
         given = input_fn

@@ -25,12 +25,12 @@ def nested_operations(operation: Any) -> Iterator[Any]:
 
 
 def text_of(module: Any, with_names: bool) -> str:
-    """A module as text, with or without the names that its operations have in the graph."""
+    """Returns a module as text, with or without its operations' names in the graph."""
     return module.operation.get_asm(enable_debug_info=with_names)
 
 
 def fill_with_sum(region: Any, operand: Any) -> None:
-    """Fills the empty region of a collective of an operand's elements with their sum."""
+    """Fills a collective's empty region with the sum of elements of an operand's type."""
     from jaxlib.mlir import ir
 
     element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)
@@ -49,7 +49,7 @@ def create(
     attributes: Mapping[str, Any] | None = None,
     regions: int = 0,
 ) -> Any:
-    """Makes an operation with one result, of a type, where the context says; returns the result."""
+    """Makes an operation with one result at the current insertion point; returns the result."""
     from jaxlib.mlir import ir
 
     made = ir.Operation.create(
@@ -117,7 +117,7 @@ class _Member(NamedTuple):
 
     @property
     def part(self) -> int:
-        """How many elements a core has of what is gathered or scattered; else of a sum."""
+        """The number of elements per core that is gathered or scattered; or all of a sum's."""
         return math.prod(self.given if self.op.name == _GATHER else self.result)
 
 
@@ -132,7 +132,7 @@ def _group(op: Any) -> str | None:
 
 
 def _blocks(operation: Any) -> Iterator[Any]:
-    """Yields all blocks inside an operation, inner ones first: combining erases what holds some."""
+    """Yields all blocks in an operation, inner ones first: combining erases their operations."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -148,7 +148,7 @@ def _combine_block(block: Any) -> bool:
 
 
 def _key(op: Any) -> tuple[str, ...] | None:
-    """What collectives that are combined have in common."""
+    """Returns the key that is equal for collectives that can be combined."""
     from jaxlib.mlir import ir
 
     if op.name not in (_ALL_REDUCE, *_AXIS):
@@ -227,7 +227,7 @@ def _member(op: Any) -> _Member:
 
 
 def _combine(members: Sequence[_Member], after: Any) -> None:
-    """Makes one collective of many before an operation, and gives its results to their users."""
+    """Makes one collective of many before `after`, and gives its results to their users."""
     from jaxlib.mlir import ir
 
     first, cores = members[0].op, members[0].cores
@@ -267,7 +267,7 @@ def _combine(members: Sequence[_Member], after: Any) -> None:
 
 
 def _sent(member: _Member, stacks: bool) -> Any:
-    """Returns what a member sends in the shape of the pack."""
+    """Returns a member's operand, in the shape of the pack."""
     x, shape, axis = member.op.operands[0], list(member.given), member.axis
     if stacks:
         return _reshape(x, [1, *shape])
@@ -282,7 +282,7 @@ def _sent(member: _Member, stacks: bool) -> Any:
 
 
 def _received(member: _Member, piece: Any) -> Any:
-    """Returns a member's result, of its piece of the pack's."""
+    """Returns a member's result, from its piece of the pack's result."""
     if member.op.name == _GATHER:
         axis, count = member.axis, len(member.given)
         x = _reshape(piece, [member.cores, *member.given])

@@ -21,7 +21,7 @@ _AHEAD = 2
 
 
 def main(argv: Sequence[str], folder: str, meet_at: Callable[..., Any] | None = None) -> int:
-    """Runs steps of `folder`, or of the one that the arguments name; returns the exit code.
+    """Runs steps of `folder`, or of the folder in the arguments; returns the exit code.
 
     `meet_at` is the function of that name of `mtf_gradsync.runtimes.processes.meeting`, of which an
     exported step has a copy; None for a single process.
@@ -165,7 +165,7 @@ def _start_jax(
 def _batches(
     flags: argparse.Namespace, inputs: Sequence[Input], seed: int
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """Returns how many steps to make, and the inputs of each."""
+    """Returns the number of steps to make, and the inputs of each."""
     needed = [i for i in inputs if i.default is None]
     if flags.inputs:
         return _from_file(flags, inputs)

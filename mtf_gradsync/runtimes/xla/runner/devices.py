@@ -1,4 +1,4 @@
-"""Finds devices and copies arrays to them and back; what its errors say."""
+"""Finds devices, copies arrays to them and back, and explains their errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _LONGEST = 600
 
 
 class StepError(Exception):
-    """A step lacks something that it needs; the message says what, and what to do."""
+    """The error of a step without something that it needs; it says what, and a remedy."""
 
 
 class DevicesError(StepError, RuntimeError):
-    """jax has no devices for a step, or the step failed on them."""
+    """The error of missing devices, or of a step that failed on them."""
 
 
 @contextlib.contextmanager
 def devices_errors(in_step: bool = True) -> Iterator[None]:
-    """Turns XLA's errors in the block into `DevicesError`, with its message and what to do.
+    """Turns XLA's errors in the block into `DevicesError`, with its message and a remedy.
 
     With in_step=False, while a program is compiled, only errors about too little memory.
     """
@@ -68,7 +68,7 @@ class DeviceValues:
 
     @property
     def arrays(self) -> list[Any]:
-        """Single-device jax arrays, in the order of this process's devices."""
+        """The single-device jax arrays, in the order of this process's devices."""
         if self._arrays is None:
             # addressable_data would return the first, since the sharding says that all are equal.
             self._arrays = [shard.data for shard in self._joined.addressable_shards]
@@ -188,7 +188,7 @@ def keeping_64_bits() -> ContextManager[None]:
 
 
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
-    """Returns the same bytes; TensorFlow 2.12 has a bfloat16 of its own."""
+    """Returns the same bytes in a dtype of jax: TensorFlow 2.12 has its own bfloat16."""
     import jax.numpy as jnp
 
     if value.dtype.name == "bfloat16" and value.dtype != jnp.bfloat16:
@@ -197,7 +197,7 @@ def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
 
 
 def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the values of the cores of all processes, which all have to call this."""
+    """Returns the values of all processes' cores; all processes have to call this."""
     with devices_errors():
         mine = [np.array(array) for array in value.arrays]
     if len(mine) == len(devices):
@@ -218,7 +218,7 @@ def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray
 
 
 def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") -> np.ndarray:
-    """Returns the rows of all processes, one below the other ("gather"), or their sum ("sum").
+    """Returns the rows of all processes, stacked ("gather") or added up ("sum").
 
     `devices` are those of all processes. All have to call this with rows of one shape and dtype.
     """
@@ -234,7 +234,7 @@ def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") ->
 
 @functools.lru_cache(maxsize=None)
 def _exchange(devices: tuple[Any, ...], how: str) -> tuple[list[Any], Any, Callable[[Any], Any]]:
-    """Returns a device of each process, how rows lie on them, and what combines rows."""
+    """Returns a device of each process, the rows' sharding, and a function that combines rows."""
     import jax
 
     # One device of each process takes part: once it has the values, nothing runs any more.

@@ -60,7 +60,7 @@ def write_folder(
     others: Mapping[str, bytes],
     replace: bool,
 ) -> None:
-    """Writes a folder, all of it or nothing: the manifest, `VALUES`, and others by their paths.
+    """Writes a folder, whole or not at all: the manifest, `VALUES`, and other files.
 
     Raises a StepError if something is there that `replace` does not allow to replace.
     """
@@ -94,7 +94,7 @@ def write_folder(
 
 
 def check_free(folder: Path, replace: bool) -> None:
-    """Raises a StepError if something is in a folder's place that may not be replaced."""
+    """Raises a StepError if a folder's path is taken and may not be replaced."""
     if not os.path.lexists(folder):
         return
     if not replace:
@@ -144,7 +144,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def without_dtype(value: np.ndarray) -> np.ndarray:
-    """Returns an array that numpy's files can hold: its bits, where they do not know the dtype."""
+    """Returns an array that numpy's files can hold: only bits, for a dtype they do not know."""
     value = np.asarray(value)
     if value.dtype.kind != "V":
         return value
@@ -152,7 +152,7 @@ def without_dtype(value: np.ndarray) -> np.ndarray:
 
 
 def with_dtype(value: np.ndarray, name: str) -> np.ndarray:
-    """Returns the inverse of `without_dtype`."""
+    """Returns the array that `without_dtype` was given."""
     return value.view(dtype_of(name))
 
 

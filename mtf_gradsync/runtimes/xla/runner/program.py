@@ -1,4 +1,4 @@
-"""Compiles a program for devices, one core on each, and runs it there; processes take turns."""
+"""Compiles a program for devices, one core on each, and runs it; processes take turns."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _INSTALL_JAX = "jax>=0.4.30,<0.13"
 
 
 class RefusedError(StepError):
-    """XLA cannot read a program, or cannot compile it."""
+    """The error of a program that XLA cannot read or compile."""
 
 
 def compiled(
@@ -104,7 +104,7 @@ def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = 
 
 
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
-    """Returns an executable as bytes, or raises a RuntimeError where the platform cannot."""
+    """Returns an executable as bytes; raises a RuntimeError if the platform cannot."""
     return devices[0].client.serialize_executable(executable)
 
 

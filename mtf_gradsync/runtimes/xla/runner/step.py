@@ -76,7 +76,7 @@ class Fetched(Mapping):
 
 
 class Step:
-    """A training step whose variables stay on the devices, where new values overwrite the old ones.
+    """A training step whose variables stay on the devices, where new values overwrite old ones.
 
     Attributes:
       manifest: content of manifest.json.
@@ -233,7 +233,7 @@ class Step:
             write_folder(Path(folder), manifest, arrays, others, replace)
 
     def _finish(self) -> None:
-        """Waits for steps that could mix up their values with another program of all processes."""
+        """Waits for steps whose values another program of all processes could get."""
         with devices_errors():
             wait_for_turn()
 

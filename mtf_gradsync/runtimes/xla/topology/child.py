@@ -87,7 +87,7 @@ def main(private: Any, folder: str) -> dict[str, Any]:
 
 
 def _hosts(topology: str) -> dict[str, Any]:
-    """What libtpu has to know of hosts: fewer chips than a host has are all on one."""
+    """Returns libtpu's settings of hosts: a slice smaller than a host is all on one."""
     sizes = topology.partition(":")[2].split("x")
     if not all(size.isdigit() for size in sizes):
         return {}

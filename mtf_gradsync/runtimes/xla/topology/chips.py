@@ -1,4 +1,4 @@
-"""TPU chips and their generations: published figures."""
+"""The published figures of TPU chips and their generations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Chip(NamedTuple):
     sources: tuple[str, ...]
 
     def closes(self, direction: int, directions: tuple[int, ...]) -> bool:
-        """Whether the links along a direction of a slice close to a ring.
+        """Returns whether the links along a direction of a slice close to a ring.
 
         Args:
           direction: the number of chips along the direction.
@@ -67,14 +67,14 @@ CHIPS = (
 
 
 class Rates(NamedTuple):
-    """What one core can do in a second."""
+    """The rates of one core, per second."""
 
     flops: float  # floating-point operations of products, in bfloat16
     bytes: float  # that it reads from its memory and writes to it
 
 
 class Generation(NamedTuple):
-    """One TPU generation, as its programs see it.
+    """A TPU generation, as its programs see it.
 
     Attributes:
       name: as topology names spell it, as in "v3" of "v3:2x2".

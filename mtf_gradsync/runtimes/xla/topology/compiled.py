@@ -29,7 +29,7 @@ _DEARER = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class CoreMemory:
-    """Bytes of memory that a program takes on one core, with the padding of the TPU's layouts.
+    """The memory of a program on one core, in bytes, with the padding of the TPU's layouts.
 
     Attributes:
       arguments: inputs and variables.
@@ -47,7 +47,7 @@ class CoreMemory:
 
     @property
     def total(self) -> int:
-        """All bytes on one core; aliased ones count once."""
+        """The total bytes on one core; aliased bytes count once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
@@ -106,7 +106,7 @@ class CompiledProgram:
         return not self.error
 
     def fits(self) -> dict[str, bool]:
-        """On which TPU generations the program fits into a core's memory.
+        """Returns by TPU generation whether the program fits into a core's memory.
 
         The bytes are those on `topology`. Other generations pad and schedule a little differently:
         near the limit, compile for the generation itself.
@@ -120,7 +120,7 @@ class CompiledProgram:
         return {g.name: self.memory.total <= g.memory_per_core for g in self._generations()}
 
     def _generations(self) -> list[Generation]:
-        """All generations, that of the topology with cores as the topology has them."""
+        """Returns all generations, and the topology's own with its number of cores."""
         own = slice_of(self.topology).generation
         return [own if g.name == own.name else g for g in GENERATIONS]
 
@@ -140,7 +140,7 @@ class CompiledProgram:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All attributes as JSON text by their names, with "accepted", "total" and "fits"."""
+        """Returns all attributes as JSON text, with "accepted", "total" and "fits"."""
         content = dataclasses.asdict(self)
         content["accepted"] = self.accepted
         content["fits"] = self.fits()

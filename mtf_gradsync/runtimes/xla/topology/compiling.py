@@ -45,7 +45,7 @@ def compile_for_tpu(
     update_not_split: bool = False,
     bare_fetches: Sequence[Any] = (),
 ) -> CompiledProgram:
-    """Whether the TPU compiler accepts a program, with its collectives, memory and cost per core.
+    """Compiles a program for a TPU: is it accepted, with which collectives, memory and cost?
 
     No TPU is needed. The program is compiled as a TPU runs it, with all its updates: variables are
     arguments of a core's program, and their new values are results that are written over them.
@@ -96,7 +96,7 @@ def compile_for_tpu(
 
 
 class LoweredProgram(NamedTuple):
-    """A core's program for the TPU compiler, or why TensorFlow refused it."""
+    """A core's program for the TPU compiler, or the reason for TensorFlow's refusal."""
 
     num_replicas: int
     module: str | None  # StableHLO text; None where it was refused
@@ -215,7 +215,7 @@ def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]:
-    """The bare program as StableHLO, or why TensorFlow refuses it: the other one has its answer."""
+    """Returns the bare program as StableHLO, or else why TensorFlow refuses it."""
     try:
         lowered = lower(bare, fetches)
     except UnsupportedProgramError as error:
@@ -224,7 +224,7 @@ def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]
 
 
 def _conditions(module: str) -> dict[str, str]:
-    """A program with its conditions true and false, by the name of the estimate."""
+    """Returns a program with its conditions true and with them false, by the estimate's name."""
     made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
     return {name: text for name, text in made.items() if text is not None}
 
@@ -249,6 +249,6 @@ def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> No
 
 
 def _short(text: str) -> str:
-    """The part of a compiler's message that a user can act on, on one line."""
+    """Returns the line of a compiler's message that a user can act on."""
     text = " ".join(text.split("Stack trace", 1)[0].split())
     return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."

@@ -1,4 +1,4 @@
-"""An estimate of what a compiled program costs, with every turn of its loops."""
+"""An estimate of a compiled program's cost, with every turn of its loops."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CostEstimate:
 
     @property
     def roofline_seconds(self) -> float:
-        """The least time: of all operations at the peak, or of all bytes; 0 if that is unknown."""
+        """The least time, by peak operations or by bytes, whichever is longer; 0 if unknown."""
         if self.rates is None:
             return 0.0
         return max(self.flops / self.rates.flops, self.bytes_accessed / self.rates.bytes)
@@ -110,7 +110,7 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -
 
 
 def with_conditions(module: str, value: bool) -> str | None:
-    """Returns a StableHLO program's text with its conditionals replaced by one of their branches.
+    """Returns a StableHLO program's text with each conditional replaced by one branch.
 
     What the compiler's estimate counts of a conditional is not what a step runs. All conditions
     have the same `value`, except one that is the negation of another ("report if not finite" beside
@@ -159,17 +159,17 @@ _WHILE = "stablehlo.while"
 
 
 class OneTurnMore(NamedTuple):
-    """A program in which one of its loops turns once more, before the loop."""
+    """A program with one more turn of a loop, placed before the loop."""
 
     module: str  # StableHLO
     times: int  # how often its difference from the program is to be added to the program's estimate
 
 
 def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
-    """Returns a program for each loop whose turns count, and the number of the other loops.
+    """Returns a program with one more turn for each loop whose turns count; counts other loops.
 
-    The estimate of the program, with what these differ from it, counts each turn of each loop. A
-    loop without the attribute `TURNS`, or inside of one without it, counts once.
+    Add the differences of their estimates to the program's, and each turn of each loop counts. A
+    loop without the attribute `TURNS`, or inside a loop without it, counts once.
     """
     if _WHILE not in module:
         return [], 0
@@ -194,7 +194,7 @@ def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
 
 
 def _loops(operation: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yields loops, and those around each, in an order that copies of a program share."""
+    """Yields loops, and the loops around each, in an order that copies of a program share."""
     for region in operation.regions:
         for block in region:
             for inner in (op.operation for op in block):

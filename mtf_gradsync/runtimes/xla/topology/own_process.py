@@ -25,7 +25,7 @@ _NO_REASON = re.compile(r"\s*(PC: )?@ |https://symbolize|.*\] RAW: ")
 
 
 class CompilerDiedError(RuntimeError):
-    """The compiler's process ended without an answer."""
+    """The error of a compiler's process that ended without an answer."""
 
 
 def ask(
@@ -37,7 +37,7 @@ def ask(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> dict[str, Any]:
-    """Returns the compiler's answer for a program, as `child` writes it into the folder.
+    """Returns the compiler's answer for a program, which `child` writes into the folder.
 
     Without a module it is about the topology only. `estimate` has StableHLO of further programs, by
     name; `begun` is called with the compiler's process once it runs, so that the caller can end it.
@@ -92,7 +92,7 @@ def ask(
 
 
 def reason_in(output: str) -> str:
-    """The line that says why a process crashed, of all that it printed; "" where there is none."""
+    """Returns the line of a process's output that explains its crash; "" if there is none."""
     fatal = _FATAL.search(output)
     if fatal:
         return fatal[1]

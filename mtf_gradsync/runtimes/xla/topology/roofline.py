@@ -1,4 +1,4 @@
-"""How long a compiled program takes by a chip's rates: each operation at its roofline."""
+"""Estimates a compiled program's time by a chip's rates: each operation at its roofline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEAST, _MOST = 0.95, 3.0
 
 
 def why_doubtful(seconds: float, roofline: float) -> str:
-    """Returns why an estimate cannot be right beside the roofline of the whole; "" if it can."""
+    """Returns why an estimate contradicts the roofline of the whole; "" if it does not."""
     whole = f"its roofline of {1e3 * roofline:.3g} ms"
     if seconds < _LEAST * roofline:
         return f"below {whole}"
@@ -38,7 +38,7 @@ def why_doubtful(seconds: float, roofline: float) -> str:
 
 
 class Work(NamedTuple):
-    """The operations of a step on one core; those of a loop count once, those of branches not."""
+    """The operations of a step on one core; a loop's count once, and branches' not at all."""
 
     flops: float  # of products of matrices and of convolutions
     bytes: float  # that operations read and write
@@ -47,7 +47,7 @@ class Work(NamedTuple):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Targets of the custom calls of which the bytes are known alone."""
+        """The targets of custom calls whose operations are unknown."""
         return tuple(t for t in self.custom_calls if t not in _FREE_CALLS | _MOVES)
 
 
@@ -65,7 +65,7 @@ def work_of(module: HloModule, rates: Rates) -> Work:
 
 
 def _run_by(computation: Computation) -> Iterator[Instruction]:
-    """Yields instructions that take time; loops turn once."""
+    """Yields the instructions that take time; loops turn once."""
     for instruction in computation.instructions:
         if instruction.opcode in ("while", "call"):
             for called in instruction.called:
@@ -75,7 +75,7 @@ def _run_by(computation: Computation) -> Iterator[Instruction]:
 
 
 def _flops(instruction: Instruction) -> float:
-    """Operations of the products in an instruction, twice the number of multiplications."""
+    """Returns the floating-point operations of an instruction's products: two per multiply."""
     if instruction.opcode == "dot":
         left = instruction.operands[0].shape.dimensions
         summed = instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions
@@ -89,7 +89,7 @@ def _flops(instruction: Instruction) -> float:
 
 
 def _bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes.
+    """Returns the bytes that an instruction reads and writes.
 
     One that is started and done later reads at its start, and writes when it is done. Copies that
     are so, to the core's fast memory and back, run beside other operations: what they bring counts
@@ -116,7 +116,7 @@ def _copies_beside(instruction: Instruction) -> bool:
 
 
 def _read_by(instruction: Instruction, number: int) -> int:
-    """Bytes that an instruction reads of one of its operands."""
+    """Returns the bytes of one operand that an instruction reads."""
     whole, opcode = instruction.operands[number].bytes, instruction.opcode
     if number == 0 and opcode in _SLICES:
         return min(whole, instruction.bytes)
@@ -128,7 +128,7 @@ def _read_by(instruction: Instruction, number: int) -> int:
 
 
 def _read_within(value: Instruction) -> int:
-    """Bytes that the instructions of a fusion read of a value."""
+    """Returns the bytes of a value that the instructions of a fusion read."""
     if not value.users:
         return value.bytes
     return sum(
@@ -138,7 +138,7 @@ def _read_within(value: Instruction) -> int:
 
 
 def _written(instruction: Instruction) -> int:
-    """Bytes that an instruction writes; for an in-place update only the updated slice."""
+    """Returns the bytes that an instruction writes; for an in-place update only the slice."""
     if instruction.opcode == "dynamic-update-slice":
         into, written = instruction.operands[:2]
         if _passed_on(into).opcode in ("parameter", "get-tuple-element"):
@@ -154,14 +154,14 @@ def _written_by_root(root: Instruction) -> int:
 
 
 def _passed_on(value: Instruction) -> Instruction:
-    """Returns the instruction that made a value, before it was only passed on."""
+    """Returns the instruction that computed a value which others only pass on."""
     while value.opcode in _PASSED_ON:
         value = value.operands[0]
     return value
 
 
 def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
-    """Counts only positions at which the window meets numbers, and no padding or dilation.
+    """Returns a convolution's operations, without those on padding or dilation.
 
     The TPU compiler writes products of matrices as convolutions with much of both.
     """
@@ -184,7 +184,7 @@ def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
 
 
 def _positions(numbers: int, kernel: int, results: int, window: Any) -> int:
-    """Pairs, along a dimension, of a place in the kernel and a result that meet a number."""
+    """Returns, along a dimension, the number of kernel places over results that meet a number."""
     found = 0
     for place in range(kernel):
         first = place * window.window_dilation - window.padding_low

@@ -1,4 +1,4 @@
-"""Reads the names of slices of TPU chips: libtpu's, and Google Cloud's."""
+"""Parses the names of slices of TPU chips: libtpu's, and Google Cloud's."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Slice(NamedTuple):
 
     @property
     def rates(self) -> Rates:
-        """What one core can do in a second: its share of the chip."""
+        """The rates of one core: its share of the chip's."""
         cores = self.generation.cores_per_chip
         return Rates(self.chip.peak_flops / cores, self.chip.hbm_bytes_per_second / cores)
 
 
 def slice_of(topology: str) -> Slice:
-    """Reads the name of a slice, or of several that are alike.
+    """Parses the name of a slice, or of several equal slices.
 
     Args:
       topology: libtpu's name of a topology ("v5e:4x4"), or Google Cloud's of a slice
@@ -84,7 +84,7 @@ def slice_of(topology: str) -> Slice:
 
 
 def _topology_of_cloud(name: str) -> str:
-    """Returns libtpu's name of a slice that is named as in "v4-8"; other names as they are.
+    """Returns libtpu's name of a slice named as in "v4-8"; other names unchanged.
 
     Slices whose number of chips is a power of two are as close to a square or a cube as can be;
     the smallest ones of a cube are flat, as in 2x2x1.

@@ -49,7 +49,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, what: str, picture: st
 
 
 def write_found(paths: Sequence[Path | None], text: str, draw: Callable[[Path], Any]) -> None:
-    """Writes what a command has found to its files of --json and --png, where they are given."""
+    """Writes what a command has found to the files of --json and --png, if they are given."""
     json_file, png_file = paths
     write_output("--json", json_file, text + "\n")
     if png_file:
@@ -78,7 +78,7 @@ def write_output(flag: str, path: Path | None, text: str) -> None:
 def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
     """Returns the `output_path` of each flag; raises if two flags name the same file.
 
-    Those of --png and --plot have to be named as pictures.
+    The paths of --png and --plot have to be named as pictures.
     """
     paths = {flag: output_path(flag, name) for flag, name in names.items()}
     flags: dict[Path, str] = {}
@@ -178,7 +178,7 @@ def number(text: str) -> float:
 
 
 def config_of_run(model_dir: str) -> str:
-    """Returns the name of the config file that a run has left in its directory."""
+    """Returns the path of the config file that a run left in its directory."""
     config_file = Path(model_dir) / CONFIG_FILE
     if not config_file.is_file():
         raise ConfigError(
@@ -189,7 +189,7 @@ def config_of_run(model_dir: str) -> str:
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Raises ConfigError where a file stands in the way of a directory to write to."""
+    """Raises ConfigError if a file stands where a directory is to be written."""
     path = Path(model_dir)
     first = next((one for one in (path, *path.parents) if one.exists()), None)
     if first is not None and not first.is_dir():

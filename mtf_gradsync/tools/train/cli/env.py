@@ -74,7 +74,7 @@ def version_of(name: str) -> str:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """Yields names and values of what is known once the package is imported."""
+    """Yields names and values of the facts that are known once the package is imported."""
     import mtf_gradsync
     from mtf_gradsync.extension import ESTIMATOR_AVAILABLE, tf
     from mtf_gradsync.runtimes import xla

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _quorum(text: str) -> Quorum:
-    """Returns what --quorum says; raises ArgumentTypeError for what it cannot be."""
+    """Returns the value of --quorum; raises ArgumentTypeError for a wrong one."""
     if text == "living":
         return "living"
     try:
@@ -142,7 +142,7 @@ def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
 
 
 def _watch(folder: Folder, seconds: float) -> None:
-    """Prints the status in place of what is on the screen, and waits."""
+    """Prints the status over the screen's content, and waits."""
     clear = "\033[2J\033[H" if sys.stdout.isatty() else ""
     try:
         print(f"{clear}{read_status(folder).table()}", flush=True)

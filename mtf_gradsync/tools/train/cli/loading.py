@@ -1,4 +1,4 @@
-"""Loads what commands work on: the package and TensorFlow without their noise, and gin files."""
+"""Loads what commands need: the package and TensorFlow, without their noise, and gin files."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
 
 
 def _check_is_there(name: str, paths: Sequence[str]) -> None:
-    """Raises ConfigError for a gin file that is nowhere, before TensorFlow is imported."""
+    """Raises ConfigError for a gin file that does not exist, before TensorFlow is imported."""
     folders = [Path(), *map(Path, paths), configs_dir(), configs_dir().parent]
     if "://" in name or any(Path(folder, name).exists() for folder in folders):
         return

@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Ends the command because of arguments that it does not have, with similar ones."""
+    """Ends the command with an error for unknown arguments, which suggests similar ones."""
     hint = ""
     known = re.findall(r"(?<![\w-])--\w+", parser.format_help())
     for argument in unknown:
@@ -88,7 +88,7 @@ _NO_FAULT = (errno.EDQUOT, errno.EIO, errno.ENOSPC)
 
 
 def _as_line(error: Exception) -> str:
-    """Returns what an error says; of the system's errors the reason and the file."""
+    """Returns an error's message; for an error of the system its reason and file."""
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[:80]!r} is no text that can be written as {error.encoding}"
     if not isinstance(error, OSError) or not error.strerror:

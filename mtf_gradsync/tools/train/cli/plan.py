@@ -85,12 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    """Reads --inner_steps."""
+    """Parses the value of --inner_steps."""
     return tuple(map(whole_number(1), text.split(",")))
 
 
 def _price(text: str) -> float | dict[str, float]:
-    """Reads --price."""
+    """Parses the value of --price."""
     try:
         if ":" not in text:
             return number(text)

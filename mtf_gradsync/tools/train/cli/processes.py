@@ -1,4 +1,4 @@
-"""The flags by which a command is one of several processes, and its work on all of them."""
+"""The flags by which a command is one of several processes, and runs its work on all."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_alone(args: argparse.Namespace) -> bool:
-    """Returns whether neither a flag nor TF_CONFIG says that this is one of several processes."""
+    """Returns whether neither the flags nor TF_CONFIG name several processes."""
     flags = any(getattr(args, name) is not None for name in (*_TASK, *_PROCESS))
     return not flags and not os.environ.get("TF_CONFIG")
 
@@ -114,7 +114,7 @@ def run_by_flags(
 
 
 def _task_of_flags(args: argparse.Namespace) -> Task | None:
-    """Returns the task that this process is by the flags or, without them, by TF_CONFIG.
+    """Returns this process's task, from the flags or else from TF_CONFIG.
 
     For a run in one process it returns None.
     """

@@ -119,7 +119,7 @@ def _merged(files: list[str]) -> Timeline:
 
 
 def _left_config(args: argparse.Namespace) -> list[str]:
-    """Returns the config that an earlier run left in --model_dir; none without --model_dir."""
+    """Returns the config that an earlier run left in --model_dir, as a list; [] without one."""
     if not args.model_dir:
         if not (args.gin_file or args.gin_param):
             raise ConfigError(

@@ -23,7 +23,7 @@ from mtf_gradsync.tools.train.data.datasets import MODEL_FEATURES, mapped
 
 
 class DataError(TrainingError):
-    """A training step has no batch, or one that the model cannot train on."""
+    """The error of a step without a batch, or with a batch that the model cannot train on."""
 
 
 _FUNCTION = "train.run.train_dataset_fn"
@@ -39,7 +39,7 @@ _SKIPPING = (
 
 
 class TrainingBatches:
-    """Draws a run's batches, one for each step. Use it as a context manager.
+    """The batches of a run, one for each step. Use it as a context manager.
 
     A data set is repeated when it ends, or one of its functions raises StopIteration.
 
@@ -132,13 +132,13 @@ class TrainingBatches:
         return self._feeds
 
     def begin(self, step: int, examples: int) -> None:
-        """Sets how many steps earlier sessions of the run have made, and of how many examples."""
+        """Sets the numbers of steps and examples of the run's earlier sessions."""
         self._first = self._step = step
         self._examples = examples
         self._begun = False
 
     def next(self) -> dict[tf.Tensor, np.ndarray]:
-        """Draws the batch of the next step, a feed dict of the placeholders that were made last.
+        """Draws the next step's batch, as a feed dict of the placeholders made last.
 
         It raises DataError if there is no batch, or the model cannot train on it.
         """
@@ -161,7 +161,7 @@ class TrainingBatches:
         return {feed: features[name].astype(np.int32) for name, feed in self._feeds.items()}
 
     def _after_skipped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the examples after those that are skipped; counts all that are drawn."""
+        """Returns the examples after the skipped ones; counts all that are drawn."""
         self._drawn = drawn = tf.get_variable(
             "mtf_gradsync/drawn",
             [],
@@ -208,7 +208,7 @@ class TrainingBatches:
         return self._first_examples
 
     def _draw(self) -> Any:
-        """Returns the features of the next batch, and the shapes that they had."""
+        """Returns the features of the next batch, and their shapes before padding or trimming."""
         if self._begun:
             return self._session.run(self._next)
         self._session.run(self._initialize, {self._skipped: self._examples})
@@ -221,7 +221,7 @@ class TrainingBatches:
     def _example(
         self, example: dict[str, tf.Tensor], specs: dict[str, Any]
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Returns features in the shapes that the model wants, and the shapes that they had."""
+        """Returns features in the shapes that the model wants, and their original shapes."""
         features, shapes = {}, {}
         for name, spec in specs.items():
             x = example[name]
@@ -277,7 +277,7 @@ def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
-    """Returns what is wrong with the ids ``[batch, length]`` of a feature; "" if nothing is."""
+    """Returns an error text for wrong ids ``[batch, length]`` of a feature; "" if all are right."""
     # Mesh-TensorFlow gives a negative target no loss, and still reads its id.
     low = 1 - size if name == "targets" else 0
     if ids.min() >= low and ids.max() < size:
