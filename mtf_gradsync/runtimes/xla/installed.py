@@ -24,18 +24,12 @@ class XlaMissingError(ImportError):
 
 
 def why_no_xla() -> str:
-    """Returns why programs cannot run on XLA devices here, with a remedy; "" if they can.
-
-    It is "" where they can.
-    """
+    """Returns why programs cannot run on XLA devices here, with a remedy; "" if they can."""
     return _reason("jax", "jaxlib")
 
 
 def why_no_tpu_compiler() -> str:
-    """Returns why programs cannot be compiled for a TPU here, with a remedy; "" if they can.
-
-    It is "" where they can.
-    """
+    """Returns why programs cannot be compiled for a TPU here, with a remedy; "" if they can."""
     return _reason("jax", "jaxlib", "libtpu")
 
 
