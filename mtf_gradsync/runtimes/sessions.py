@@ -11,7 +11,6 @@ from typing import (
     Literal,
     NamedTuple,
     Sequence,
-    cast,
     get_args,
 )
 
@@ -222,7 +221,7 @@ def choose_runtime(
             f"{argument} {name!r} does not run here: {xla.why_no_xla()} 'cpu_replicas' runs the "
             "same program without jax."
         )
-    return Runtime(cast(RuntimeName, name), argument)
+    return Runtime(name, argument)
 
 
 def fastest_runtime() -> Runtime:
