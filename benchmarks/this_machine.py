@@ -27,15 +27,15 @@ from mtf_gradsync.runtimes._private.jax import (
 )
 from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program, tpu_program
-from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
-from mtf_gradsync.runtimes.xla.devices import devices_for
+from mtf_gradsync.runtimes.xla.core_devices import devices_for
 from mtf_gradsync.runtimes.xla.executable import Cache, CoreModule, loaded, lowered
 from mtf_gradsync.runtimes.xla.hlo import read_module
+from mtf_gradsync.runtimes.xla.hlo_collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.replica_program import replica_program
-from mtf_gradsync.runtimes.xla.session import session
 from mtf_gradsync.runtimes.xla.topology.compiled import CoreMemory
 from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
+from mtf_gradsync.runtimes.xla.xla_session import session
 from mtf_gradsync.tools.planning.machines import Begun, Compiled, StepCost
 
 Mesh = tuple[int, int]

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.runtimes import simd as simd
     from mtf_gradsync.runtimes import xla as xla
     from mtf_gradsync.runtimes.cluster import Cluster, join_cluster
-    from mtf_gradsync.runtimes.copies import CopiesError, watch_copies
+    from mtf_gradsync.runtimes.copy_checks import CopiesError, watch_copies
     from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
     from mtf_gradsync.runtimes.settings import session_config
     from mtf_gradsync.tools import estimator as estimator
@@ -111,8 +111,8 @@ else:  # a type checker that saw `__getattr__` would take any name
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
             "Cluster": "mtf_gradsync.runtimes.cluster",
             "join_cluster": "mtf_gradsync.runtimes.cluster",
-            "CopiesError": "mtf_gradsync.runtimes.copies",
-            "watch_copies": "mtf_gradsync.runtimes.copies",
+            "CopiesError": "mtf_gradsync.runtimes.copy_checks",
+            "watch_copies": "mtf_gradsync.runtimes.copy_checks",
             "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.runtimes.processes.members",
             "ProcessesError": "mtf_gradsync.runtimes.processes.members",
             "session_config": "mtf_gradsync.runtimes.settings",
@@ -153,7 +153,7 @@ configurable_when_named(
         "MuonOptimizer": "mtf_gradsync.optimizers.muon",
         "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
         "session_config": "mtf_gradsync.runtimes.settings",
-        "SpecBuilder": "mtf_gradsync.tools.estimator.builder",
+        "SpecBuilder": "mtf_gradsync.tools.estimator.spec_builder",
     }
 )
 __all__ = [

@@ -14,7 +14,7 @@ import functools
 from typing import Any, Iterator, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.xla.runner import program
+from mtf_gradsync.runtimes.xla.runner import loaded_program
 from mtf_gradsync.xla import executable
 
 # As a flag of XLA's, for programs that have no `turn_off`.
@@ -39,7 +39,7 @@ def turn_off() -> None:
 
     tf.Session.__init__ = without
 
-    options_of, machine = program.compile_options, executable._machine
+    options_of, machine = loaded_program.compile_options, executable._machine
 
     @functools.wraps(options_of)
     def with_quick_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
@@ -47,7 +47,7 @@ def turn_off() -> None:
             options = {"xla_backend_optimization_level": 0, **(options or {})}
         return options_of(devices, options)
 
-    program.compile_options = with_quick_options
+    loaded_program.compile_options = with_quick_options
     # What was compiled so is not taken from a cache by sessions that want it otherwise.
     executable._machine = lambda devices: f"{machine(devices)} {_wanted}"
 

@@ -49,7 +49,7 @@ PROGRAM = """
     out["gin"] += [gin.config_is_locked(), gs.islands.ElasticIslands.__name__]
 
     # Earlier names, before anything is loaded by its real one.
-    from mtf_gradsync.xla.session import XlaSession
+    from mtf_gradsync.xla.xla_session import XlaSession
     import mtf_gradsync.timelines.timeline, mtf_gradsync.planning.plan
     import mtf_gradsync.verification.verify, mtf_gradsync.processes.members
     import mtf_gradsync.train.cli.main as command
@@ -61,7 +61,8 @@ PROGRAM = """
     out["functions"] = [inspect.isfunction(getattr(*pair)) for pair in zip(rooms, names)]
     out["same"] = [
         command is main, gs.xla is sys.modules["mtf_gradsync.runtimes.xla"],
-        sys.modules["mtf_gradsync.xla.session"] is sys.modules["mtf_gradsync.runtimes.xla.session"],
+        sys.modules["mtf_gradsync.xla.xla_session"]
+        is sys.modules["mtf_gradsync.runtimes.xla.xla_session"],
         XlaSession is gs.xla.XlaSession,
         pickle.loads(pickle.dumps(gs.Timeline)) is gs.Timeline,
         # A pickle of an earlier version.

@@ -18,7 +18,7 @@ from mtf_gradsync.extension import LayoutLike, MeshShapeLike, mtf, tf
 from mtf_gradsync.runtimes import simd, xla
 from mtf_gradsync.runtimes._private.tensorflow import session_interface
 from mtf_gradsync.runtimes.settings import session_config
-from mtf_gradsync.runtimes.simd.session import ReplicaSession
+from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession
 from mtf_gradsync.runtimes.starting import Start
 
 _SessionInterface: Any = session_interface()

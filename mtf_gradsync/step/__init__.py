@@ -10,9 +10,9 @@ from mtf_gradsync.step.branch import (
     built,
     values_after,
 )
-from mtf_gradsync.step.islands import HeldSlices, Islands
+from mtf_gradsync.step.island_variables import HeldSlices, Islands
+from mtf_gradsync.step.outcomes import WATCHED, Watch, Watched, WatchHook
 from mtf_gradsync.step.plan import PartLowering, PlanPart, StepPlan
-from mtf_gradsync.step.watch import WATCHED, Watch, Watched, WatchHook
 from mtf_gradsync.step.writes import (
     AdvanceStep,
     Gate,

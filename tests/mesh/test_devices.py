@@ -169,7 +169,7 @@ NO_SLICES = {
     "_private/mesh_tensorflow.py", "_private/tensorflow.py",  # masters, the global step
     "compat_v1/accumulation.py",  # optimizers off the mesh
     # Step counters of TensorFlow; `step/writes.py` has those of wrappers, too.
-    "tools/estimator/builder.py", "tools/train/train_graph.py",
+    "tools/estimator/spec_builder.py", "tools/train/train_graph.py",
     "tools/train/verifying.py",
     "runtimes/saving.py",  # initial values of masters
     "_private/patches.py", "runtimes/xla/bridge.py",  # states of random numbers

@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.tools.islands.values import Values
+from mtf_gradsync.tools.islands.session_values import Values
 from tests import harness
 
 MESH = ("all:4", "batch:all", ("batch",))

@@ -4,6 +4,14 @@ See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` co
 """
 
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
+from mtf_gradsync.runtimes.simd.communication import (
+    CommunicationReport,
+    CommunicationRow,
+    ProcessTransfers,
+    Total,
+    count_process_transfers,
+    list_transfers,
+)
 from mtf_gradsync.runtimes.simd.emulator import EmulatedGraph, emulate
 from mtf_gradsync.runtimes.simd.graph_facts import BranchDivergenceError, UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import (
@@ -12,14 +20,6 @@ from mtf_gradsync.runtimes.simd.program import (
     cpu_config,
     session_on,
     tpu_program,
-)
-from mtf_gradsync.runtimes.simd.traffic import (
-    CommunicationReport,
-    CommunicationRow,
-    ProcessTransfers,
-    Total,
-    count_process_transfers,
-    list_transfers,
 )
 
 __all__ = [

@@ -9,18 +9,18 @@ from typing import Any, Sequence
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes.simd.checks import check_functions_are_silent
+from mtf_gradsync.runtimes.simd.communication import CommunicationReport, CommunicationRow, when_run
 from mtf_gradsync.runtimes.simd.graph_facts import (
     GraphFacts,
     UnsupportedProgramError,
 )
 from mtf_gradsync.runtimes.simd.program import Program
-from mtf_gradsync.runtimes.simd.session import lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import lowerings_in
 from mtf_gradsync.runtimes.simd.side_effects import (
     CollectiveOperation,
     find_collectives,
     written_variables,
 )
-from mtf_gradsync.runtimes.simd.traffic import CommunicationReport, CommunicationRow, when_run
 
 
 def list_collectives(

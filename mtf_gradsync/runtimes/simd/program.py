@@ -26,7 +26,12 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     UnsupportedProgramError,
 )
 from mtf_gradsync.runtimes.simd.randomness import StepOfDraws
-from mtf_gradsync.runtimes.simd.session import MasterOps, ReplicaSession, copied, lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import (
+    MasterOps,
+    ReplicaSession,
+    copied,
+    lowerings_in,
+)
 
 
 def cpu_config() -> tf.ConfigProto:

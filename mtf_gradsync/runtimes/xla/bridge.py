@@ -15,7 +15,7 @@ from mtf_gradsync.runtimes._private.tensorflow import (
     function_hlo,
     xla_custom_call,
 )
-from mtf_gradsync.runtimes.simd.functional import StandIn, rebuild
+from mtf_gradsync.runtimes.simd.functionalize import StandIn, rebuild
 from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.side_effects import COLLECTIVE_TYPES
 from mtf_gradsync.runtimes.xla.hlo import read_module

@@ -11,11 +11,11 @@ import numpy as np
 from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes._private.tensorflow import with_own_types
 from mtf_gradsync.runtimes.simd.graph_facts import split_input
-from mtf_gradsync.runtimes.simd.session import VariableAccess
+from mtf_gradsync.runtimes.simd.replica_session import VariableAccess
 from mtf_gradsync.runtimes.xla.gathering import Cores
 from mtf_gradsync.runtimes.xla.host_graph import HostGraph
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaInput
-from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues, keeping_64_bits, put
+from mtf_gradsync.runtimes.xla.runner.jax_devices import DeviceValues, keeping_64_bits, put
 
 
 class DeviceInputs:

@@ -18,12 +18,12 @@ from mtf_gradsync.runtimes.processes.watchdog import beats_go_on
 from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.xla.bridge import to_hlo
-from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.gathering import Cores
+from mtf_gradsync.runtimes.xla.hlo_collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.host_graph import HostGraph
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram, replica_program
 from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
-from mtf_gradsync.runtimes.xla.runner.program import (
+from mtf_gradsync.runtimes.xla.runner.loaded_program import (
     LoadedProgram,
     RefusedError,
     compiled,

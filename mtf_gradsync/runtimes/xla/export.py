@@ -14,7 +14,7 @@ from mtf_gradsync.extension import counted, mtf, tf
 from mtf_gradsync.runtimes.processes import meeting, members
 from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
-from mtf_gradsync.runtimes.simd.session import ReplicaSession, VariableAccess, lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.runtimes.xla import manifest as entries
 from mtf_gradsync.runtimes.xla.bridge import initial_state
 from mtf_gradsync.runtimes.xla.executable import Cache, default_cache_dir, lowered
@@ -34,8 +34,8 @@ from mtf_gradsync.runtimes.xla.runner.files import (
     with_dtype,
     write_folder,
 )
-from mtf_gradsync.runtimes.xla.session import XlaSession, host_config
 from mtf_gradsync.runtimes.xla.stablehlo import to_artifact
+from mtf_gradsync.runtimes.xla.xla_session import XlaSession, host_config
 
 
 class _Host:

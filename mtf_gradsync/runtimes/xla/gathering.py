@@ -9,9 +9,9 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 import numpy as np
 
 from mtf_gradsync.runtimes.processes.members import ProcessesError
-from mtf_gradsync.runtimes.xla.devices import check_keeps_order
-from mtf_gradsync.runtimes.xla.runner.devices import exchanged
-from mtf_gradsync.runtimes.xla.runner.program import wait_for_turn
+from mtf_gradsync.runtimes.xla.core_devices import check_keeps_order
+from mtf_gradsync.runtimes.xla.runner.jax_devices import exchanged
+from mtf_gradsync.runtimes.xla.runner.loaded_program import wait_for_turn
 
 
 class ExchangeError(ProcessesError):

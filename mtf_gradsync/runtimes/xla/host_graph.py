@@ -23,7 +23,7 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     untie,
 )
 from mtf_gradsync.runtimes.simd.program import Program
-from mtf_gradsync.runtimes.simd.session import MasterOps
+from mtf_gradsync.runtimes.simd.replica_session import MasterOps
 from mtf_gradsync.runtimes.xla.gathering import Cores
 
 # Operations through which values enter and leave a program.

@@ -25,8 +25,8 @@ func.func public @main(%x: tensor<4xf32>, %y: tensor<4xi64>) -> (tensor<4xf32>, 
 def main() -> None:
     """Compiles the program, runs it, serializes it, and runs the deserialized one."""
     import jax
-    from runner import devices as device_tools  # type: ignore[import-not-found]  # beside this file
-    from runner import program as programs
+    from runner import jax_devices as device_tools  # type: ignore[import-not-found]  # beside this file
+    from runner import loaded_program as programs
 
     devices = jax.devices("cpu")[:2]
     executable = programs.compiled(_PROGRAM, devices)

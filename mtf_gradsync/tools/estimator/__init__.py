@@ -3,7 +3,7 @@
 See ``docs/guides/model_fn.md``.
 """
 
-from mtf_gradsync.tools.estimator.builder import SpecBuilder
 from mtf_gradsync.tools.estimator.estimator import Estimator, run_config
+from mtf_gradsync.tools.estimator.spec_builder import SpecBuilder
 
 __all__ = ["Estimator", "SpecBuilder", "run_config"]

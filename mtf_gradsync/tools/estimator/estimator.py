@@ -26,7 +26,7 @@ from mtf_gradsync.runtimes.sessions import (
 )
 from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
-from mtf_gradsync.tools.estimator.host import (
+from mtf_gradsync.tools.estimator.hooks import (
     Evaluation,
     HostCallHook,
     training_hooks,

@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.extension import did_you_mean, some_of, tf, warn_of_unmatched
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
-from mtf_gradsync.tools.estimator.host import add_saver
+from mtf_gradsync.tools.estimator.hooks import add_saver
 
 
 class ModelFn(NamedTuple):

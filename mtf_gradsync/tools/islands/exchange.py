@@ -12,7 +12,7 @@ from typing import Any, Callable, Mapping, TypeVar
 
 import numpy as np
 
-from mtf_gradsync.tools.islands import places
+from mtf_gradsync.tools.islands import leases
 from mtf_gradsync.tools.islands.changes import decoded
 from mtf_gradsync.tools.islands.folder import (
     SUFFIX,
@@ -24,6 +24,7 @@ from mtf_gradsync.tools.islands.folder import (
     tensor_object,
 )
 from mtf_gradsync.tools.islands.journal import Journal
+from mtf_gradsync.tools.islands.leases import Place, Reminders
 from mtf_gradsync.tools.islands.objects import (
     REFUSED,
     Decision,
@@ -35,7 +36,6 @@ from mtf_gradsync.tools.islands.objects import (
     offer_object,
     place_of,
 )
-from mtf_gradsync.tools.islands.places import Place, Reminders
 from mtf_gradsync.tools.islands.versions import MergeSettings, most_bytes, read_version
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class Exchange:
 
     def begin(self, seconds: float) -> None:
         """Takes the island's name; raises IslandError if a living process has it."""
-        until = time.monotonic() + max(seconds, 2.0 * places.LIFE_SECONDS)
+        until = time.monotonic() + max(seconds, 2.0 * leases.LIFE_SECONDS)
         while holder := self.trying("begin", self.place.take, "?"):
             is_late, fails = time.monotonic() > until, holder == "?"
             if fails and is_late:

@@ -19,11 +19,11 @@ from mtf_gradsync.tools.islands.folder import (
     Spec,
     dtype_of,
 )
+from mtf_gradsync.tools.islands.island_checkpoint import Learned, Saved, Sent
 from mtf_gradsync.tools.islands.journal import events_by_step
 from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
 from mtf_gradsync.tools.islands.objects import ISLAND_NAME, Decision, Facts, Total, place_of
-from mtf_gradsync.tools.islands.saved import Learned, Saved, Sent
-from mtf_gradsync.tools.islands.values import StepCounts, Values
+from mtf_gradsync.tools.islands.session_values import StepCounts, Values
 from mtf_gradsync.tools.islands.versions import MergeSettings, fragment_of
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ import msgspec
 
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder, FolderError
+from mtf_gradsync.tools.islands.leases import Beat, Holder, Reminders, terms_of
 from mtf_gradsync.tools.islands.objects import Decision, Total, numbers_in, read_decision
-from mtf_gradsync.tools.islands.places import Beat, Holder, Reminders, terms_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, Callable, Literal, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import is_number
-from mtf_gradsync.tools.islands import places
+from mtf_gradsync.tools.islands import leases
 from mtf_gradsync.tools.islands.changes import Length, decoded, scale_of, weight_of, wide
 from mtf_gradsync.tools.islands.folder import (
     SUFFIX,
@@ -30,6 +30,7 @@ from mtf_gradsync.tools.islands.folder import (
     checksum,
     tensor_object,
 )
+from mtf_gradsync.tools.islands.leases import Place, Reminders, Signs, terms_of
 from mtf_gradsync.tools.islands.objects import (
     REFUSED,
     SETTINGS,
@@ -48,7 +49,6 @@ from mtf_gradsync.tools.islands.objects import (
     soon_object,
     version_object,
 )
-from mtf_gradsync.tools.islands.places import Place, Reminders, Signs, terms_of
 from mtf_gradsync.tools.islands.versions import (
     MergeSettings,
     State,
@@ -159,7 +159,7 @@ class Merger:
         self._poll = poll_seconds or poll_seconds_of(folder)
         self._clock = clock
         self._reminders = Reminders(logger, clock)
-        self._signs = Signs(places.LIFE_SECONDS, clock)
+        self._signs = Signs(leases.LIFE_SECONDS, clock)
         self._living: set[str] = set()
         self._state: State | None = None  # of the newest version
         self._has_begun = False
@@ -639,7 +639,7 @@ class MergerThread:
                 pass
             except Exception:
                 logger.warning("The merger of this process begins again after", exc_info=True)
-            self._stop.wait(places.BEAT_SECONDS)
+            self._stop.wait(leases.BEAT_SECONDS)
             self._merger.begin_anew()
 
 

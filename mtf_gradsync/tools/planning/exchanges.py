@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, Mapping, NamedTuple, Sequence
 
+from mtf_gradsync.runtimes.simd.communication import CommunicationReport
 from mtf_gradsync.runtimes.simd.side_effects import connected
-from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
-from mtf_gradsync.runtimes.xla.collectives import HloCollective
+from mtf_gradsync.runtimes.xla.hlo_collectives import HloCollective
 
 # The operations of TensorFlow's programs, as HLO calls them.
 _HLO_NAMES = {

@@ -7,7 +7,7 @@ import subprocess
 from typing import Callable, Iterator, NamedTuple, Protocol, Sequence
 
 from mtf_gradsync.runtimes.simd.program import Program
-from mtf_gradsync.runtimes.xla.collectives import HloCollective
+from mtf_gradsync.runtimes.xla.hlo_collectives import HloCollective
 from mtf_gradsync.runtimes.xla.topology.chips import Chip
 from mtf_gradsync.runtimes.xla.topology.compiling import (
     LoweredProgram,

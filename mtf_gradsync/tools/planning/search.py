@@ -15,12 +15,12 @@ from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._signals import Interruption, signal_of
 from mtf_gradsync.runtimes.simd.collectives import groups_by_axes, list_collectives
+from mtf_gradsync.runtimes.simd.communication import CommunicationReport
 from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
-from mtf_gradsync.runtimes.simd.traffic import CommunicationReport
+from mtf_gradsync.runtimes.xla.topology.compiler_process import CompilerDiedError
 from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
-from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError
 from mtf_gradsync.runtimes.xla.topology.roofline import why_doubtful
 from mtf_gradsync.tools.planning.exchanges import DCN, exchanges_of
 from mtf_gradsync.tools.planning.machines import Compiled, Machine, StepCost

@@ -7,9 +7,9 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Sequence
 
 from mtf_gradsync.extension import place_of, tf
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
+from mtf_gradsync.runtimes.simd.communication import bytes_of
 from mtf_gradsync.runtimes.simd.graph_facts import CalledBranch, GraphFacts
 from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
-from mtf_gradsync.runtimes.simd.traffic import bytes_of
 from mtf_gradsync.tools.timelines.recording import (
     Call,
     Collective,

@@ -374,7 +374,7 @@ def _recording(session: Any, lowering: Any) -> ContextManager[list[Recording]]:
     # Not above: programs that record nothing need not wait for these.
     from mtf_gradsync.runtimes.sessions import ProgramSession
     from mtf_gradsync.runtimes.simd.program import CpuReplicaSession
-    from mtf_gradsync.runtimes.xla.session import XlaSession
+    from mtf_gradsync.runtimes.xla.xla_session import XlaSession
     from mtf_gradsync.tools.timelines.tensorflow_steps import record_mesh, record_replicas
     from mtf_gradsync.tools.timelines.xla_steps import record_xla
 

@@ -13,14 +13,14 @@ import numpy as np
 from mtf_gradsync.runtimes._common import first_line
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
-from mtf_gradsync.runtimes.simd.traffic import CommunicationRow
-from mtf_gradsync.runtimes.xla.collectives import COLLECTIVES, HloCollective, collectives_of
+from mtf_gradsync.runtimes.simd.communication import CommunicationRow
 from mtf_gradsync.runtimes.xla.gathering import OtherProcessError
 from mtf_gradsync.runtimes.xla.hlo import read_module
+from mtf_gradsync.runtimes.xla.hlo_collectives import COLLECTIVES, HloCollective, collectives_of
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
-from mtf_gradsync.runtimes.xla.session import Dispatched, XlaSession
+from mtf_gradsync.runtimes.xla.xla_session import Dispatched, XlaSession
 from mtf_gradsync.tools._private.profiles import Profiler, profile_data
-from mtf_gradsync.tools.timelines.profiles import leaves, read_profile, until_used
+from mtf_gradsync.tools.timelines.jax_profiles import leaves, read_profile, until_used
 from mtf_gradsync.tools.timelines.recording import (
     Call,
     Collective,

@@ -12,7 +12,7 @@ from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.runtimes.sessions import OnDevices
 from mtf_gradsync.runtimes.simd import CommunicationReport, Total
-from mtf_gradsync.runtimes.simd.traffic import table_of
+from mtf_gradsync.runtimes.simd.communication import table_of
 from mtf_gradsync.tools.train.figures import new_figure, write_figure
 from mtf_gradsync.tools.train.model import TrainingJob
 from mtf_gradsync.tools.train.traffic import GRADIENTS, PARTS, part_of_each

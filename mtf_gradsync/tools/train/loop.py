@@ -11,8 +11,8 @@ from typing import Any, Callable, NamedTuple, Sequence
 from mtf_gradsync.extension import NoUpdateError, tf
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes._signals import StopSignal
-from mtf_gradsync.runtimes.copies import CopiesError
-from mtf_gradsync.runtimes.means import Measured, StepMeans
+from mtf_gradsync.runtimes.copy_checks import CopiesError
+from mtf_gradsync.runtimes.step_means import Measured, StepMeans
 from mtf_gradsync.tools.timelines import Timeline, TimelineError
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data.batches import DataError

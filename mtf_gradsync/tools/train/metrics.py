@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from mtf_gradsync.extension import split_by_shard, tf
 from mtf_gradsync.runtimes._common import first_line
-from mtf_gradsync.runtimes.means import StepMeans
 from mtf_gradsync.runtimes.starting import free_name, write_text
+from mtf_gradsync.runtimes.step_means import StepMeans
 
 # For example of a field with one number for each replica.
 _MOST_NUMBERS = 16

@@ -13,7 +13,7 @@ import numpy as np
 from mtf_gradsync.extension import OuterOptimizer, ReportsSkips, mtf, tf, traits_of
 from mtf_gradsync.runtimes import sessions, simd, xla
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
-from mtf_gradsync.runtimes.copies import watch_copies
+from mtf_gradsync.runtimes.copy_checks import watch_copies
 from mtf_gradsync.runtimes.saving import TrainingSaver
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices, Runtime
 from mtf_gradsync.runtimes.settings import session_config

@@ -7,7 +7,7 @@ from typing import Callable, Iterable, NamedTuple
 from mtf_gradsync.extension import mtf, tf, traits_of
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.simd import CommunicationReport
-from mtf_gradsync.runtimes.simd.traffic import has_calls
+from mtf_gradsync.runtimes.simd.communication import has_calls
 from mtf_gradsync.tools.train.train_graph import TrainGraph
 
 # The forward and backward pass, the sums that reduce gradients, and everything else.

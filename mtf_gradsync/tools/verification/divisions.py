@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync.extension import SyncReplicasOptimizer, mtf
 from mtf_gradsync.runtimes.sessions import RuntimeName, runtimes_here
-from mtf_gradsync.tools.verification.recording import Changes, Recorded
+from mtf_gradsync.tools.verification.recorded_program import Changes, Recorded
 
 
 @dataclasses.dataclass(frozen=True)

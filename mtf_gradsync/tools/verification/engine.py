@@ -23,7 +23,7 @@ from mtf_gradsync.tools.verification.programs import (
     rows_of,
     size_of,
 )
-from mtf_gradsync.tools.verification.recording import GRADIENT, RANDOM, UPDATES, Recorded
+from mtf_gradsync.tools.verification.recorded_program import GRADIENT, RANDOM, UPDATES, Recorded
 
 # More microbatch steps than any program joins: after these there is no update to wait for; and
 # than one that applies gradients of zeros on the others.

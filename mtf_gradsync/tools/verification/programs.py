@@ -21,11 +21,11 @@ from mtf_gradsync.extension import (
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.sessions import place_of, program_session
 from mtf_gradsync.runtimes.settings import session_config
-from mtf_gradsync.runtimes.simd.session import VariableAccess, copied
+from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, copied
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.model_changes import in_precision
-from mtf_gradsync.tools.verification.recording import GRADIENT, RANDOM, Recorded, recording
+from mtf_gradsync.tools.verification.recorded_program import GRADIENT, RANDOM, Recorded, recording
 
 Batch = Any  # a structure of arrays, the examples their first dimension
 # So many random numbers are not equal by chance.

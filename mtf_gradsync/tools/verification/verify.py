@@ -40,7 +40,7 @@ from mtf_gradsync.tools.verification.reference import (
     compare_with,
     make_reference,
 )
-from mtf_gradsync.tools.verification.result import (
+from mtf_gradsync.tools.verification.verdicts import (
     CANNOT_BE,
     EQUAL,
     NOT_EQUAL,

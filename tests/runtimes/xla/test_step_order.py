@@ -7,9 +7,9 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
-from mtf_gradsync.runtimes.xla.collectives import COLLECTIVES, find_hlo_collectives
 from mtf_gradsync.runtimes.xla.hlo import read_module
-from mtf_gradsync.runtimes.xla.runner.devices import DeviceValues
+from mtf_gradsync.runtimes.xla.hlo_collectives import COLLECTIVES, find_hlo_collectives
+from mtf_gradsync.runtimes.xla.runner.jax_devices import DeviceValues
 from mtf_gradsync.xla import executable, runner
 from tests.runtimes.simd.programs import MESHES, Regression
 from tests.runtimes.xla.programs import Conditional

@@ -7,7 +7,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.tools.estimator.host import MeanLossHook
+from mtf_gradsync.tools.estimator.hooks import MeanLossHook
 
 LOSSES = [6.0, 2.0, 4.0, 8.0, 1.0, 3.0, 5.0, 7.0]
 

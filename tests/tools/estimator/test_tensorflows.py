@@ -8,7 +8,7 @@ import pytest
 
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
-from mtf_gradsync.tools.estimator.host import write_summary
+from mtf_gradsync.tools.estimator.hooks import write_summary
 from tests.documents import ROOT
 from tests.tools.estimator import digits
 from tests.tools.estimator.runs import RUNTIMES, VARIABLES, ours, train, variables

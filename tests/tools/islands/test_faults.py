@@ -13,7 +13,7 @@ import obstore.exceptions
 import pytest
 
 from mtf_gradsync.islands import IslandError, Merger, Waiting, replay
-from mtf_gradsync.tools.islands import island, places
+from mtf_gradsync.tools.islands import island, leases
 from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.objects import read_decision
@@ -164,7 +164,7 @@ def test_what_was_created_without_an_answer_is_its_own(folder, monkeypatch):
 
 
 def test_an_island_whose_folder_never_works_ends_with_the_reason(folder, monkeypatch):
-    monkeypatch.setattr(places, "LIFE_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "LIFE_SECONDS", 0.1)
     toy = Toy(folder, "one", 2, begin_seconds=0.3)
     toy.island.folder = FaultyFolder(str(folder), lambda number: True)
     with pytest.raises(IslandError, match=r"Island one: members cannot be listed: 503; it is trie"):
@@ -234,8 +234,8 @@ def test_a_version_that_waits_for_islands_is_said(folder, caplog):
 
 
 def test_quorum_of_the_living(folder, monkeypatch):
-    monkeypatch.setattr(places, "LIFE_SECONDS", 0.5)
-    monkeypatch.setattr(places, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "LIFE_SECONDS", 0.5)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
     one, two = begun(folder, ["one", "two"])
     two.kill()
     with merging(folder, PLAIN, Waiting(quorum="living")):
@@ -262,7 +262,7 @@ def test_a_merger_that_wakes_up_cannot_write_over_what_another_has_decided(folde
             for _ in range(2):
                 two.step(5.0)
             # Meanwhile another makes version 1.
-            places._HELD.clear()
+            leases._HELD.clear()
             merge(folder, 1, waiting=Waiting(quorum=2), keep_all=True)
         return create_json(name, value)
 
@@ -291,10 +291,10 @@ def test_the_newest_version_is_made_again_from_its_decision_and_back(folder):
 
 
 def test_a_name_that_lives_elsewhere_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(places, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
     (one,) = begun(folder, ["one"])
-    own = places._host()
-    monkeypatch.setattr(places, "_host", lambda: f"elsewhere {own}")
+    own = leases._host()
+    monkeypatch.setattr(leases, "_host", lambda: f"elsewhere {own}")
     with pytest.raises(IslandError, match=r"The island 'one' of .* lives: process .* has its name"):
         Toy(folder, "one", 2).begin()
     for _ in range(2):
@@ -362,12 +362,12 @@ def test_a_folder_that_is_moved_away_during_a_request(folder, tmp_path, monkeypa
 
 
 def test_a_name_that_cannot_be_seen_is_not_lost(folder, monkeypatch):
-    place = places.Place(Folder(str(folder)), "members", "one@")
+    place = leases.Place(Folder(str(folder)), "members", "one@")
     assert not place.take()
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "read_json", lambda self, name, kind=None: None)
         assert place.is_held()
-    other = places.Place(Folder(str(folder)), "members", "one@", replaces_own=True)
+    other = leases.Place(Folder(str(folder)), "members", "one@", replaces_own=True)
     assert not other.take()
     assert (place.is_held(), other.is_held()) == (False, True)
 
@@ -437,7 +437,7 @@ def test_damaged_and_foreign_objects_end_nobody(folder, name, how):
 
 def test_what_lasts_is_said_at_growing_intervals(caplog):
     now = 0.0
-    reminders = places.Reminders(logging.getLogger("test"), lambda: now)
+    reminders = leases.Reminders(logging.getLogger("test"), lambda: now)
     for second in range(1000):
         now = float(second)
         reminders.lasts("key", "it waits", after=10.0)

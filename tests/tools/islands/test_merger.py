@@ -17,7 +17,7 @@ from mtf_gradsync.islands import (
     Waiting,
     replay,
 )
-from mtf_gradsync.tools.islands import places
+from mtf_gradsync.tools.islands import leases
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.objects import island_of, offer_object
@@ -154,7 +154,7 @@ def test_an_older_contribution_is_merged_within_max_staleness(folder):
 
 
 def test_the_grace_window_follows_how_far_apart_contributions_come(folder, monkeypatch):
-    monkeypatch.setattr(places, "LIFE_SECONDS", 11.0)
+    monkeypatch.setattr(leases, "LIFE_SECONDS", 11.0)
     one, two, _ = begun(folder, ["one", "two", "dead"])
     two.island.inner_steps = 100  # it contributes when it sees that others have
     now, begin, gap = 0.0, 0.0, 2.0

@@ -23,11 +23,11 @@ class ToyValues:
         self.specs = dict(specs)
 
     def read(self, session: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `mtf_gradsync.tools.islands.values.Values`."""
+        """See `mtf_gradsync.tools.islands.session_values.Values`."""
         return {name: value.copy() for name, value in session.items()}
 
     def write(self, session: dict[str, np.ndarray], values: Mapping[str, np.ndarray]) -> None:
-        """See `mtf_gradsync.tools.islands.values.Values`."""
+        """See `mtf_gradsync.tools.islands.session_values.Values`."""
         session.update({name: np.array(value) for name, value in values.items()})
 
 

@@ -6,7 +6,7 @@ import os
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes.xla.collectives import HloCollective
+from mtf_gradsync.runtimes.xla.hlo_collectives import HloCollective
 from mtf_gradsync.runtimes.xla.topology.compiling import LoweredProgram
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
 from mtf_gradsync.tools import planning

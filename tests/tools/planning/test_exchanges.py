@@ -4,7 +4,7 @@ import dataclasses
 
 from mtf_gradsync import simd
 from mtf_gradsync.runtimes.simd.collectives import groups_by_axes
-from mtf_gradsync.runtimes.xla.collectives import HloCollective
+from mtf_gradsync.runtimes.xla.hlo_collectives import HloCollective
 from mtf_gradsync.tools.planning.exchanges import exchanges_of
 from tests.tools.planning.machines import LAYOUT, build
 

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes.xla.collectives import HloCollective
-from mtf_gradsync.runtimes.xla.runner.devices import make_cpu_devices
+from mtf_gradsync.runtimes.xla.hlo_collectives import HloCollective
+from mtf_gradsync.runtimes.xla.runner.jax_devices import make_cpu_devices
+from mtf_gradsync.runtimes.xla.topology.compiler_process import CompilerDiedError
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
-from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError
 from mtf_gradsync.tools import planning
 from mtf_gradsync.tools.planning.machines import Compiled, StepCost
 from mtf_gradsync.tools.planning.search import Candidate, search

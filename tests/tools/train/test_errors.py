@@ -8,7 +8,7 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes._common import TrainingError
-from mtf_gradsync.runtimes.simd.session import VariableAccess
+from mtf_gradsync.runtimes.simd.replica_session import VariableAccess
 from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.data.batches import DataError, TrainingBatches

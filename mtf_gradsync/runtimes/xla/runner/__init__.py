@@ -15,7 +15,7 @@ As a module, with that folder on ``sys.path``:
 mtf_gradsync's docs/portable.md describes the folder.
 """
 
-from .devices import StepError
+from .jax_devices import StepError
 from .step import Fetched, Step
 
 __all__ = ["Fetched", "Step", "StepError"]

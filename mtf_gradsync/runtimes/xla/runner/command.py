@@ -12,8 +12,8 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from .devices import StepError, describe, exchange_at, make_cpu_devices
 from .files import check_free, dtype_of, read_manifest, without_dtype
+from .jax_devices import StepError, describe, exchange_at, make_cpu_devices
 from .step import Fetched, Input, Step, inputs_of
 
 # Steps that wait on the devices while the host reads the fetches of an earlier one.

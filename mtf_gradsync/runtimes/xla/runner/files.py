@@ -12,7 +12,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from .devices import StepError
+from .jax_devices import StepError
 
 # The version of the format that is read and written here.
 FORMAT = 1

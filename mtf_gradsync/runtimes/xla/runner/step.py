@@ -8,9 +8,8 @@ from typing import Any, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
-from . import devices as device_tools
+from . import jax_devices as device_tools
 from .combiner import combined_for_cpus
-from .devices import DeviceValues, StepError, devices_errors
 from .files import (
     MANIFEST,
     PROGRAM,
@@ -25,7 +24,8 @@ from .files import (
     with_dtype,
     write_folder,
 )
-from .program import LoadedProgram, RefusedError, compiled, wait_for_turn
+from .jax_devices import DeviceValues, StepError, devices_errors
+from .loaded_program import LoadedProgram, RefusedError, compiled, wait_for_turn
 
 
 class Input(NamedTuple):

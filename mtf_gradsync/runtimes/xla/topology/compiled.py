@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 from mtf_gradsync.runtimes._tables import text_table
-from mtf_gradsync.runtimes.xla.collectives import HloCollective, bytes_by_operation
+from mtf_gradsync.runtimes.xla.hlo_collectives import HloCollective, bytes_by_operation
 from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS, Generation
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate
 from mtf_gradsync.runtimes.xla.topology.roofline import why_doubtful

@@ -13,12 +13,13 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.xla.bridge import to_hlo
-from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
+from mtf_gradsync.runtimes.xla.hlo_collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.installed import check_installed
 from mtf_gradsync.runtimes.xla.replica_program import replica_program
 from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo
 from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS
 from mtf_gradsync.runtimes.xla.topology.compiled import CompiledProgram, CoreMemory
+from mtf_gradsync.runtimes.xla.topology.compiler_process import ask
 from mtf_gradsync.runtimes.xla.topology.estimate import (
     CostEstimate,
     OneTurnMore,
@@ -26,7 +27,6 @@ from mtf_gradsync.runtimes.xla.topology.estimate import (
     turns_more,
     with_conditions,
 )
-from mtf_gradsync.runtimes.xla.topology.own_process import ask
 from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 _LONGEST_ERROR = 600

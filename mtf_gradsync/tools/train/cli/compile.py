@@ -22,7 +22,7 @@ from typing import Any
 
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import Interruption
-from mtf_gradsync.tools.train.cli.arguments import (
+from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_json_argument,
     make_output_folder,

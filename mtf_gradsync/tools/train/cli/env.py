@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Iterator
 
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.tools.train.cli.arguments import add_json_argument, output_path, write_output
+from mtf_gradsync.tools.train.cli.flags import add_json_argument, output_path, write_output
 from mtf_gradsync.tools.train.cli.loading import import_package
 
 _LIBRARIES = (

@@ -23,7 +23,7 @@ from typing import Collection, Sequence
 
 from mtf_gradsync.extension import did_you_mean
 from mtf_gradsync.runtimes._common import ConfigError, configs_dir
-from mtf_gradsync.tools.train.cli.arguments import output_path
+from mtf_gradsync.tools.train.cli.flags import output_path
 from mtf_gradsync.tools.train.data.texts import check_length, read_files
 
 _USAGE = "mtf-gradsync init [CONFIG [FILE]] [--text TEXT [TEXT ...]]"

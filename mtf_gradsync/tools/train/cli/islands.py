@@ -28,7 +28,7 @@ from mtf_gradsync.tools.islands.journal import plot_status, read_status
 from mtf_gradsync.tools.islands.merger import Merger, MergerError, Quorum, Waiting
 from mtf_gradsync.tools.islands.objects import Decision
 from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version, replay
-from mtf_gradsync.tools.train.cli.arguments import (
+from mtf_gradsync.tools.train.cli.flags import (
     add_json_argument,
     config_of_run,
     output_paths,

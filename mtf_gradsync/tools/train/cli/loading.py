@@ -19,7 +19,7 @@ from typing import Iterator, Sequence
 
 from mtf_gradsync.extension import did_you_mean
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError, configs_dir
-from mtf_gradsync.tools.train.cli.arguments import names_in
+from mtf_gradsync.tools.train.cli.flags import names_in
 
 # TensorFlow's and XLA's C++ log from here on (2: errors, 3: what ends the process). Libraries that
 # are looked for and absent are "errors" there; real ones raise exceptions, too.

@@ -23,7 +23,7 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import Interruption
-from mtf_gradsync.tools.train.cli.arguments import (
+from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_output_arguments,
     number,

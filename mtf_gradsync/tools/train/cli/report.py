@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 
-from mtf_gradsync.tools.train.cli.arguments import (
+from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_output_arguments,
     output_paths,

@@ -21,7 +21,7 @@ import os
 import sys
 
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.tools.train.cli.arguments import (
+from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_json_argument,
     config_of_run,

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from mtf_gradsync.runtimes._common import ACCEPT_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError
-from mtf_gradsync.tools.train.cli.arguments import (
+from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_json_argument,
     config_of_run,
@@ -38,7 +38,7 @@ from mtf_gradsync.tools.train.cli.arguments import (
     write_output,
 )
 from mtf_gradsync.tools.train.cli.loading import import_package, loaded_config
-from mtf_gradsync.tools.train.cli.processes import add_cluster_arguments, is_alone, run_by_flags
+from mtf_gradsync.tools.train.cli.process_flags import add_cluster_arguments, is_alone, run_by_flags
 
 if TYPE_CHECKING:
     from mtf_gradsync.tools.timelines import Timeline

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from mtf_gradsync.runtimes._common import ACCEPT_FLAG, CONFIG_FILE, SKIP_FLAG, ConfigError
 from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, MissingProcessesError
-from mtf_gradsync.tools.train.cli.arguments import add_gin_arguments, check_model_dir, names_in
+from mtf_gradsync.tools.train.cli.flags import add_gin_arguments, check_model_dir, names_in
 from mtf_gradsync.tools.train.cli.loading import loaded_config
-from mtf_gradsync.tools.train.cli.processes import add_cluster_arguments, is_alone, run_by_flags
+from mtf_gradsync.tools.train.cli.process_flags import add_cluster_arguments, is_alone, run_by_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

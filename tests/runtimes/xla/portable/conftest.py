@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes.xla.runner import program as programs
+from mtf_gradsync.runtimes.xla.runner import loaded_program as programs
 from mtf_gradsync.runtimes.xla.runner import step as steps
 from mtf_gradsync.xla import executable
 from tests.runtimes.xla.portable import models

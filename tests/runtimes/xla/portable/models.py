@@ -12,7 +12,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
-from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
+from mtf_gradsync.runtimes.xla.hlo_collectives import find_hlo_collectives
 from tests import grappler
 from tests.forked import TIME_LIMIT
 

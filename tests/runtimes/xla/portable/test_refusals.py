@@ -13,7 +13,7 @@ import pytest
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.xla.runner import Step, StepError
-from mtf_gradsync.runtimes.xla.runner import program as programs
+from mtf_gradsync.runtimes.xla.runner import loaded_program as programs
 from mtf_gradsync.runtimes.xla.runner.command import main
 from tests.runtimes.xla.portable import models
 

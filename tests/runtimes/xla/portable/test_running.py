@@ -10,7 +10,7 @@ import pytest
 from mtf_gradsync.runtimes.xla.runner import Step
 from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus, nested_operations
 from mtf_gradsync.runtimes.xla.runner.command import main
-from mtf_gradsync.runtimes.xla.runner.program import LoadedProgram, compiled
+from mtf_gradsync.runtimes.xla.runner.loaded_program import LoadedProgram, compiled
 from tests.runtimes.xla.portable import models
 
 pytestmark = pytest.mark.xla

@@ -23,7 +23,7 @@ import time
 # Read when jax and TensorFlow are imported.
 os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="", TF_OVERRIDE_GLOBAL_THREADPOOL="1")
 
-from mtf_gradsync.runtimes.simd.session import lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import lowerings_in
 from mtf_gradsync.xla import executable
 from tests import grappler
 from tests.runtimes.xla.processes import job

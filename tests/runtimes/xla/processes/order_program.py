@@ -14,11 +14,11 @@ import numpy as np
 
 from mtf_gradsync import xla
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
-from mtf_gradsync.runtimes.xla.collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.gathering import Cores
-from mtf_gradsync.runtimes.xla.runner.devices import put
-from mtf_gradsync.runtimes.xla.runner.program import LoadedProgram
-from mtf_gradsync.runtimes.xla.runner.program import compiled as compile_stablehlo
+from mtf_gradsync.runtimes.xla.hlo_collectives import find_hlo_collectives
+from mtf_gradsync.runtimes.xla.runner.jax_devices import put
+from mtf_gradsync.runtimes.xla.runner.loaded_program import LoadedProgram
+from mtf_gradsync.runtimes.xla.runner.loaded_program import compiled as compile_stablehlo
 from tests.forked import TIME_LIMIT
 
 CORES = 8

@@ -3,7 +3,7 @@
 import pytest
 
 from mtf_gradsync.runtimes.processes.members import ProcessesError
-from mtf_gradsync.xla import devices
+from mtf_gradsync.xla import core_devices
 from tests.runtimes.xla.processes import order_program
 
 pytestmark = pytest.mark.xla
@@ -27,4 +27,4 @@ def test_a_jaxlib_that_hangs_is_refused(monkeypatch):
 
     monkeypatch.setattr(jaxlib, "__version__", "0.4.31")
     with pytest.raises(ProcessesError, match=r"jaxlib 0\.4\.33 or later; this is 0\.4\.31"):
-        devices.check_keeps_order()
+        core_devices.check_keeps_order()

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.xla import gathering, processes
+from mtf_gradsync.xla import distributed, gathering
 
 pytestmark = pytest.mark.xla
 
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.xla
     ],
 )
 def test_wrong_arguments(monkeypatch, arguments, message):
-    monkeypatch.setattr(processes, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(distributed, "backends_are_initialized", lambda: False)
     with pytest.raises(ValueError, match=message):
         xla.start_processes(**arguments)
 
 
 def test_jax_that_has_begun_already(monkeypatch):
-    monkeypatch.setattr(processes, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "backends_are_initialized", lambda: True)
     with pytest.raises(xla.ProcessesError, match="jax has begun already"):
         xla.start_processes("127.0.0.1:1", 2, 0)
 
@@ -52,7 +52,7 @@ def test_slurm_is_found(monkeypatch):
         "SLURM_LOCALID": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    cluster = processes._resolved(None, None, None, 10.0)
+    cluster = distributed._resolved(None, None, None, 10.0)
     assert cluster.coordinator.startswith("node3:")
     assert (cluster.num_processes, cluster.process_id) == (2, 1)
 

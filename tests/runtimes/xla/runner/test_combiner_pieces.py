@@ -7,8 +7,8 @@ import pytest
 
 from mtf_gradsync import xla
 from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
-from mtf_gradsync.runtimes.xla.runner.devices import put
-from mtf_gradsync.runtimes.xla.runner.program import LoadedProgram, compiled
+from mtf_gradsync.runtimes.xla.runner.jax_devices import put
+from mtf_gradsync.runtimes.xla.runner.loaded_program import LoadedProgram, compiled
 
 pytestmark = pytest.mark.skipif(bool(xla.why_no_xla()), reason=xla.why_no_xla())
 

@@ -13,7 +13,7 @@ from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private.jax import hlo_from_text
 from mtf_gradsync.runtimes._private.mesh_tensorflow import SLICES_COLLECTION
-from mtf_gradsync.runtimes.xla.collectives import bytes_by_operation
+from mtf_gradsync.runtimes.xla.hlo_collectives import bytes_by_operation
 from tests import models
 from tests.harness import MESHES, pairs
 from tests.runtimes.xla.programs import Conditional

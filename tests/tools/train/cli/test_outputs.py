@@ -11,7 +11,7 @@ import pytest
 
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train.cli import main as cli
-from mtf_gradsync.tools.train.cli.arguments import (
+from mtf_gradsync.tools.train.cli.flags import (
     add_json_argument,
     output_path,
     output_paths,

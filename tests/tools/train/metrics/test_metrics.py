@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.means import Measured, StepMeans
+from mtf_gradsync.runtimes.step_means import Measured, StepMeans
 from mtf_gradsync.tools.train.metrics import MetricsFile, MetricsRecorder, read_metrics
 from tests.tools.train.metrics.events import events_shown
 

@@ -12,7 +12,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._common import install_extra
-from mtf_gradsync.runtimes.xla.runner.devices import devices_errors
+from mtf_gradsync.runtimes.xla.runner.jax_devices import devices_errors
 from mtf_gradsync.xla import device_values, executable
 from tests import harness, models, reference
 from tests.runtimes.simd.programs import MESHES, SGD, Regression
@@ -263,8 +263,8 @@ def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
     # The trial finds the runner beside itself.
     trial = shutil.copy(installed._TRIAL, tmp_path)
     (tmp_path / "runner").mkdir()
-    (tmp_path / "runner" / "devices.py").write_text("")
-    (tmp_path / "runner" / "program.py").write_text(
+    (tmp_path / "runner" / "jax_devices.py").write_text("")
+    (tmp_path / "runner" / "loaded_program.py").write_text(
         "def compiled(*args):\n    raise TypeError('(): incompatible')"
     )
     as_if_jax_were_new.setattr(installed, "_TRIAL", trial)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mtf_gradsync.runtimes.xla.topology import own_process
-from mtf_gradsync.runtimes.xla.topology.own_process import CompilerDiedError, ask, reason_in
+from mtf_gradsync.runtimes.xla.topology import compiler_process
+from mtf_gradsync.runtimes.xla.topology.compiler_process import CompilerDiedError, ask, reason_in
 
 CHECK_FAILED = """\
 WARNING: could not determine TPU accelerator type.
@@ -38,8 +38,8 @@ def test_the_reason_is_what_ended_it(output, reason):
 
 
 def test_the_error_has_status_and_reason(monkeypatch, tmp_path):
-    child = tmp_path / "child.py"
-    child.write_text(f"print({CHECK_FAILED!r})\nraise SystemExit(3)")
-    monkeypatch.setattr(own_process.child, "__file__", str(child))
+    script = tmp_path / "script.py"
+    script.write_text(f"print({CHECK_FAILED!r})\nraise SystemExit(3)")
+    monkeypatch.setattr(compiler_process.compiler_script, "__file__", str(script))
     with pytest.raises(CompilerDiedError, match=r"status 3 and no answer. It printed: fusion_em"):
         ask(str(tmp_path), None, "v5e:2x2", 0)

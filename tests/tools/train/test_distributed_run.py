@@ -11,7 +11,7 @@ from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.cli.main import main
-from mtf_gradsync.tools.train.processes import run_on_processes
+from mtf_gradsync.tools.train.distributed_run import run_on_processes
 from mtf_gradsync.xla import gathering
 from tests.tools.train.conftest import TINY
 

@@ -12,7 +12,11 @@ from mtf_gradsync.extension import check_whole_number
 from mtf_gradsync.runtimes._private.jax import backends_are_initialized
 from mtf_gradsync.runtimes.processes.members import ProcessesError
 from mtf_gradsync.runtimes.xla.installed import check_installed
-from mtf_gradsync.runtimes.xla.runner.devices import find_devices, first_devices, make_cpu_devices
+from mtf_gradsync.runtimes.xla.runner.jax_devices import (
+    find_devices,
+    first_devices,
+    make_cpu_devices,
+)
 
 # Device files of a TPU on its host.
 _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")

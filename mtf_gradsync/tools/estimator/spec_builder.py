@@ -26,8 +26,8 @@ from mtf_gradsync.extension import (
     weight_now,
 )
 from mtf_gradsync.runtimes import simd
-from mtf_gradsync.runtimes.simd.traffic import has_calls
-from mtf_gradsync.tools.estimator.host import MeanLossHook, add_saver, saving_period
+from mtf_gradsync.runtimes.simd.communication import has_calls
+from mtf_gradsync.tools.estimator.hooks import MeanLossHook, add_saver, saving_period
 
 _Modes = tf.estimator.ModeKeys
 # Bytes that the first host keeps free for each core's programs.

@@ -1,6 +1,6 @@
 """Runs the TPU compiler, as a script in a process of its own: with jax and libtpu, no TensorFlow.
 
-usage: child.py PRIVATE_JAX FOLDER
+usage: compiler_script.py PRIVATE_JAX FOLDER
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CHIPS_PER_HOST = 4
 
 
 def main(private: Any, folder: str) -> dict[str, Any]:
-    """Compiles the folder's ``module.mlir`` as ``request.json`` asks; see `own_process.ask`."""
+    """Compiles the folder's ``module.mlir`` by ``request.json``; see `compiler_process.ask`."""
     # `private` is the module `mtf_gradsync.runtimes._private.jax`, which cannot be imported here.
     from jax.experimental import topologies
-    from runner.program import compile_options  # type: ignore[import-not-found]  # by its path
+    from runner.loaded_program import compile_options  # type: ignore[import-not-found]  # by its path
 
     def path(name: str) -> str:
         return os.path.join(folder, name)

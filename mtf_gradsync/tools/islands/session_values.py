@@ -20,7 +20,7 @@ from mtf_gradsync.extension import (
     tf,
     warn_once,
 )
-from mtf_gradsync.runtimes.simd.session import ReplicaSession, VariableAccess, lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.tools.islands.changes import MEAN
 from mtf_gradsync.tools.islands.folder import Spec
 

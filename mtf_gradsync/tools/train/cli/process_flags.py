@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.tools.train.cli.arguments import number, whole_number
+from mtf_gradsync.tools.train.cli.flags import number, whole_number
 
 if TYPE_CHECKING:
     from mtf_gradsync.runtimes.cluster import Task
@@ -95,7 +95,7 @@ def run_by_flags(
     Only alone may model_dir be None; `settings` and `first_does` are those of `run_on_processes`.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
-    from mtf_gradsync.tools.train.processes import run_on_cluster, run_on_processes
+    from mtf_gradsync.tools.train.distributed_run import run_on_cluster, run_on_processes
 
     process = _process_of_flags(args)
     task = None if process else _task_of_flags(args)

@@ -5,7 +5,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from mtf_gradsync.tools._private.profiles import profile_data
 from mtf_gradsync.tools.timelines import TimelineError
-from mtf_gradsync.tools.timelines.profiles import Ran, leaves, read_profile, until_used
+from mtf_gradsync.tools.timelines.jax_profiles import Ran, leaves, read_profile, until_used
 
 jax = pytest.importorskip("jax")
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._private.mesh_tensorflow import restored_lowering
-from mtf_gradsync.runtimes.means import Measured, StepMeans
 from mtf_gradsync.runtimes.saving import RunSaver
+from mtf_gradsync.runtimes.step_means import Measured, StepMeans
 from mtf_gradsync.tools._private.tensorflow import add_saving_listeners, summary_writers
 
 _logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from mtf_gradsync.runtimes._private import jax as private
-from mtf_gradsync.runtimes.xla.topology import child
+from mtf_gradsync.runtimes.xla.topology import compiler_script
 from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 # As Google's logs have what ends a process, after time and thread.
@@ -37,7 +37,7 @@ def ask(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> dict[str, Any]:
-    """Returns the compiler's answer for a program, which `child` writes into the folder.
+    """Returns the compiler's answer for a program, which `compiler_script` writes into the folder.
 
     Without a module it is about the topology only. `estimate` has StableHLO of further programs, by
     name; `begun` is called with the compiler's process once it runs, so that the caller can end it.
@@ -68,7 +68,7 @@ def ask(
     (place / "request.json").write_text(json.dumps(request))
     (place / "module.mlir").write_text(module or "")
     process = subprocess.Popen(
-        [sys.executable, child.__file__, private.__file__, folder],
+        [sys.executable, compiler_script.__file__, private.__file__, folder],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

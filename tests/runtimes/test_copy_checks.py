@@ -6,8 +6,8 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
-from mtf_gradsync.runtimes.simd.session import VariableAccess
-from mtf_gradsync.runtimes.xla.runner.devices import put
+from mtf_gradsync.runtimes.simd.replica_session import VariableAccess
+from mtf_gradsync.runtimes.xla.runner.jax_devices import put
 from tests import harness, models
 
 MESH_SHAPE, LAYOUT, _ = harness.MESHES["2x2"]

@@ -9,7 +9,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from .devices import DeviceValues, StepError, describe, devices_errors, short
+from .jax_devices import DeviceValues, StepError, describe, devices_errors, short
 
 # For the program that was called last: a result to wait for, and all its results.
 _last: DeviceValues | None = None

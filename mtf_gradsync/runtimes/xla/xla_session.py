@@ -15,10 +15,10 @@ from mtf_gradsync.runtimes._private.tensorflow import with_own_types
 from mtf_gradsync.runtimes.processes.watchdog import note
 from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
-from mtf_gradsync.runtimes.simd.session import ReplicaSession, copied, lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, copied, lowerings_in
 from mtf_gradsync.runtimes.xla.bridge import initial_state
+from mtf_gradsync.runtimes.xla.core_devices import devices_for
 from mtf_gradsync.runtimes.xla.device_values import DeviceInputs, DeviceVariables
-from mtf_gradsync.runtimes.xla.devices import devices_for
 from mtf_gradsync.runtimes.xla.executable import (
     Cache,
     CompiledCore,
@@ -27,7 +27,12 @@ from mtf_gradsync.runtimes.xla.executable import (
 )
 from mtf_gradsync.runtimes.xla.gathering import Cores
 from mtf_gradsync.runtimes.xla.host_graph import BOUNDARY, FetchPlan, FetchSource
-from mtf_gradsync.runtimes.xla.runner.devices import DevicesError, DeviceValues, devices_errors, put
+from mtf_gradsync.runtimes.xla.runner.jax_devices import (
+    DevicesError,
+    DeviceValues,
+    devices_errors,
+    put,
+)
 from mtf_gradsync.runtimes.xla.topology.chips import peak_flops_of
 
 _logger = logging.getLogger("mtf_gradsync")

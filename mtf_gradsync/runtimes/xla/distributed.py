@@ -22,14 +22,14 @@ from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet_at
 from mtf_gradsync.runtimes.processes.members import Member, ProcessesError, all_given
 from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.runtimes.xla import gathering
-from mtf_gradsync.runtimes.xla.devices import (
+from mtf_gradsync.runtimes.xla.core_devices import (
     ask_for_cpu_devices,
     check_keeps_order,
     leave_absent_tpus_alone,
 )
 from mtf_gradsync.runtimes.xla.gathering import may_be_from_another_process
 from mtf_gradsync.runtimes.xla.installed import check_installed
-from mtf_gradsync.runtimes.xla.runner.devices import exchange_at
+from mtf_gradsync.runtimes.xla.runner.jax_devices import exchange_at
 
 _FRAMES = 5
 # The signals that faulthandler handles, by what it writes first.

@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.tools.islands.values import Values
+from mtf_gradsync.tools.islands.session_values import Values
 from tests import harness, models, reference
 from tests.tools.islands.conftest import Program, batches
 

@@ -24,7 +24,7 @@ from mtf_gradsync.extension import (
     warn_once,
 )
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
-from mtf_gradsync.runtimes.simd.session import ReplicaSession
+from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession
 
 # The collection of the hooks that watch a tf graph; it is not exported, as its key is no string.
 _COLLECTION = ("mtf_gradsync watched copies",)
