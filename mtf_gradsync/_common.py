@@ -1,4 +1,4 @@
-"""What all rooms use: words for messages, checks of numbers, lines logged once, walks, groups."""
+"""Helpers of all rooms: words for messages, checks of numbers, lines logged once, walks, groups."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """Text such as "a, b, c and 31 more": the first names of many, and how many more there are."""
+    """Returns text such as "a, b, c and 31 more": the first names, and the number of others."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def some_lines(lines: Sequence[str], most: int = 3) -> str:
-    """The first lines of many, each with its line break in front, and how many more there are."""
+    """Returns the first lines, each after a line break, and the number of others."""
     more = [f"\n  and {len(lines) - most} more"] if len(lines) > most else []
     return "".join([*lines[:most], *more])
 
 
 def counted(names: Sequence[str], noun: str) -> str:
-    """Text such as "34 variables: a, b, c and 31 more", or "variable a"; `noun` is singular."""
+    """Returns text such as "34 variables: a, b, c and 31 more", or "variable a"."""
     if len(names) == 1:
         return f"{noun} {names[0]}"
     return f"{len(names)} {noun}s: {some_of(names)}"
@@ -114,7 +114,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def elements(value: Any) -> list[Any] | None:
-    """Returns what an argument lists; None for what lists nothing, such as a tensor or a text."""
+    """Returns the elements of a list-like argument; None for others, such as a tensor or text."""
     # To iterate over a tensor adds operations to its graph before it fails.
     if isinstance(value, (str, bytes)) or hasattr(value, "graph"):
         return None
@@ -146,7 +146,7 @@ def reset_warnings() -> None:
 
 
 def close_to(given: str, names: Iterable[str], most: int = 2) -> list[str]:
-    """Returns the names that come near a given one, the nearest first, by letters and digits.
+    """Returns the names most similar to a given name, the most similar first.
 
     A name comes near if one of its parts does, or has the given one in it.
     """
@@ -179,7 +179,7 @@ def warn_of_unmatched(
     names: Collection[str],
     matches: Callable[[str, str], Any] = re.search,
 ) -> None:
-    """Warns once of each pattern that is in none of the names of variables."""
+    """Warns once of each pattern that matches no variable's name."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             warn_once(
@@ -196,7 +196,7 @@ _T = TypeVar("_T")
 
 
 def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Yields all elements that are reached from `starts`, these included, each once.
+    """Yields all elements that are reached from `starts`, including `starts`, each once.
 
     `following` gives the elements that follow one. The walk is depth first: of the elements that
     wait, the one found last comes next.
@@ -233,7 +233,7 @@ _64_BITS = (1 << 64) - 1
 
 
 def mixed(seed: int, seed2: int) -> int:
-    """Returns one signed 64-bit number that two numbers give, as seeds of random numbers."""
+    """Returns a signed 64-bit seed, mixed from two numbers."""
     word = 0
     for part in (seed, seed2):
         # The mixing step of splitmix64.

@@ -1,7 +1,7 @@
-"""What runtimes and tools, and programs that write their own, use of the core.
+"""The names of the core for runtimes, tools, and programs with wrappers of their own.
 
-Import-linter holds them to it: the rest of the core may change without them. The page
-``docs/guides/own_wrapper.md`` says which names are for whom. Each loads its own module when it is
+Import-linter checks that runtimes and tools use no other name of the core. The page
+``docs/guides/own_wrapper.md`` says which names are for whom. Each name loads its module when it is
 first used: the command reads its arguments, and processes watch each other, without TensorFlow.
 """
 

@@ -1,4 +1,4 @@
-"""Variables of TensorFlow: full names, and what a program does about ref variables."""
+"""TensorFlow's variables: full names, and errors of ref variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import tf
 
 @contextlib.contextmanager
 def root_scope() -> Iterator[None]:
-    """Makes variable names full names inside it: the current variable scope adds no prefix."""
+    """Makes variable names full names inside the block: the variable scope adds no prefix."""
     root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
     with tf.variable_scope(root, auxiliary_name_scope=False):
         yield
@@ -25,12 +25,12 @@ CURE = (
 
 
 class RefVariablesError(NotImplementedError):
-    """TensorFlow's error about ref variables, with what to do."""
+    """TensorFlow's error about ref variables, with a remedy."""
 
 
 @contextlib.contextmanager
 def ref_variables_explained() -> Iterator[None]:
-    """Within it, TensorFlow's error about ref variables in a TPU program says what to do."""
+    """Adds a remedy to TensorFlow's errors of ref variables in a TPU program, inside the block."""
     try:
         yield
     except RefVariablesError:

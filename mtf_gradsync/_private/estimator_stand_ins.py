@@ -1,4 +1,4 @@
-"""What stands in for Estimator where TensorFlow has none: specs and configs as plain data.
+"""Stand-ins for Estimator's specs and configs, as plain data, for TensorFlow without Estimator.
 
 With them `mtf_gradsync.estimator.Estimator` runs a model_fn that was written for Estimator or
 TPUEstimator. Fields and defaults are TensorFlow 2.15's.
@@ -20,7 +20,7 @@ _LAST_WITH_ESTIMATOR = "2.15"
 
 
 class ModeKeys:
-    """Estimator's names of modes, which model functions compare strings with."""
+    """Estimator's names of modes, with which model functions compare strings."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -162,7 +162,7 @@ class TPURunConfig(RunConfig):
 
 
 class WarmStartSettings(NamedTuple):
-    """Where variables get their first values from, and which of them."""
+    """The source of variables' first values, and the names of the variables."""
 
     ckpt_to_initialize_from: str
     vars_to_warm_start: Any = ".*"
@@ -198,7 +198,7 @@ _ESTIMATOR_CLASSES = (
 
 
 class EstimatorRemovedError(RuntimeError):
-    """A program used something that needs Estimator, which this TensorFlow no longer has."""
+    """The error of a program that needs Estimator, which this TensorFlow lacks."""
 
 
 def _removed_message(what: str) -> str:
@@ -210,7 +210,7 @@ def _removed_message(what: str) -> str:
 
 
 def _removed_class(name: str, module: str) -> type:
-    """Returns a class that can be imported and subclassed; constructing it raises."""
+    """Returns a class that can be imported and subclassed; constructing it raises an error."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         del cls, args, kwargs
@@ -221,7 +221,7 @@ def _removed_class(name: str, module: str) -> type:
 
 
 class _InputPipelineConfig:
-    """TPUConfig's input modes, with the values that TensorFlow 2.15 gives them."""
+    """TPUConfig's input modes, with their values in TensorFlow 2.15."""
 
     PER_SHARD_V1 = 1
     PER_HOST_V1 = 2
@@ -301,7 +301,7 @@ def _estimator_stand_in() -> types.ModuleType:
 
 
 def restore_estimator(modules: list[Any]) -> None:
-    """Gives all modules of the list that have no ``estimator`` the same stand-in."""
+    """Gives all modules in the list that have no ``estimator`` the same stand-in."""
     made = [module.estimator for module in modules if hasattr(module, "estimator")]
     stand_in: Any = next((one for one in made if isinstance(one, _StandInModule)), None)
     for module in modules:

@@ -42,7 +42,7 @@ def lazy_names(
 
 
 class _MovedPackage(ModuleType):
-    """A package whose modules are imported by earlier names, too.
+    """A package whose modules can also be imported by earlier names.
 
     Each such import ends by making the module an attribute of its package, also where the package
     has a function of that name by then, as `mtf_gradsync.xla.session` is one.
@@ -55,7 +55,7 @@ class _MovedPackage(ModuleType):
 
 
 class _EarlierNames(MetaPathFinder, Loader):
-    """Imports modules under the names that they had before their folders moved."""
+    """An importer of modules by the names that they had before their folders moved."""
 
     def __init__(self, moved: Mapping[str, str]):
         self._moved = moved
@@ -71,7 +71,7 @@ class _EarlierNames(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns a spec that leads to a module's real place; None if the module did not move."""
+        """Returns a spec that leads to a module's real place; None if it has not moved."""
         place = self._place(fullname)
         found = find_spec(place) if place else None
         if found is None:
@@ -80,13 +80,13 @@ class _EarlierNames(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=found.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns the module of the real place; imports it there if nobody has yet."""
+        """Returns the module at the real place, imported if it was not."""
         module = importlib.import_module(self._place(spec.name) or "")
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Gives the module its own spec back, which Python's import has replaced by this one."""
+        """Gives the module its own spec back, which the import system has replaced."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
         if hasattr(module, "__path__"):
@@ -101,5 +101,5 @@ class _EarlierNames(MetaPathFinder, Loader):
 
 
 def find_moved(moved: Mapping[str, str]) -> None:
-    """Lets modules be imported by earlier names: `moved` has the new name of each."""
+    """Lets modules be imported by earlier names: `moved` maps each to the new name."""
     sys.meta_path.insert(0, _EarlierNames(moved))

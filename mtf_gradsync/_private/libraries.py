@@ -46,13 +46,13 @@ _V1_MODULES = (
 
 
 def is_stand_in(module: Any) -> bool:
-    """Returns whether a module stands in for one that TensorFlow does not have."""
+    """Returns whether a module stands in for a module that TensorFlow lacks."""
     # Reading an attribute of a LazyLoader would load its module, so only its type is read.
     return getattr(type(module), "is_mtf_gradsync_stand_in", False)
 
 
 def _module_exists(name: str) -> bool:
-    """Returns whether TensorFlow itself has the module; does not import it."""
+    """Returns whether TensorFlow has the module; does not import it."""
     if name in sys.modules:
         return not is_stand_in(sys.modules[name])
     return importlib.util.find_spec(name) is not None

@@ -1,4 +1,4 @@
-"""What this package uses of Mesh-TensorFlow that has no public name, one function each.
+"""Parts of Mesh-TensorFlow without a public name that this package uses, one function each.
 
 All were read on Mesh-TF 0.1.21; ``tests/private/test_mesh_tensorflow.py`` has a test of each that
 fails where a version means something else.
@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 
 def sum_made_by(lazy: mtf.LazyAllreduceSum) -> Any:
-    """Returns the `LaidOutTensor` of a pending sum that is reduced already, None if it is not."""
+    """Returns the `LaidOutTensor` of a pending sum that is reduced already; None if it is not."""
     return lazy._reduced
 
 
@@ -23,7 +23,7 @@ def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
 
 
 def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
-    """Gives a new operation its outputs, along all of whose dimensions it may be split."""
+    """Gives a new operation its outputs, all of whose dimensions may be split."""
     operation._outputs = tensors
     # Mesh-TF's automatic layout asks for it once inputs and outputs are known.
     operation._splittable_dims, operation._unsplittable_dims = (
@@ -32,7 +32,7 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 
 
 def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
-    """Initializes a variable that replaces another one in an optimizer, with a value of its own.
+    """Initializes a variable, with its own value, that replaces another in an optimizer.
 
     It has the other one's name and dtypes, no master, and stands in none of the graph's lists.
     """
@@ -51,19 +51,19 @@ class Reshaped:
         self.device = getattr(variable, "device", "")
 
     def value(self) -> tf.Tensor:
-        """Reads it."""
+        """Reads the variable."""
         return tf.reshape(self._variable, self.shape)
 
     def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """As `tf.assign` asks for it."""
+        """Assigns a value of this shape; called by `tf.assign`."""
         return tf.assign(self._variable, self._as_held(value), name=name)
 
     def assign_add(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """As `tf.assign_add` asks for it."""
+        """Adds a value of this shape; called by `tf.assign_add`."""
         return tf.assign_add(self._variable, self._as_held(value), name=name)
 
     def assign_sub(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """As `tf.assign_sub` asks for it."""
+        """Subtracts a value of this shape; called by `tf.assign_sub`."""
         return tf.assign_sub(self._variable, self._as_held(value), name=name)
 
     def _as_held(self, value: tf.Tensor) -> tf.Tensor:
@@ -79,7 +79,7 @@ tf.register_tensor_conversion_function(Reshaped, _as_tensor)
 
 
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
-    """Gives a variable that is not lowered yet a value of another shape with as many elements.
+    """Gives a variable, before its lowering, a value of another shape with equal size.
 
     Its master, which checkpoints hold, keeps its shape. `take_over` is to make the old value the
     output of another operation.
@@ -95,17 +95,17 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
 
 
 def master_of(variable: mtf.Variable) -> tf.Variable:
-    """The variable of TensorFlow's that is a variable's master, in the shape of checkpoints."""
+    """Returns the tf variable that is a variable's master, in the shape of checkpoints."""
     return variable._master
 
 
 def give_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
-    """Gives a laid-out variable another operation that copies its master to its slices."""
+    """Sets the operation that copies a laid-out variable's master to its slices."""
     laid_out_variable._copy_master_to_slices = copy
 
 
 def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
-    """Gives a variable that is not lowered yet a dtype that autostack knows to leave alone."""
+    """Gives a variable, before its lowering, a dtype that autostack leaves alone."""
     variable._dtype = dtype
 
 
@@ -124,12 +124,12 @@ def reassign(
 
 
 def give_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
-    """Has an assignment write its values by another function, such as `mtf.assign_slice`."""
+    """Makes an assignment write by another function, such as `mtf.assign_slice`."""
     operation._assign_fn = assign_fn
 
 
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
-    """Returns names of dimensions that an optimizer treats differently, as Adafactor can."""
+    """Returns dimensions' names that an optimizer treats differently, as Adafactor can."""
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
@@ -150,7 +150,7 @@ def patterns_of(optimizer: Any) -> dict[str, str | tuple[str, ...]]:
 
 
 def scale_setting(optimizer: Any) -> Any:
-    """Returns Adafactor's `multiply_by_parameter_scale` as given; True of another optimizer."""
+    """Returns Adafactor's `multiply_by_parameter_scale`; True for other optimizers."""
     return getattr(optimizer, "_multiply_by_parameter_scale", True)
 
 
@@ -162,7 +162,7 @@ def slice_function(
 
 
 def scalar_of(operation: mtf.ScalarAddOperation | mtf.ScalarMultiplyOperation) -> Any:
-    """Returns the number or tf scalar that every element is added to or multiplied by."""
+    """Returns the number or tf scalar in an addition or a multiplication of all elements."""
     return operation._scalar
 
 
@@ -172,7 +172,7 @@ def reduction(operation: mtf.ReduceOperation) -> str:
 
 
 def output_gradients(operation: mtf.GenericGradOperation) -> list[mtf.Tensor]:
-    """Returns the gradients that an operation takes, one for each output of the forward operation.
+    """Returns an operation's gradient inputs, one for each output of the forward operation.
 
     They are the last of its inputs.
     """
@@ -180,7 +180,7 @@ def output_gradients(operation: mtf.GenericGradOperation) -> list[mtf.Tensor]:
 
 
 def custom_gradient_results(operation: mtf.CustomGradientOperation) -> list[mtf.Tensor]:
-    """Returns the tensors that an operation with a custom gradient passes on as its outputs."""
+    """Returns the tensors that an operation with a custom gradient passes on as outputs."""
     return operation._fn_outputs
 
 
@@ -200,7 +200,7 @@ class LoopPart(NamedTuple):
 
 
 def loop_condition(operation: mtf.WhileLoopOperation) -> LoopPart:
-    """Returns the condition of a loop; its only output says whether to go on."""
+    """Returns the condition of a loop, whose only output is whether to go on."""
     return LoopPart(operation._cond_inputs, operation._cond_ops, [operation._cond_output])
 
 
@@ -210,7 +210,7 @@ def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
 
 
 def computed_from(tensor: mtf.Tensor) -> list[mtf.Tensor]:
-    """Returns the tensors that one is computed from; of a loop's result, what the body gives."""
+    """Returns the tensors that a tensor is computed from: for a loop's, the body's output."""
     operation = tensor.operation
     if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
         return [loop_body(operation).outputs[operation.outputs.index(tensor)]]
@@ -243,12 +243,12 @@ def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
 
 
 def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]:
-    """Returns a value that is equal for meshes of one shape and layout."""
+    """Returns a key that is equal for meshes of one shape and layout."""
     return shape.to_string, frozenset(layout._pairs)
 
 
 def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
-    """Returns the `LaidOutTensor` of a tensor on another mesh; its own mesh must not split it."""
+    """Returns a tensor's `LaidOutTensor` on another mesh; its own mesh must not split it."""
     value = lowering.tensors[x].to_laid_out_tensor()
     if x.mesh is mesh:
         return value
@@ -309,5 +309,5 @@ CALLS = "mtf_gradsync_gradients"
 
 
 def gradients_calls(graph: mtf.Graph) -> list[GradientsCall]:
-    """Returns the calls of `mtf.gradients` in a graph, and in the loops in it, in order."""
+    """Returns the calls of `mtf.gradients` in a graph and its loops, in order."""
     return list(vars(graph).get(CALLS, ()))

@@ -1,4 +1,4 @@
-"""What this package changes in Mesh-TensorFlow and TensorFlow: one mark for all patches."""
+"""Patches of Mesh-TensorFlow and TensorFlow, all of which carry one mark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATCHES = "mtf_gradsync_patches"
 
 
 def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function of a library by what `make` returns for it; a second call does nothing.
+    """Replaces a library's function by `make(function)`; a second call does nothing.
 
     Args:
       owner: the module or class that has the function.
@@ -72,13 +72,13 @@ def configurable_when_named(places: Mapping[str, str]) -> None:
 
 
 def load_configurables() -> None:
-    """Loads what `configurable_when_named` has left for later, so that gin knows it all."""
+    """Loads the modules that `configurable_when_named` deferred, so that gin knows them."""
     for place in _when_named.values():
         importlib.import_module(place)
 
 
 def late_configurable(*args: Any, **kwargs: Any) -> Callable[[_Function], _Function]:
-    """As `gin.configurable`, also once gin's configuration is locked, as a parsed one is."""
+    """Registers as `gin.configurable` does, also after gin's configuration is locked."""
 
     def register(function: _Function) -> _Function:
         with gin.unlock_config():
@@ -90,7 +90,7 @@ def late_configurable(*args: Any, **kwargs: Any) -> Callable[[_Function], _Funct
 def call_around_lowering(
     before: Callable[[mtf.Graph], None], after: Callable[[mtf.Lowering, int], None]
 ) -> None:
-    """Makes every lowering call a function before, as `Graph.rewrite_stack_variables`, and after.
+    """Calls `before` and `after` around every lowering.
 
     `before` gets the graph, and may add to it. `after` gets the lowering, and how many operations
     TensorFlow's graph had before it.
@@ -117,7 +117,7 @@ def call_around_lowering(
 
 
 def keep_apart_when_combined(kind: type) -> None:
-    """Makes `mtf.Graph.combine_assignments` pass operations of a kind on as they are."""
+    """Makes `mtf.Graph.combine_assignments` leave operations of a kind unchanged."""
 
     def combine_others(combine: Any) -> Any:
         def combine_assignments(
@@ -134,7 +134,7 @@ def keep_apart_when_combined(kind: type) -> None:
 
 
 def explain_mesh_tensors_to_tensorflow() -> None:
-    """Makes TensorFlow's operations raise an error for mesh tensors that says what to use instead.
+    """Makes TensorFlow's operations refuse mesh tensors with an error that has a remedy.
 
     It is a TypeError as before, so that ``tf_tensor * mesh_tensor`` still is a product on the mesh.
     """
@@ -154,7 +154,7 @@ def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -
 
 
 def keep_summaries_in_meta_graphs() -> None:
-    """Makes savers write Mesh-TF's summaries, pairs of a name and a tensor, into a graph's file.
+    """Makes savers write Mesh-TF's summaries into a graph's file.
 
     Without it they log a warning, and leave them out.
     """
@@ -188,7 +188,7 @@ _NOTHING = 1e-30
 
 
 def recompute_each_shard_by_itself() -> None:
-    """Makes `mtf.recompute_grad` wait for the gradient of each example alone, not for their sum.
+    """Makes `mtf.recompute_grad` wait for each example's gradient, not for their sum.
 
     So that XLA does not merge a recomputation with the original, Mesh-TF adds next to nothing of
     the incoming gradient to what the block is recomputed from, but of its sum over all examples: an
@@ -209,7 +209,7 @@ def _recompute(
     output_grads: list[mtf.Tensor],
     control_dependencies: bool,
 ) -> list[mtf.Tensor | None]:
-    """The gradient of `mtf.recompute_grad`, called as Mesh-TF calls its own."""
+    """Returns the gradients of `mtf.recompute_grad`, called as Mesh-TF calls its own function."""
     given = {t: t for t in all_inputs}
     if control_dependencies:
         given.update(_after(output_grads[0], [t for t in explicit_inputs if t.dtype.is_floating]))
@@ -227,7 +227,7 @@ def _recompute(
 
 
 def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
-    """Makes those tensors wait for a gradient that have its first dimension, the examples.
+    """Makes tensors with a gradient's first dimension, the examples, wait for the gradient.
 
     The others would wait for a sum over examples. Where none has it, those wait that have most
     dimensions in common with the gradient, and variables only if there are no others.
@@ -246,7 +246,7 @@ def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.
 
 
 def keep_masks_finite() -> None:
-    """Makes float16 masks be multiplied by the smallest finite number in place of -1e9.
+    """Makes float16 masks the smallest finite number instead of -1e9.
 
     In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
     """
@@ -267,7 +267,7 @@ _MASK = -1e9
 
 
 def read_only_own_flags() -> None:
-    """Makes Mesh-TF's SIMD meshes look for their own two flags alone in a command line.
+    """Makes Mesh-TF's SIMD meshes look only for their own two flags in a command line.
 
     Where no program has parsed absl's flags, TensorFlow parses the whole command line as soon as
     one is read, and ends a program whose arguments are those of argparse.
@@ -278,7 +278,7 @@ def read_only_own_flags() -> None:
 
 
 class _OwnFlags:
-    """Flags of absl; each is looked for alone where the command line has not been parsed."""
+    """The flags of absl; each is looked up alone before the command line is parsed."""
 
     def __getattr__(self, name: str) -> Any:
         if flags.FLAGS.is_parsed() or name not in flags.FLAGS:
@@ -293,7 +293,7 @@ class _OwnFlags:
 
 
 def check_imported_shapes() -> None:
-    """Makes a step fail whose input has another shape than the mtf tensor that it becomes.
+    """Makes a step fail if an input's shape is not that of its mtf tensor.
 
     Where TensorFlow does not know the shape before, the meshes would take as much of the input as
     the mtf tensor has, and train on a part of the batch.
@@ -320,7 +320,7 @@ def check_imported_shapes() -> None:
 
 
 def note_meshes() -> None:
-    """Makes every graph of TensorFlow record the meshes made in it; see `meshes_made`."""
+    """Makes every TensorFlow graph record the meshes made in it; see `meshes_made`."""
 
     def with_note(init: Any) -> Any:
         def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
@@ -365,7 +365,7 @@ _STATELESS = {
 
 
 def draw_by_step() -> None:
-    """Makes random numbers of placement meshes depend on the step where a program has a seed.
+    """Makes random numbers of placement meshes depend on the step, if there is a seed.
 
     Mesh-TF seeds TensorFlow's generators, which begin anew in each session, by Python's random
     numbers and hash. In a graph with a seed and a global step (a resource variable), the same
@@ -398,7 +398,7 @@ def draw_by_step() -> None:
 
 
 class _Numbers:
-    """What random operations of a graph draw from.
+    """The numbers from which a graph's random operations draw.
 
     Attributes:
       seed: the graph's.
@@ -414,7 +414,7 @@ class _Numbers:
 
     @classmethod
     def of(cls, graph: tf.Graph) -> _Numbers | None:
-        """Returns those of a graph; None where random operations cannot depend on the step."""
+        """Returns a graph's numbers; None if its random operations cannot depend on the step."""
         if graph.seed is None or is_in_loop(graph):
             return None
         if graph not in _OF_GRAPH:

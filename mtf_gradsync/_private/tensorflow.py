@@ -1,4 +1,4 @@
-"""What the core uses of TensorFlow that has no public name, one function each.
+"""Parts of TensorFlow without a public name that the core uses, one function each.
 
 All were read on TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each that fails where a
 version means something else.
@@ -17,12 +17,12 @@ from mtf_gradsync._private.libraries import tf
 
 
 def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
-    """Sets an attribute, which TensorFlow does not check, of an operation that has not run yet."""
+    """Sets an attribute of an operation that has not run yet; TensorFlow does not check it."""
     operation._set_attr(name, value)
 
 
 def advance_step_after_reads(graph: tf.Graph) -> None:
-    """Makes the increments of a graph's global step wait for those that read it in the same step.
+    """Makes increments of the global step wait for its reads in the same step.
 
     Otherwise a hook, or a line that is printed, has now the step before and now the step after.
     Called again, it orders what has come since.
@@ -40,7 +40,7 @@ _WAITED_FOR = "_mtf_gradsync_waited_for"
 
 
 def advance_step_after(step: Any, reads: Sequence[tf.Operation]) -> None:
-    """Makes the increments of a global step wait for operations, those that come later, too.
+    """Makes increments of a global step wait for operations, also for later ones.
 
     What reads the step after it was advanced, by its own order, does so still. Increments in loops,
     branches and functions do not wait: to the graph these have a handle of their own.
@@ -66,12 +66,12 @@ def advance_step_after(step: Any, reads: Sequence[tf.Operation]) -> None:
 
 
 def control_flow_context(graph: tf.Graph) -> Any:
-    """Returns the branch or loop of control flow v1 that is being built, None outside of any."""
+    """Returns the branch or loop of control flow v1 that is being built, or None."""
     return graph._get_control_flow_context()
 
 
 def in_loop_or_branch(graph: tf.Graph) -> bool:
-    """Returns whether operations that are made now belong to a loop, a branch or a function."""
+    """Returns whether operations made now belong to a loop, a branch or a function."""
     context = control_flow_context(graph)
     while context is not None:
         if context.IsWhileContext() or context.IsCondContext():
@@ -81,7 +81,7 @@ def in_loop_or_branch(graph: tf.Graph) -> bool:
 
 
 def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
-    """Returns whether an operation, or what a graph gets now, is in a loop or a function."""
+    """Returns whether an operation, or one that a graph gets now, is in a loop or a function."""
     context = made._get_control_flow_context()
     is_in_function = getattr(made, "outer_graph", None) is not None
     return is_in_function or (context is not None and context.GetWhileContext() is not None)
@@ -89,7 +89,7 @@ def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
 
 @contextlib.contextmanager
 def control_flow_v1() -> Iterator[None]:
-    """Lets ``tf.cond`` make its operations in the graph itself, as after `disable_v2_behavior`.
+    """Makes ``tf.cond`` add its operations to the graph itself, inside the block.
 
     Where TensorFlow 2's control flow is on, a branch is a graph of its own, and what it makes is of
     no use to the lowering outside.
@@ -132,7 +132,7 @@ _PASSES_ON = frozenset(["Identity", "Enter", "Switch", "RefIdentity", "RefEnter"
 
 
 def variable_key(handle: tf.Operation) -> str:
-    """Returns a name that all handles of one variable have in common, in functions too."""
+    """Returns a name that all handles of one variable share, also in functions."""
     shared = handle.get_attr("shared_name") if handle.type == "VarHandleOp" else b""
     return shared.decode() or handle.name
 
@@ -162,7 +162,7 @@ def variables_written(operation: tf.Operation) -> list[str]:
 
 
 def _handle_behind(handle: tf.Tensor) -> tf.Tensor:
-    """Returns what a tensor is passed on from, also from outside of a function."""
+    """Returns the tensor that others pass on, also from outside of a function."""
     while True:
         captures = getattr(handle.graph, "captures", ())  # of a function
         outside = [outer for outer, inner in captures if inner.name == handle.name]
@@ -191,7 +191,7 @@ class TracedFunction(NamedTuple):
 
 
 def trace_function(tf_fn: Callable[..., Any], input_specs: Sequence[Any]) -> TracedFunction:
-    """Runs a function of a tensor for each spec in a graph of its own, and returns what it made.
+    """Traces a function in its own graph, with a tensor for each spec.
 
     Nothing is added to the current graph, even if the function uses tensors of it, but variables
     that the function makes are listed in its collections. Conditionals and loops are of control
@@ -212,7 +212,7 @@ _NEVER_FORWARD = -2
 
 
 def write_to_own_memory(operation: tf.Operation) -> None:
-    """Keeps an operation's kernel from writing its output into the memory of its first input.
+    """Keeps an operation's kernel from writing its output into its first input's memory.
 
     An `AddN` then adds up in its inputs' order: it begins with the input whose memory it takes. The
     attribute ``_forward_input`` holds pairs of an input and the output that its memory is for.
@@ -224,7 +224,7 @@ def write_to_own_memory(operation: tf.Operation) -> None:
 def collective_sum(
     tensor: tf.Tensor, group_size: int, group_key: int, instance_key: int, timeout_seconds: float
 ) -> tf.Tensor:
-    """Returns a sum over a group of which this is one member, by TensorFlow's own operation.
+    """Returns a sum over a group with this member, by TensorFlow's own operation.
 
     The tensor has one shape and dtype in the group: float32, float64, int32 or int64. `group_key`
     identifies the group's devices, and `instance_key` one sum of its members. A timeout of 0 waits
@@ -245,7 +245,7 @@ def local_devices() -> Sequence[Any]:
 
 
 def variables_of_saver(saver: tf.train.Saver) -> set[str] | None:
-    """Returns the names of a saver's variables; None if none were given, or by a SaverDef."""
+    """Returns the names of a saver's variables; None if it has none or only a SaverDef."""
     given = saver._var_list
     if given is None:
         return None
@@ -274,12 +274,12 @@ def initializer_of(variable: tf.Variable) -> tuple[Any, Any]:
 
 
 def give_initializer(variable: tf.Variable, initializer: tuple[Any, Any]) -> None:
-    """Gives a variable what `initializer_of` has returned, as `init_from_checkpoint` does."""
+    """Sets a variable's initializer and initial value, as `init_from_checkpoint` does."""
     variable._initializer_op, variable._initial_value = initializer
 
 
 def checkpoint_initializers() -> list[Any]:
-    """Returns the modules of which programs and `tf.train.warm_start` take init_from_checkpoint."""
+    """Returns the modules in which programs find init_from_checkpoint."""
     return [tf.train, sys.modules[tf.train.init_from_checkpoint.__module__]]
 
 
@@ -339,7 +339,7 @@ _MOST_INSIDE = 100
 
 
 def each_inside(optimizer: Any, names: Sequence[str], method: str = "") -> list[Any]:
-    """Returns an optimizer and those inside it, outermost first.
+    """Returns an optimizer and the optimizers inside it, outermost first.
 
     The optimizer directly inside one is the value of the first of some attributes that is not None,
     and has a method of a name if that is given. Raises a ValueError if that has no end, because an
@@ -363,19 +363,19 @@ def each_inside(optimizer: Any, names: Sequence[str], method: str = "") -> list[
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
-    """Returns an optimizer of ``tf.compat.v1`` and all those inside it, outermost first."""
+    """Returns an optimizer of ``tf.compat.v1`` and all optimizers inside it, outermost first."""
     return each_inside(optimizer, ("_opt", "_optimizer"))
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
-    """Makes the slots of an optimizer, which otherwise come with its first update."""
+    """Makes an optimizer's slots, which otherwise come with its first update."""
     for inside in optimizers_inside(optimizer):
         with tf.init_scope():
             inside._create_slots(variables)
 
 
 def number_of_tpu_shards() -> int | None:
-    """Returns how many shards the TPU program has that is being built; None outside of any."""
+    """Returns the number of shards of the TPU program that is being built, or None."""
     from tensorflow.python.tpu import tpu_function
 
     return tpu_function.get_tpu_context().number_of_shards
@@ -387,7 +387,7 @@ TOGETHER_ATTR = "_mtf_gradsync_together"
 
 @contextlib.contextmanager
 def summed_together() -> Iterator[None]:
-    """Marks the sums over cores that are made inside as one group, under a name of its own."""
+    """Marks sums over cores that are made inside as one group, under a new name."""
     graph = tf.get_default_graph()
     name = graph.unique_name("summed_together").encode()
     with graph._attr_scope({TOGETHER_ATTR: tf.AttrValue(s=name)}):

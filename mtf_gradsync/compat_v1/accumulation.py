@@ -1,4 +1,4 @@
-"""The wrappers of TensorFlow 1 optimizers: counterparts of the mesh ones, without a mesh."""
+"""Wrappers of TensorFlow 1 optimizers without a mesh: counterparts of the mesh wrappers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mtf_gradsync.compat_v1.rules import AllReduceFn, OffMesh, Reduction
 
 
 class _State(NamedTuple):
-    """Local variables of one training operation: micro steps in the sums, and the sums.
+    """The local variables of one training operation: the sums, and the steps in them.
 
     There is a sum for each gradient that is not None.
     """
@@ -89,7 +89,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         self._states: list[_State] = []
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns gradients of one micro step, by the inner optimizer.
+        """Returns the gradients of one microbatch step, by the inner optimizer.
 
         Raises:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.
@@ -100,7 +100,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None
     ) -> tf.Operation:
-        """Adds a micro step's gradients to the sums, and applies these when they are complete.
+        """Adds gradients to the sums; applies complete sums by the inner optimizer.
 
         Args:
           grads_and_vars: pairs as `compute_gradients` returns them; a gradient may be None.
@@ -269,7 +269,7 @@ def _local(value: tf.Tensor, name: str) -> tf.Variable:
 
 
 class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
-    """`tf.compat.v1.tpu.CrossShardOptimizer`, which here also runs outside of a TPU program.
+    """`tf.compat.v1.tpu.CrossShardOptimizer`, which also runs outside of TPU programs.
 
     There TensorFlow's class adds operations that no CPU or GPU can run. This one logs, as
     TensorFlow's does, that it assumes one shard, and then does what the inner optimizer does.
@@ -292,7 +292,7 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None
     ) -> tf.Operation:
-        """Sums gradients over the shards of the TPU program, where there is one; applies them.
+        """Sums gradients over a TPU program's shards, if there is one, and applies them.
 
         Args:
           grads_and_vars: pairs as ``compute_gradients`` returns them.
@@ -314,7 +314,7 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
 
 
 class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
-    """TensorFlow's class, which here also refuses gradients and variables of a mesh."""
+    """TensorFlow's class, which here also refuses a mesh's gradients and variables."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from mtf_gradsync.variables import root_scope
 
 
 class _MeshState(NamedTuple):
-    """The variables that the optimizer has made in one mtf graph: slots, and scalars by name.
+    """An optimizer's variables in one mtf graph: slots, and scalars by name.
 
     The keys of slots are a variable and the slot's own key.
     """
@@ -29,7 +29,7 @@ class _MeshState(NamedTuple):
 
 @gin.configurable(module="mtf_gradsync")
 class MeshOptimizer(mtf.optimize.Optimizer):
-    """Updates mesh variables as an optimizer of `tf.compat.v1.train` updates TensorFlow's.
+    """An optimizer of mesh variables that computes as one of `tf.compat.v1.train`.
 
     It takes GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer, AdamOptimizer,
     RMSPropOptimizer, AdadeltaOptimizer and FtrlOptimizer, with the arguments that they were made
@@ -51,7 +51,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
     """
 
     def __init__(self, opt: V1OptimizerLike, learning_rate: Any = NOT_GIVEN):
-        """Takes over an optimizer.
+        """Wraps an optimizer.
 
         Args:
           opt: an optimizer of one of the seven classes, or a class of them or factory, which is
@@ -73,7 +73,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         self._last: _MeshState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what copies have: the optimizer, and nothing of the steps that were built."""
+        """Returns the state of copies: the optimizer, without the steps that were built."""
         return {**self.__dict__, "_last": None}
 
     def apply_grads(
@@ -134,7 +134,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         return sorted(slot.key for slot in rule_of(self.opt, call=False).slots)
 
     def variables(self) -> list[mtf.Variable]:
-        """Returns the optimizer's own variables in the graph in which it was applied last."""
+        """Returns the optimizer's own variables in the graph of its last update."""
         return [*self._last.slots.values(), *self._last.powers.values()] if self._last else []
 
     def _operations(
@@ -194,7 +194,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
 
 def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
-    """Returns a number as it is, a tensor or variable (tf or mtf) as an mtf scalar of a dtype."""
+    """Returns a number as it is, and a tensor or variable (tf or mtf) as an mtf scalar."""
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, mtf.Variable):
@@ -216,7 +216,7 @@ def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
 
 
 def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
-    """Makes a scalar with an initial value; it belongs to no variable, so its name may be taken."""
+    """Makes a scalar with an initial value, under a name that may be taken."""
     graph = tf.get_default_graph()
     scope = graph.get_name_scope()
     reuses = bool(tf.get_variable_scope().reuse)
@@ -237,7 +237,7 @@ def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
 
 
 def _make(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any) -> mtf.Variable:
-    """Makes a variable with one initial value everywhere."""
+    """Makes a variable with the same initial value everywhere."""
     if isinstance(value, tf.Tensor):
         # The initializer of a program for TPUs stands outside of it, where the tensor may not be.
         known = tf.get_static_value(value)

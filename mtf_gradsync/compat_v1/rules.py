@@ -1,4 +1,4 @@
-"""What a wrapper takes as `opt`, and what it does with an optimizer of `tf.compat.v1`."""
+"""Checks of a wrapper's `opt`, and the handling of optimizers of `tf.compat.v1`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AppliesGradients(Protocol):
     """An optimizer that updates mesh variables, such as one of `mtf.optimize`."""
 
     def apply_grads(self, grads: Any, variables: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Updates variables by a gradient for each; returns a list of mtf operations."""
+        """Updates each variable by its gradient; returns a list of mtf operations."""
 
 
 class V1Optimizer(Protocol):
@@ -54,7 +54,7 @@ def is_v1(optimizer: Any) -> bool:
 
 
 def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
-    """Returns the optimizer that a user gave, made from a class or factory where opt is one.
+    """Returns the user's optimizer, made from a class or factory if `opt` is one.
 
     Args:
       opt: an optimizer with ``apply_grads``, one of ``tf.compat.v1.train``, or a class or factory
@@ -101,7 +101,7 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
 
 
 def refuse_with_v1(opt: Any, **arguments: Any) -> None:
-    """Raises ValueError if any of these arguments, for mesh optimizers only, is not None."""
+    """Raises ValueError if an argument that only mesh optimizers have is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
@@ -135,7 +135,7 @@ def _refuse_keras(opt: Any, wrapper: str) -> None:
 
 
 class OffMesh:
-    """Makes an optimizer of tf.compat.v1 refuse mesh tensors and mesh variables, with a TypeError.
+    """An optimizer of tf.compat.v1 that refuses mesh tensors and variables, with a TypeError.
 
     Subclasses name it before TensorFlow's class, so that its methods check arguments and then call
     those of TensorFlow's class.
@@ -156,7 +156,7 @@ class OffMesh:
 
     @property
     def apply_grads(self) -> NoReturn:
-        """Raises an AttributeError that says what to use: only mesh optimizers have this method."""
+        """Raises an AttributeError with a remedy: only mesh optimizers have this method."""
         raise AttributeError(f"{self._kind()} has no apply_grads. {self._instead()}")
 
     def _refuse_mesh(self, *given: Any) -> None:

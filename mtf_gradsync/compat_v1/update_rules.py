@@ -15,7 +15,7 @@ Step = Callable[[tf.Tensor, Any, Sequence[tf.Tensor], Scalars], "tuple[tf.Tensor
 
 
 class Slot(NamedTuple):
-    """A variable that an optimizer keeps beside each one that it updates.
+    """A variable that an optimizer keeps for each variable that it updates.
 
     Attributes:
       key: its name in ``get_slot``.
@@ -56,7 +56,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(optimizer: tf.train.Optimizer, call: bool = True) -> Rule:
-    """Returns the update rule of an optimizer of a class in `RULES`.
+    """Returns the update rule of an optimizer whose class is in `RULES`.
 
     With `call`, functions among the hyperparameters are called for it.
     """

@@ -1,4 +1,4 @@
-"""Checks of what a program gives: gradients and variables at once, scalar tensors in every step."""
+"""Checks of a program's arguments: gradients and variables at once, scalars in every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 
 
 def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
-    """Returns grads as a new list.
+    """Returns grads as a new list, checked.
 
     Raises:
       TypeError: something is neither an mtf tensor nor None.
@@ -38,7 +38,7 @@ def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
 
 
 def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
-    """Returns those gradients that are not None, for what needs one at least.
+    """Returns the gradients that are not None, and refuses a list without any.
 
     Raises:
       TypeError: as `check_gradients`, or a gradient is of whole numbers.
@@ -55,7 +55,7 @@ def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
 
 
 def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
-    """Returns variables, or variables of given values, as a new list of mtf.Variable."""
+    """Returns a new list of mtf.Variable, from variables or their values."""
     found = elements(variables)
     if found is None:
         raise TypeError(f"variables must be a list of mtf.Variable, got {variables!r}.")
@@ -74,7 +74,7 @@ def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
 def check_grads_and_variables(
     grads: Sequence[Any], variables: Sequence[Any], same_shapes: bool = False
 ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
-    """Returns gradients and variables as new lists, which belong together.
+    """Returns gradients and variables as new lists; refuses lists that do not match.
 
     With `same_shapes`, gradients of an optimizer without shards, their shapes are checked, too.
 
@@ -118,7 +118,7 @@ def check_grads_and_variables(
 
 
 def check_one_mesh(grads: MaybeGradients, what: str) -> None:
-    """Raises ValueError if gradients are on several meshes; `what` needs those of one mesh."""
+    """Raises ValueError, which names `what`, if gradients are on several meshes."""
     first: dict[mtf.Mesh, str] = {}
     for grad in grads:
         if grad is not None:
@@ -181,7 +181,7 @@ def is_scalar(value: Any) -> bool:
 
 
 class Bounds(NamedTuple):
-    """What an argument has to be.
+    """The bounds of an argument.
 
     Attributes:
       least: its least value.
@@ -199,13 +199,13 @@ class Bounds(NamedTuple):
         return f"from {self.least:g} up to {self.below:g} (not included)"
 
     def hold(self, x: Any) -> Any:
-        """Whether a number, an array or a tf tensor is within them; a NaN is not."""
+        """Returns whether a number, an array or a tf tensor is within the bounds; a NaN is not."""
         is_right = x >= self.least
         return is_right if self.below is None else is_right & (x < self.below)
 
 
 def within(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Casts a tensor; a whole number that another integer dtype does not hold is its largest."""
+    """Casts a tensor; an integer too large for the other dtype becomes its largest number."""
     value = tf.convert_to_tensor(value)
     both = value.dtype.is_integer and dtype.is_integer
     return tf.saturate_cast(value, dtype) if both else tf.cast(value, dtype)
@@ -214,7 +214,7 @@ def within(value: Any, dtype: tf.DType) -> tf.Tensor:
 def scalar_of_step(
     value: Any, mesh: mtf.Mesh, dtype: tf.DType, argument: str, owner: str, bounds: Bounds
 ) -> mtf.Tensor:
-    """Returns a scalar tensor or variable on a mesh, which is checked in every step.
+    """Returns a scalar tensor or variable on a mesh, which every step checks.
 
     A value that is out of bounds is an error of the step, which names owner, argument and value.
     Where nobody looks at what a program tells (TensorFlow's own TPU runtime; the body of a loop),
@@ -238,7 +238,7 @@ def scalar_of_step(
 
 
 class _CheckedScalars(PlanPart):
-    """The checked scalars of a graph, each made once: by whose and which they are."""
+    """The checked scalars of a graph, each made once for an owner and an argument."""
 
     made: Mapping[Any, tuple[Any, mtf.Tensor]] = {}  # an object keeps its id as long as it lives
 

@@ -1,4 +1,4 @@
-"""Clipping by each shard's own norm and by the global norm."""
+"""Clips gradients by each shard's own norm, or by the global norm."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Clipping(NamedTuple):
 
 
 class ScaleGradients(GradientOperation):
-    """Multiplies gradients of a mesh by one factor, or each shard's by that shard's factor.
+    """A product of gradients of a mesh and one factor, or each shard's own factor.
 
     Attributes:
       clipping: the clipping that it is part of.
@@ -120,7 +120,7 @@ class _Groups(PlanPart):
 
 
 def _sources(tensor: mtf.Tensor, ends: Container[mtf.Tensor]) -> Sequence[mtf.Tensor]:
-    """Returns what a gradient is made of, back to `ends`; of a list the one at its position."""
+    """Returns the tensors that a gradient is computed from; none for a member of `ends`."""
     if tensor in ends:
         return ()
     operation = tensor.operation
@@ -146,7 +146,7 @@ def clip_together(
     owner: str,
     behind: Sequence[mtf.Tensor] | None = None,
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
-    """Clips gradients, checked and reduced, or per shard if `axes` are given, by one norm.
+    """Clips checked gradients by one norm: reduced gradients, or per-shard ones with `axes`.
 
     `owner` is whose clip_norm it is, and `behind` are the gradients that they were made of, if
     operations do not tell; the result is that of `clip_by_global_norm`.
@@ -172,7 +172,7 @@ def clip_together(
 
 
 def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
-    """Returns what brings gradients of a norm to a limit: 1 for those below, and without a limit.
+    """Returns the factor that brings gradients of a norm to the limit, at most 1.
 
     As in TensorFlow, a norm that is not finite makes it NaN, and so does a norm so large that the
     factor is no normal number of the dtype.
@@ -189,7 +189,7 @@ def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
 
 
 def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
-    """Finds the one clipping whose outputs the gradients are; None if there is none."""
+    """Returns the clipping whose outputs `grads` are, all of them; None if there is none."""
     found = {id(c): c for c in (getattr(g.operation, "clipping", None) for g in grads)}
     (clipping,) = found.values() if len(found) == 1 else (None,)
     return clipping if clipping is not None and clipping.size == len(grads) else None
@@ -210,7 +210,7 @@ def clip_by_shard_norm(
     reducer: Strategy | None = None,
     accept_summed: bool = False,
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
-    """Clips each shard's gradients by that shard's own norm over all of them.
+    """Clips each shard's gradients by that shard's own norm over all gradients.
 
     Huge gradients of one shard do not scale down those of others. Where a gradient is split over a
     replica axis by its own layout (an expert's), each part counts for the shard that holds it.
@@ -255,7 +255,7 @@ def clip_by_shard_norm(
 def clip_by_global_norm(
     grads: MaybeGradients, clip_norm: ClipNorm, reducer: Strategy | None = None
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
-    """Clips reduced gradients by the norm over all of them, which may be of several meshes.
+    """Clips reduced gradients, of one mesh or several, by the norm over all of them.
 
     Args:
       grads: gradients of shape `var dims`; pending ones are reduced first. None passes through.

@@ -18,7 +18,7 @@ GroupAssignment = Sequence[Sequence[int]]
 
 
 def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
-    """Returns lists of shard numbers, checked; None for no groups, which may be given as [] too."""
+    """Returns checked lists of shard numbers; None for no groups, given as None or []."""
     if group_assignment is None:
         return None
     ok = isinstance(group_assignment, (list, tuple)) and all(
@@ -60,7 +60,7 @@ def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> in
 
 
 class SumCopies(GradientOperation):
-    """Sums tensors of shards within groups; each shard gets the sum of its group."""
+    """A sum of shards' tensors within groups; each shard gets the sum of its group."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ def _sum_several_a_processor(
     values: Sequence[Any],
     strategy: Strategy,
 ) -> list[Any]:
-    """Sums over groups where a processor holds several shards, of any groups.
+    """Sums over groups if a processor holds several shards, of any groups.
 
     Each processor adds up its shards by group, the sums of all groups are reduced, and each shard
     takes that of its group.
@@ -183,14 +183,14 @@ def _sum_several_a_processor(
 
 
 def _permutations(shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> tuple[list[int], list[int]]:
-    """Gives the transposition that moves dims to the front, and its inverse."""
+    """Returns the transposition that moves dims to the front, and its inverse."""
     first = [shape.dims.index(d) for d in dims]
     to_front = first + [i for i in range(shape.ndims) if i not in first]
     return to_front, [to_front.index(i) for i in range(shape.ndims)]
 
 
 def _split_constant(mesh_impl: Any, array: np.ndarray, shape: mtf.Shape) -> Any:
-    """Lays a numpy array out on a mesh of any kind."""
+    """Returns a numpy array laid out on a mesh of any kind."""
     value = mesh_impl.slicewise(lambda: tf.constant(array))
     for tensor_axis, mesh_axis in enumerate(mesh_impl.tensor_layout(shape)):
         if mesh_axis is not None:

@@ -28,7 +28,7 @@ from mtf_gradsync.step.plan import flat
 
 
 class Use(NamedTuple):
-    """How an operation keeps sums pending.
+    """The way in which an operation keeps sums pending.
 
     Attributes:
       positions: the inputs that it is linear in together; the others are factors.
@@ -47,12 +47,12 @@ class Use(NamedTuple):
 
     @property
     def is_new_sum(self) -> bool:
-        """Whether its results are best reduced themselves, over its own axes as well."""
+        """Whether to reduce the operation's results, not its inputs."""
         return (bool(self.own_axes) or self.joins) and not self.first
 
 
 class Cause(enum.Enum):
-    """Why a tensor is not a sum of terms of one shard each."""
+    """A reason why a tensor is not a sum of one term per shard."""
 
     #: An operation needs the sum over the shards and is not linear in it.
     NEEDS_SUM = enum.auto()
@@ -65,14 +65,14 @@ class Cause(enum.Enum):
 
 
 class Mixing(NamedTuple):
-    """An operation after which per-shard gradients are not recoverable, and why."""
+    """An operation after which per-shard gradients are not recoverable, and the reason."""
 
     operation: mtf.Operation
     cause: Cause
 
 
 class Flow:
-    """Foresees which operations on the way to target tensors keep sums pending.
+    """A forecast of which operations before target tensors keep sums pending.
 
     It follows the operations that compute the targets, back to where shards hold different data,
     and those whose outputs are made of pending sums on the way, so that these need no reduction
@@ -97,7 +97,7 @@ class Flow:
         layout: Layout,
         sums: Iterable[mtf.Tensor] = (),
     ):
-        """Follows what leads to the targets, usually gradients, and to `sums`.
+        """Follows the operations that lead to the targets, usually gradients, and to `sums`.
 
         These are targets that count as sums even if each shard holds other data of them.
         """
@@ -124,7 +124,7 @@ class Flow:
     # The operations that tensors are computed by.
 
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
-        """The inputs that a tensor is computed from; none if shards hold different data of it."""
+        """Returns the tensors that a tensor is computed from; none if shards differ in it."""
         operation = tensor.operation
         if self._layout.of_shards(tensor) or isinstance(operation, mtf.Variable):
             return []
@@ -139,11 +139,11 @@ class Flow:
         return operation.inputs
 
     def _tensors_before(self, target: mtf.Tensor) -> list[mtf.Tensor]:
-        """A tensor and what it is computed from, back to where shards hold different data."""
+        """Returns a tensor and its inputs' inputs, back to tensors in which shards differ."""
         return [t for t in walk([target], self._sources) if not self._layout.of_shards(t)]
 
     def before(self, target: mtf.Tensor) -> list[mtf.Operation]:
-        """The operations that compute a tensor, back to where shards hold different data."""
+        """Returns the operations that compute a tensor, back to tensors in which shards differ."""
         return list(dict.fromkeys(t.operation for t in self._tensors_before(target)))
 
     def _is_made_of_pending(self, operation: mtf.Operation) -> bool:
@@ -193,7 +193,7 @@ class Flow:
         self.axes.update((o, self.axes[s]) for o, s in zip(outputs, sources) if s in self.axes)
 
     def _own_axes(self, operation: mtf.Operation) -> Axes:
-        """The mesh axes that an operation sums over."""
+        """Returns the mesh axes that an operation sums over."""
         if not is_product_or_sum(operation):
             return Axes()
         kept = {d for t in operation.outputs for d in t.shape.dims}
@@ -201,7 +201,7 @@ class Flow:
         return Axes({self._layout.axis_of(operation.mesh, d) for d in summed} - {None})
 
     def _delays(self, operation: mtf.Operation, pending: dict[int, Axes]) -> bool:
-        """Whether Mesh-TF itself keeps the sum pending."""
+        """Returns whether Mesh-TF itself keeps the sum pending."""
         inputs = operation.inputs
         if any(self.is_derived(t) for t in inputs) or len(pending) != len(inputs):
             return False
@@ -227,7 +227,7 @@ class Flow:
         return Use(positions, axes - first, first, own)
 
     def _joins(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
-        """Whether a target has fewer bytes than the pending sums that only it is made of."""
+        """Returns whether a target has fewer bytes than the pending sums that only it uses."""
         operation, left = target.operation, target.shape.size * target.dtype.size
         is_sum = operation not in self.uses or operation in self.broadcast
         todo = [] if is_sum or len(operation.outputs) > 1 else [target]
@@ -250,7 +250,7 @@ class Flow:
     # What this means for tensors.
 
     def keeps_pending(self, operation: mtf.Operation) -> bool:
-        """Whether an operation makes pending tensors of pending ones, all outside of loops."""
+        """Returns whether an operation's outputs are pending if its inputs are, outside loops."""
         if operation in self.uses:
             return True
         is_loop = isinstance(operation, (mtf.WhileLoopOperation, mtf.CustomGradientOperation))
@@ -259,12 +259,12 @@ class Flow:
         )
 
     def is_derived(self, tensor: mtf.Tensor) -> bool:
-        """Whether a pending tensor is made of others that may be reduced in its place."""
+        """Returns whether a pending tensor is computed from pending sums to reduce in its place."""
         use = self.uses.get(tensor.operation)
         return (use is not None and not use.is_new_sum) or tensor.operation in self.broadcast
 
     def sums_behind(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
-        """Returns the pending sums, each once, that have to be reduced for some tensors.
+        """Returns the pending sums to reduce so that some tensors can be used; each once.
 
         `reduced` says whether the tensors themselves are to be reduced, or stay pending.
         """
@@ -291,7 +291,7 @@ class Flow:
     def mixes_shards(
         self, target: mtf.Tensor, causes: Collection[Cause] = frozenset(Cause)
     ) -> Mixing | None:
-        """Finds an operation that mixes shards other than by a sum on the way to a tensor."""
+        """Returns an operation before a tensor that mixes shards other than by a sum, or None."""
         replica_axes = self._layout.replica_axes
         for tensor in self._tensors_before(target):
             operation = tensor.operation
@@ -310,11 +310,11 @@ class Flow:
 
     @property
     def any_gathers(self) -> bool:
-        """Whether one of the operations may gather values of all shards without a sum."""
+        """Whether some operation may gather values of all shards without a sum."""
         return any(self._gathers(t) for operation in self.operations for t in operation.outputs)
 
     def _gathers(self, tensor: mtf.Tensor) -> bool:
-        """Whether a tensor is made of gathered values of all shards, without a sum."""
+        """Returns whether a tensor contains gathered values of all shards, without a sum."""
         operation = tensor.operation
         is_loop = isinstance(operation, mtf.WhileLoopOperation)
         if is_loop or passes_on(operation) or is_product_or_sum(operation):
@@ -326,12 +326,12 @@ class Flow:
 
 
 def is_between_meshes(operation: mtf.Operation) -> bool:
-    """Whether an operation takes tensors of another mesh than it makes."""
+    """Returns whether an operation's inputs and outputs are on different meshes."""
     return any(t.mesh is not operation.mesh for t in operation.inputs)
 
 
 def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
-    """Finds the tensors that loops carry into their next iteration, which have to be reduced."""
+    """Returns the tensors that loops carry into the next iteration, which must be reduced."""
     return {
         tensor
         for operation in operations
@@ -341,7 +341,7 @@ def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
 
 
 def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
-    """The inputs that the outputs of an operation are the same objects as."""
+    """Returns the inputs of an operation that are also its outputs."""
     if isinstance(operation, mtf.CustomGradientOperation):
         return custom_gradient_results(operation)
     return operation.inputs
@@ -352,10 +352,10 @@ _COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_pro
 
 
 class MissingSumWarnings:
-    """Warns where an operation behind a gradient drops the sum over the shards."""
+    """Warnings of operations that drop the sum over the shards, before gradients."""
 
     def __init__(self, flow: Flow, targets: Sequence[mtf.Tensor]):
-        """Looks for such operations behind the targets, which are gradients."""
+        """Looks for such operations before the targets, which are gradients."""
         self._found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         for target in targets if flow.any_gathers else ():
             mixing = flow.mixes_shards(target, (Cause.DROPS_SUM, Cause.GATHERS))
@@ -364,7 +364,7 @@ class MissingSumWarnings:
 
     @contextlib.contextmanager
     def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Warns, unless the operation that is lowered inside of the block sums by itself."""
+        """Warns, unless the operation that is lowered inside the block sums by itself."""
         if operation not in self._found:
             yield
             return

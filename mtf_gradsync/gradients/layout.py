@@ -1,4 +1,4 @@
-"""How a program is split: its tensors over the mesh, its batch along axes, and what shards hold."""
+"""The layout of a program: its tensors and batch over the mesh, and what shards hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, axes: ReplicaAxes, of_mesh: mtf.Mesh) -> Layout:
-        """Makes the layout of a graph of which a mesh is to be lowered on that of replica axes.
+        """Returns the layout of a graph, one of whose meshes has these replica axes.
 
         How tensors of other meshes are split is not known: it is as if nothing split them.
         """
@@ -46,22 +46,22 @@ class Layout(NamedTuple):
         return cls(axis_of, lambda mesh: Axes(axes.mesh_axes if mesh is of_mesh else ()))
 
     def split(self, tensor: mtf.Tensor) -> Axes:
-        """The mesh axes that a tensor is split over."""
+        """Returns the mesh axes that a tensor is split over."""
         axes = {self.axis_of(tensor.mesh, d) for d in tensor.shape.dims}
         return Axes(axes - {None})
 
     def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
-        """The replica axes along which each shard has its own slice of a tensor."""
+        """Returns the replica axes along which each shard has its own slice of a tensor."""
         split = self.split(tensor) & self.replica_axes(tensor.mesh)
         return split & self.own(tensor) if split and self.own else split
 
     def of_shards(self, tensor: mtf.Tensor) -> bool:
-        """Whether each shard holds its own part of a tensor."""
+        """Returns whether each shard holds its own part of a tensor."""
         replica_axes = self.replica_axes(tensor.mesh)
         return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
 
     def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """For each mesh axis that splits a shape, the product of dimensions before that one."""
+        """Returns, for each mesh axis that splits a shape, the product of the dimensions before."""
         before, found = 1, {}
         for dim in shape.dims:
             axis = self.axis_of(mesh, dim)
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
         return found
 
     def stays_in_place(self, operation: mtf.ReshapeOperation) -> bool:
-        """Whether a reshape moves nothing between processors."""
+        """Returns whether a reshape moves nothing between processors."""
         (source,), (result,) = operation.inputs, operation.outputs
         mesh = operation.mesh
         return self.order(source.shape, mesh) == self.order(result.shape, mesh)
@@ -91,7 +91,7 @@ _WITHOUT_DATA = (
 def own_slices(
     graph: mtf.Graph, layout: Layout, batch_dims: Collection[str]
 ) -> Callable[[mtf.Tensor], Axes]:
-    """Finds the replica axes along which a shard's slice of a tensor is of its own data alone.
+    """Returns a function: the replica axes along which a slice has only its shard's data.
 
     A dimension of the batch is the shards' own, and so is what stays in place when it is computed
     from their own slices. Other dimensions that are split over a replica axis are not: experts get
@@ -110,7 +110,7 @@ def own_slices(
         return Axes(a for a in replica_axes if split[a] in batch_dims or a in found)
 
     def computed(operation: mtf.Operation, position: int) -> Axes:
-        """The axes along which an output is computed from own slices."""
+        """Returns the axes along which an output is computed from own slices."""
         output, inputs = operation.outputs[position], list(map(own, operation.inputs))
         if isinstance(operation, mtf.WhileLoopOperation):
             return own(loop_body(operation).outputs[position])
@@ -152,7 +152,7 @@ _TO_LOSS = (
 
 
 class Split(NamedTuple):
-    """The dimensions that inputs and losses are split along.
+    """The dimensions that split inputs and losses.
 
     Attributes:
       dims: for each mesh axis the name of the dimension that is split over it.
@@ -196,7 +196,7 @@ def used_axes(
 
 
 def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
-    """Returns replica axes for gradients where none were given: those of the program's one mesh.
+    """Returns the replica axes of the program's one mesh, for gradients without given axes.
 
     They are of the dimensions `names`, and where the graph lacks one of these, of those that its
     inputs are split along, with a warning. None if the program has made no mesh yet or several, the
@@ -242,7 +242,7 @@ def _warn_of_missing(
 
 
 def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
-    """Raises ValueError where the inputs are split over other axes than the given replica axes.
+    """Raises ValueError if the inputs are split over other axes than the replica axes.
 
     It looks at the inputs only if no tensor has one of the dimensions in `batch_dims`.
     """
@@ -262,7 +262,7 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
 
 
 def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
-    """Returns the names of dimensions that the batch is split along, as far as they are known."""
+    """Returns the known names of dimensions that the batch is split along."""
     graph, mesh = targets[0].graph, targets[0].mesh
     if not missing_names(graph, mesh, axes.batch_dims):
         return set(axes.batch_dims)
@@ -277,7 +277,7 @@ def _better(
 
 
 def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
-    """Returns those of some names that no dimension of a mesh's tensors has, or of all meshes'."""
+    """Returns the names that are no dimension of a mesh's tensors; of any mesh's for None."""
     known = {
         dim.name
         for operation in flat(graph.operations)
@@ -291,7 +291,7 @@ def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str])
 def split_of_inputs(
     graph: mtf.Graph, mesh: mtf.Mesh, axis_of: AxisOf, targets: Sequence[mtf.Tensor]
 ) -> Split:
-    """Finds the dimensions that the inputs and the losses of gradients are split along.
+    """Returns the dimensions that split the inputs and the losses of gradients.
 
     They are of the mesh axes that both are split over, if any. A dimension that a variable also has
     counts as one of the model, unless there is no other.
@@ -321,7 +321,7 @@ def split_of_inputs(
 
 
 def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """Finds the tensors that bring a program's data to the mesh for gradients."""
+    """Returns the tensors that bring a program's data to the mesh, for gradients."""
     needed = _before(targets)
     found: dict[mtf.Tensor, None] = {}
     for operation in flat(graph.operations):
@@ -334,7 +334,7 @@ def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
 
 def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
-    """Finds losses, and the tensors that they are sums of."""
+    """Returns losses, and the tensors that they are sums of."""
 
     def terms(tensor: mtf.Tensor) -> list[mtf.Tensor]:
         operation = tensor.operation
@@ -346,7 +346,7 @@ def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
 
 
 def _before(targets: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
-    """Finds all operations that tensors are computed by."""
+    """Returns all operations that compute tensors."""
 
     def sources(operation: mtf.Operation) -> list[mtf.Operation]:
         is_loop = isinstance(operation, mtf.WhileLoopOperation)

@@ -1,4 +1,4 @@
-"""Finds out whether a Python function of TensorFlow tensors is linear in its arguments."""
+"""Checks whether a function of TensorFlow tensors is linear in its arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
 
 class _Term(enum.Enum):
-    """How a tensor depends on the arguments: not (a shared factor), linearly, or as zero."""
+    """A tensor's dependence on the arguments: none (a shared factor), linear, or zero."""
 
     SHARED = enum.auto()
     LINEAR = enum.auto()
@@ -51,7 +51,7 @@ def linear_arguments(
     specs: Sequence[tuple[Sequence[int], tf.DType]],
     arguments: Sequence[int],
 ) -> bool:
-    """Returns whether a function is known to be linear in the arguments at some positions together.
+    """Returns whether a function is known to be linear in some arguments together.
 
     The function takes tf tensors of the shapes and dtypes in `specs`. It is run once, in a graph of
     its own. Only TensorFlow's simplest operations are followed, so that some linear functions are
@@ -76,7 +76,7 @@ def linear_arguments(
 
 
 def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
-    """How an operation's results depend on the arguments; None if not known."""
+    """Returns an operation's dependence on the arguments; None if it is not known."""
     if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
         return None  # each processor would draw random numbers of its own
     if op.type == "ZerosLike" or (
@@ -126,19 +126,19 @@ _PASSES_ON = (mtf.StopGradient, mtf.CustomGradientOperation)
 
 
 def passes_on(operation: mtf.Operation) -> bool:
-    """Whether an operation's lowered outputs are its lowered inputs."""
+    """Returns whether an operation's lowered outputs are its lowered inputs."""
     return isinstance(operation, _PASSES_ON)
 
 
 def is_product_or_sum(operation: mtf.Operation) -> bool:
-    """Whether an operation sums over the dimensions that its outputs lack."""
+    """Returns whether an operation sums over the dimensions that its outputs lack."""
     if isinstance(operation, mtf.ReduceOperation):
         return reduction(operation) == "SUM"
     return isinstance(operation, _IN_EACH)
 
 
 def runs_on_slices(operation: mtf.Operation) -> bool:
-    """Whether an operation runs on each processor's slices, without communication."""
+    """Returns whether an operation runs on each processor's slices, without communication."""
     return isinstance(
         operation,
         (mtf.SlicewiseOperation, mtf.GenericGradOperation, mtf.BinaryOpWithBroadcasting),
@@ -146,7 +146,7 @@ def runs_on_slices(operation: mtf.Operation) -> bool:
 
 
 def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
-    """Returns the shape of an einsum's sum if that is broadcast to dimensions that no input has."""
+    """Returns the shape of an einsum's sum, if it then broadcasts to new dimensions."""
     if not isinstance(operation, mtf.EinsumOperation):
         return None
     known = {d for t in operation.inputs for d in t.shape.dims}
@@ -156,7 +156,7 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 
 
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
-    """Returns positions of inputs, pending ones included, that an operation is linear in together.
+    """Returns the positions of inputs in which, together, an operation is linear.
 
     It is None if the operation is not known to be linear in the pending inputs. At least one input
     is pending.

@@ -22,7 +22,7 @@ _SHARED = (
 
 
 class ScaledLosses(PlanPart):
-    """A plan's record of scaled losses and of gradients that were unscaled."""
+    """A plan's record of scaled losses and of unscaled gradients."""
 
     def __init__(self) -> None:
         # For each seed its scale, and the name of the optimizer that set it.
@@ -42,7 +42,7 @@ class ScaledLosses(PlanPart):
 
 
 def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Makes a function that rounds a scale, and caps it, to what the dtypes of all seeds hold."""
+    """Returns a function that rounds a scale, and caps it, to a number of all seeds' dtypes."""
     dtypes = {seed.outputs[0].dtype for seed in seeds}
 
     def rounded(scale: tf.Tensor) -> tf.Tensor:
@@ -57,7 +57,7 @@ def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
 
 
 def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
-    """Notes that an optimizer takes gradients without scaling their loss; `names` are for errors.
+    """Notes that an optimizer takes gradients of an unscaled loss; `names` are for errors.
 
     Raises ValueError if another optimizer has scaled the loss behind one of them.
     """
@@ -164,7 +164,7 @@ def _unscaled(grad: mtf.Tensor, inverse: mtf.Tensor) -> mtf.Tensor:
 
 
 class _ScaleInGradient(NamedTuple):
-    """How a gradient is computed from its losses.
+    """The losses, and their scale, from which a gradient is computed.
 
     Attributes:
       seeds: seeds of `mtf.gradients` whose scale is still in the gradient.
@@ -199,14 +199,14 @@ class _ScaleInGradient(NamedTuple):
 
 
 def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
-    """Finds the seeds of each gradient that `mtf.gradients` made."""
+    """Returns the seeds of each gradient that `mtf.gradients` made."""
     return {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
 
 
 def _scale_in(
     grad: mtf.Tensor, part: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]
 ) -> _ScaleInGradient:
-    """Follows a gradient back to where `mtf.gradients` computed it."""
+    """Returns the losses and operations between a gradient and `mtf.gradients`."""
     before = list(_before([grad], part.unscaled, computed))
     owners = {part.unscaled[t] for t in before if t in part.unscaled}
     ends = {t for t in before if t in computed and t not in part.unscaled}
@@ -219,7 +219,7 @@ def _scale_in(
 
 
 def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:
-    """Walks from tensors to what they are computed from; stops at members of `ends`, included."""
+    """Yields tensors and their inputs' inputs, back to members of `ends`, which it yields."""
 
     def sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
         return () if any(tensor in some for some in ends) else computed_from(tensor)
@@ -252,7 +252,7 @@ def _first_not_linear(
 
 
 def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
-    """Whether a factor of the inputs at positions becomes a factor of an operation's outputs."""
+    """Returns whether an operation passes a factor of some inputs on to its outputs."""
     if isinstance(operation, (mtf.StopGradient, mtf.PrintOperation)):
         return True
     if getattr(operation, "is_linear", False):

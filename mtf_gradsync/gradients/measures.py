@@ -36,7 +36,7 @@ Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.
 
 
 def _scales(dtype: tf.DType) -> tuple[float, float]:
-    """Returns factors whose squares of small and of large values are in the range of a dtype.
+    """Returns two factors, so that squares of small and of large values are in a dtype's range.
 
     They are powers of two, which add no rounding. For float32 the first is for norms below 2^24:
     2^12 values as small as 2^-97 still count. With the second, all norms that are numbers of the
@@ -58,7 +58,7 @@ def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
 def _sums_of_squares(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
-    """Returns two sums, of squares of values times each of `_scales`; see `_root`."""
+    """Returns the sums of squares of values times each of `_scales`; see `_root`."""
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
         # l2_loss is one operation in place of two; its factor of a half is exact.
@@ -72,7 +72,7 @@ def _sums_of_squares(
 
 
 def _root(sums: tf.Tensor) -> tf.Tensor:
-    """Returns the norm of which `_sums_of_squares` are given."""
+    """Returns the norm, from its `_sums_of_squares`."""
     small, large = tf.unstack(sums, axis=-1)
     up, down = _scales(sums.dtype)
     return tf.where_v2(tf.math.is_finite(small), tf.sqrt(small) / up, tf.sqrt(large) / down)
@@ -81,14 +81,14 @@ def _root(sums: tf.Tensor) -> tf.Tensor:
 def _any_not_finite(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
-    """Gives 1 if an entry is NaN or infinite, else 0: fewer passes than counting them."""
+    """Returns 1 if an entry is NaN or infinite, else 0: fewer passes than counting them."""
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
     return tf.cast(tf.logical_not(together), dtype)
 
 
 def _exact(strategy: Strategy) -> Strategy:
-    """Returns a strategy that sends numbers as they are: float16 does not hold sums of squares."""
+    """Returns a strategy that does not round: float16 cannot hold sums of squares."""
     if isinstance(strategy, CompressedAllReduce):
         return _exact(strategy.reducer)
     if isinstance(strategy, GradientStrategy) and isinstance(strategy.reducer, CompressedAllReduce):
@@ -97,12 +97,12 @@ def _exact(strategy: Strategy) -> Strategy:
 
 
 def _flat(x: tf.Tensor) -> tf.Tensor:
-    """Flattens a tensor to a vector; a scalar stays as it is, which saves an operation."""
+    """Flattens a tensor to a vector; returns a scalar as it is, which saves an operation."""
     return x if x.shape.rank < 2 else tf.reshape(x, [-1])
 
 
 class SumOverGradients(GradientOperation):
-    """Sums a measure over all gradients of a mesh, for each shard or for all shards together."""
+    """A sum of a measure over all gradients of a mesh, per shard or over all shards."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class SumOverGradients(GradientOperation):
 
 
 class NotFinite(GradientOperation):
-    """Finds gradients of each shard with a NaN or an infinity; pending ones stay pending.
+    """Flags of gradients with a NaN or an infinity, per shard; pending ones stay pending.
 
     Its output is a float32 tensor `[shards..., gradients]`: greater than 0 where an entry is not
     finite.
@@ -216,7 +216,7 @@ def _measured(
     of_shards: str = "",
     numbers: Sequence[mtf.Dimension] = (),
 ) -> mtf.Tensor:
-    """Sums a measure over gradients; `of_shards` names the function that does for each shard."""
+    """Sums a measure over gradients; `of_shards` names the function for per-shard results."""
     grads = check_present(grads)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     shard_dims: Sequence[mtf.Dimension] = ()
@@ -242,7 +242,7 @@ def _norms(
 
 
 class _Root(GradientOperation):
-    """Makes norms of `_sums_of_squares`, `[..., ranges]`."""
+    """The norms of `_sums_of_squares`, `[..., ranges]`."""
 
     def __init__(self, sums: mtf.Tensor):
         super().__init__([sums], [sums.shape - _RANGES], "norm")
@@ -253,7 +253,7 @@ class _Root(GradientOperation):
 
 
 def global_norm(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Tensor:
-    """Returns the square root of the sum of squares over all gradients, also of several meshes.
+    """Returns the norm over all gradients, of one mesh or several: the root of sums of squares.
 
     Args:
       grads: pending gradients, which are reduced first, reduced ones, or gradients per shard, whose
@@ -291,7 +291,7 @@ def shard_norms(
 
 
 def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
-    """Returns the norms of several sets of gradients together; each has the same shape."""
+    """Returns the norm of all sets of gradients together, from their norms."""
 
     def join(*norms: tf.Tensor) -> tf.Tensor:
         by_scale = [[tf.square(_scaled(x, s)) for x in norms] for s in _scales(norms[0].dtype)]
@@ -316,7 +316,7 @@ def which_not_finite(
     of_shards_only: bool = False,
     shared: float = 0.0,
 ) -> mtf.Tensor:
-    """Returns which gradients are not finite, `[shards..., gradients]`; see `NotFinite`.
+    """Returns flags of gradients that are not finite, `[shards..., gradients]`.
 
     Every processor has all of it. Gradients of several meshes have no common shards, so that axes
     is None for them; the result is on the mesh of the first one.
@@ -345,7 +345,7 @@ def shards_not_finite(
 
 
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
-    """Returns the shard dims that gradients have, or get by `per_shard`."""
+    """Returns the shard dims that gradients have, or would get by `per_shard`."""
     shard_dims: list[mtf.Dimension] = []
     for grad in grads:
         found = {d.name: d for d in shard_dims_in(grad.shape, axes)}

@@ -1,4 +1,4 @@
-"""The class of operations on lists of gradients, and the sums over the mesh behind gradients."""
+"""The class of operations on lists of gradients, and the pending sums behind gradients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GradientOperation(mtf.Operation):
 
 
 class _OnMesh(GradientOperation):
-    """Gives a tensor that no mesh splits to the processors of another mesh."""
+    """A copy of a tensor that no mesh splits, on the processors of another mesh."""
 
     def __init__(self, x: mtf.Tensor, mesh: mtf.Mesh):
         super().__init__([x], [x.shape], "on_mesh", mesh=mesh)
@@ -83,7 +83,7 @@ class _OnMesh(GradientOperation):
 
 
 def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
-    """Returns a tensor on another mesh of the same graph, if it is not on it already.
+    """Returns a tensor on `mesh`, of the same graph; copies it if it is on another.
 
     The tensor is a scalar, or has dimensions that neither mesh splits. Nothing is reduced.
     """
@@ -91,7 +91,7 @@ def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
 
 
 def gradient_name(grad: mtf.Tensor) -> str:
-    """Names a gradient by its variable, if it comes from `mtf.gradients`."""
+    """Returns a gradient's name for messages: its variable's, if `mtf.gradients` made it."""
     variable_of = {
         y: x
         for call in gradients_calls(grad.graph)
@@ -137,7 +137,7 @@ def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
 def on_present(
     grads: MaybeGradients, make: Callable[[list[mtf.Tensor]], Sequence[mtf.Tensor]]
 ) -> list[mtf.Tensor | None]:
-    """Applies `make` to the gradients that are not None and puts the Nones back."""
+    """Applies `make` to the gradients that are not None, and puts the Nones back."""
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads)
@@ -149,7 +149,7 @@ def each_mesh(
     grads: Sequence[mtf.Tensor],
     make: Callable[[mtf.Mesh, list[mtf.Tensor]], Sequence[mtf.Tensor]],
 ) -> list[mtf.Tensor]:
-    """Calls `make` for the gradients of each mesh, and returns a result for each, in order."""
+    """Calls `make` with the gradients of each mesh; returns the results in the gradients' order."""
 
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
         return make(mesh, [grads[i] for i in some])
@@ -205,7 +205,7 @@ class PendingSum(mtf.LazyAllreduceSum):
 
     @property
     def slice_shape(self) -> list[int]:
-        """Shape of a processor's part, and of a slice of the sum."""
+        """The shape of a processor's part, and of a slice of the sum."""
         return self._slice_shape
 
     @property
@@ -255,7 +255,7 @@ def _sends_nothing(lowered: Any) -> bool:
 
 
 def current_context() -> Any:
-    """Returns the loop or branch that is being built, which tensors made in it belong to."""
+    """Returns the loop or branch that is being built, or None."""
     graph = tf.get_default_graph()
     return graph, control_flow_context(graph)
 
@@ -278,7 +278,7 @@ def partial_sum(
     dims: Sequence[mtf.Dimension] = (),
     reduced: bool = False,
 ) -> PartialSum:
-    """Returns the partial sums behind a tensor, even if it was reduced for another reader.
+    """Returns the partial sums behind a tensor, even if another reader had it reduced.
 
     Each processor also sums its own slice over `dims`, which the value then lacks; mesh axes that
     split them are still to be summed over. With `reduced`, the sum behind the tensor itself is
@@ -311,7 +311,7 @@ def reduce_partial_sums(
     strategy: Strategy,
     cuts: Sequence[Cuts] | None = None,
 ) -> list[Any]:
-    """Reduces partial sums over their mesh axes, those with the same axes together.
+    """Reduces partial sums over their mesh axes; sums with the same axes together.
 
     Returns a `LaidOutTensor` for each, in order. With `cuts`, which say how each sum is cut, each
     processor gets its part of the sum, and the whole sum without.
@@ -346,7 +346,7 @@ def terms_of_processors(
     replica_axes: Sequence[Collection[int]],
     strategy: Strategy,
 ) -> list[Any]:
-    """Returns each processor's terms of gradients, whose sums over replica axes are the gradients.
+    """Returns each processor's terms of gradients, which sum to the gradients.
 
     Gradients are pending, reduced or per shard. For each, `sum_dims` has the dims to sum over, and
     `replica_axes` the mesh axes along which processors keep terms of their own; the strategy

@@ -31,7 +31,7 @@ from mtf_gradsync.step.plan import flat
 
 
 class Bucket(NamedTuple):
-    """What all sums that are reduced together have in common.
+    """The key of sums that are reduced together.
 
     Attributes:
       by_program: whether only the program uses the sums, which it may do on some steps only.
@@ -42,7 +42,7 @@ class Bucket(NamedTuple):
 
 
 class PendingLowering(PartLowering):
-    """Lowers operations on pending sums in one lowering.
+    """The lowering of operations on pending sums, in one lowering of the graph.
 
     Attributes:
       flow: which operations are expected to keep sums pending.
@@ -84,7 +84,7 @@ class PendingLowering(PartLowering):
         return True
 
     def mixed(self, tensor: mtf.Tensor, mesh_axes: Collection[int]) -> mtf.Operation | None:
-        """Finds an operation that summed over mesh axes, unexpectedly, on the way to a tensor."""
+        """Returns an operation before a tensor that unexpectedly summed over mesh axes."""
         for operation in self.flow.before(tensor) if self._differs else ():
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
                 return operation
@@ -97,7 +97,7 @@ class PendingLowering(PartLowering):
         return True
 
     def _is_reduced_here(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
-        """Whether a pending input is to be reduced before Mesh-TF lowers an operation."""
+        """Returns whether to reduce a pending input before Mesh-TF lowers an operation."""
         # tf.gradients cannot take a pending sum; Mesh-TF would use the parts of a derived one.
         return isinstance(operation, mtf.GenericGradOperation) or self.flow.is_derived(tensor)
 
@@ -143,7 +143,7 @@ class PendingLowering(PartLowering):
         )
 
     def _axes_of(self, tensor: mtf.Tensor) -> Axes:
-        """The mesh axes that a lowered tensor is pending over."""
+        """Returns the mesh axes that a lowered tensor is pending over."""
         lowered = self._tensors.get(tensor)
         return Axes(lowered.mesh_axes if isinstance(lowered, mtf.LazyAllreduceSum) else ())
 
@@ -172,7 +172,7 @@ class PendingLowering(PartLowering):
         ]
 
     def _reduce_captured(self, loop: mtf.WhileLoopOperation) -> None:
-        """Reduces the sums that a loop reads from outside, which others may read outside too."""
+        """Reduces the sums that a loop reads from outside, where others may read them, too."""
         inner = flat([*loop_condition(loop).operations, *loop_body(loop).operations])
         for tensor in dict.fromkeys(t for op in inner for t in op.inputs):
             lowered = self._tensors.get(tensor)
@@ -199,7 +199,7 @@ class PendingLowering(PartLowering):
         )
 
     def _sum_for(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
-        """Makes the function that reduces a sum, alone or with others."""
+        """Returns the function that reduces a sum, alone or with others."""
 
         def make(one: PendingSum) -> None:
             bucket = self._buckets.get(tensor)
@@ -214,7 +214,7 @@ class PendingLowering(PartLowering):
         return make
 
     def _ready_with(self, one: PendingSum, bucket: Bucket) -> list[PendingSum]:
-        """Finds all sums that can be reduced together with one now, in the same branch or loop."""
+        """Returns all sums that can be reduced with `one` now, in the same branch or loop."""
         found = {}
         for tensor, other in self._buckets.items():
             lowered = self._tensors.get(tensor)
@@ -237,7 +237,7 @@ class PendingLowering(PartLowering):
         kept: dict[tuple[str, Any], list[Any]] = {}
 
         def once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
-            """Makes the results of all outputs once for each branch or loop."""
+            """Computes all outputs once in each branch or loop."""
             here = current_context()
             if (form, home) in kept:
                 return kept[form, home]
@@ -288,7 +288,7 @@ class PendingLowering(PartLowering):
         return [mesh_impl.slicewise(add, inputs[operation.inputs[0]])]
 
     def _parts_of_inputs(self, operation: mtf.Operation, use: Use) -> dict[mtf.Tensor, Any]:
-        """Each processor's part of the linear inputs, and the reduced factors."""
+        """Returns each processor's part of the linear inputs, and the reduced factors."""
         mesh_impl = self._lowering.mesh_impl(operation)
         found: dict[mtf.Tensor, Any] = {}
         for position, tensor in enumerate(operation.inputs):
@@ -330,7 +330,7 @@ class _Want(NamedTuple):
 
 
 class PendingSums(PlanPart):
-    """Keeps sums pending, and reduces those behind all gradients together."""
+    """The part of a plan that keeps sums pending, and reduces them together."""
 
     def __init__(self) -> None:
         self._wants: tuple[_Want, ...] = ()
@@ -344,7 +344,7 @@ class PendingSums(PlanPart):
         strategy: Strategy,
         are_sums: bool = False,
     ) -> None:
-        """Declares that gradients of one mesh are going to be used, reduced or as they are.
+        """Declares that gradients of one mesh will be used, reduced or as they are.
 
         The sums behind all gradients that are to be reduced are reduced together, at the first
         place that needs one of them, which may be in the model. Without `batch_dims` the graph
@@ -388,7 +388,7 @@ class PendingSums(PlanPart):
         )
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
-        """The sums that are reduced together, in the order in which they were declared."""
+        """Returns the sums to reduce together, in the order in which they were declared."""
         found: dict[mtf.Tensor, Bucket] = {}
         for want in self._wants:
             for tensor in flow.sums_behind(want.tensors, want.reduced):

@@ -48,7 +48,7 @@ class MadeOfSums:
 
 
 class _MakeAgain(GradientOperation):
-    """Lowers operations once more, with other values in place of some tensors."""
+    """A repetition of operations, with other values in place of some tensors."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class _MakeAgain(GradientOperation):
 
 
 def made_of_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> MadeOfSums | None:
-    """Finds the sums that a gradient is linear in; None if there are none, or it is not linear."""
+    """Returns the sums that a gradient is linear in; None if there are none."""
     replica_axes = layout.replica_axes(grad.mesh)
     outside = set(grad.graph.operations)
 
@@ -146,7 +146,7 @@ _SAYS = {
 
 
 class Apart:
-    """Whether each shard's gradient is recoverable from gradients, of a stage that needs that.
+    """The answer to whether each shard's gradient is recoverable, for a stage that needs it.
 
     Positions are those in the list of gradients.
 
@@ -158,7 +158,7 @@ class Apart:
     """
 
     def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
-        """Looks at gradients without shard dims.
+        """Examines gradients without shard dims.
 
         The axes are of the mesh that the program will be lowered on; a batch that is split over
         others is a ValueError. `within` has all of the batch's, if `axes` are some of them.
@@ -191,7 +191,7 @@ class Apart:
                 found[i] = Mixing(grad.operation, Cause.SPLIT)
 
     def without_data(self, i: int) -> mtf.Tensor | None:
-        """Returns the part of a recoverable gradient that holds no shard's data; None for none.
+        """Returns the part of a recoverable gradient without any shard's data; None if none.
 
         It is that of a penalty on weights, for example, of which `per_shard` gives each shard an
         equal share. What a loop adds up counts as data.
@@ -238,14 +238,14 @@ class Apart:
 
 
 def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
-    """Whether a gradient comes from stages, which do not tell whose data it holds."""
+    """Returns whether stages made a gradient, so that nothing tells whose data it holds."""
     return any(isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.before(grad))
 
 
 def _checked(
     grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None
 ) -> list[mtf.Tensor]:
-    """Returns the gradients that are not None; none if there is only one shard."""
+    """Returns the gradients that are not None; [] if there is only one shard."""
     present = [g for g in grads if g is not None]
     if present:
         check_batch_dims(present, within or axes)
@@ -253,7 +253,7 @@ def _checked(
 
 
 def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
-    """Returns, by position, operations that mixed shards in gradients otherwise than by a sum.
+    """Returns, by position, the operations that mix shards in gradients other than by a sum.
 
     What shards hold of the other gradients can be added up later. It need not be their own: an
     expert's gradient is of all shards' examples. The gradients and axes are as for `Apart`.
@@ -267,7 +267,7 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
 
 
 def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
-    """Returns the positions of gradients for which `per_shard` may make a sum of their size.
+    """Returns the positions of gradients for which `per_shard` may add a sum of their size.
 
     It reduces these over axes other than the replica axes.
     """
@@ -305,7 +305,7 @@ def check_recoverable(
 
 
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
-    """Raises ValueError if shards are mixed otherwise than by a sum; see `mixed_gradients`."""
+    """Raises ValueError if shards are mixed other than by a sum; see `mixed_gradients`."""
     mixed = mixed_gradients(grads, axes)
     if mixed:
         _refuse(grads, mixed, names, axes)
@@ -317,7 +317,7 @@ def _refuse(
     names: Sequence[str] | None,
     axes: ReplicaAxes,
 ) -> NoReturn:
-    """Raises the ValueError about mixed shards, or about a tensor that causes them."""
+    """Raises the ValueError about mixed shards, and the tensor that causes them."""
     mesh = next(g.mesh for g in grads if g is not None)
     for operation in flat(mesh.graph.operations):
         for tensor in operation.outputs if operation.mesh is mesh else ():

@@ -1,4 +1,4 @@
-"""Reduction of gradients by `Strategy.reduce_gradients`, which may keep state for them."""
+"""Reduces gradients by `Strategy.reduce_gradients`, which may keep state for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mtf_gradsync.reduce.strategy import State
 
 
 class ReduceGradients(GradientOperation):
-    """Reduces gradients by `Strategy.reduce_gradients`, and gives the strategy's new state.
+    """A reduction of gradients by `Strategy.reduce_gradients`, with the strategy's new state.
 
     Attributes:
       sums: the reduced gradients.
@@ -88,7 +88,7 @@ class ReduceGradients(GradientOperation):
         self.set_outputs(lowering, [*sums, *laid_out])
 
     def _held(self, lowering: mtf.Lowering, tensor: mtf.Tensor) -> Any:
-        """Each core's slice of a variable, without the shard dims."""
+        """Returns each core's slice of a variable, without the shard dims."""
         mesh_impl = lowering.mesh_impl(self)
         names = {d.name for d in self._axes.shard_dims}
         sizes = zip(tensor.shape.dims, mesh_impl.slice_shape(tensor.shape))
@@ -102,7 +102,7 @@ def _present(state: State) -> list[Any]:
 
 
 def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
-    """Raises ValueError if dtypes or shapes of values differ from those that are wanted."""
+    """Raises ValueError if dtypes or shapes of values are not the wanted ones."""
 
     def described(values: Sequence[Any]) -> list[str]:
         return [
@@ -118,7 +118,7 @@ def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
 
 
 def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
-    """How a tensor is cut that has the layout of one shape and is to have that of another."""
+    """Returns the cuts of a tensor from the layout of one shape to that of another."""
     before, after = mesh_impl.tensor_layout(whole), mesh_impl.tensor_layout(part)
     return tuple(
         sorted(
@@ -130,7 +130,7 @@ def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
 
 
 class ScatterGradients(GradientOperation):
-    """Reduces pending and per-shard gradients; each processor gets its part."""
+    """A reduction of pending and per-shard gradients; each processor gets its part."""
 
     takes_pending = True
 
@@ -179,7 +179,7 @@ def scatter_gradients(
     axes: ReplicaAxes,
     strategy: Strategy,
 ) -> tuple[Sequence[mtf.Tensor], list[mtf.Tensor]]:
-    """Reduces gradients over the mesh, of which each replica gets its part.
+    """Reduces gradients over the mesh; each replica gets its part.
 
     Gradients are pending, reduced or per shard; `shapes` are those of the parts, or the variables'
     own. Returns what was sent (gradients before casts and scales, which are done again after the
@@ -191,7 +191,7 @@ def scatter_gradients(
 
 
 def _undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
-    """Returns what was cast or scaled to make a gradient, and the operations that did it, in order.
+    """Returns the tensor before a gradient's casts and scalings, and these operations in order.
 
     Done after the sum, casts and scales give the bits that they give without parts, and what is
     sent is in the dtype that Mesh-TF sends.
@@ -214,7 +214,7 @@ def _is_cast_or_scale(operation: mtf.Operation) -> bool:
 
 
 def _done(x: mtf.Tensor, operation: mtf.Operation) -> mtf.Tensor:
-    """Casts or scales a tensor as an operation did with another one."""
+    """Casts or scales a tensor, as `operation` did with another tensor."""
     if isinstance(operation, mtf.ScalarMultiplyOperation):
         return x * scalar_of(operation)
     fn, dtype = slice_function(operation), operation.outputs[0].dtype
@@ -222,7 +222,7 @@ def _done(x: mtf.Tensor, operation: mtf.Operation) -> mtf.Tensor:
 
 
 class TakePart(GradientOperation):
-    """Gives each processor its part of a tensor that processors share. Nothing is sent."""
+    """Each processor's part of a tensor that processors share. Nothing is sent."""
 
     def __init__(self, whole: mtf.Tensor, shape: mtf.Shape):
         super().__init__([whole], [shape], name="take_part")
@@ -236,7 +236,7 @@ class TakePart(GradientOperation):
 
 
 class GatherParts(GradientOperation):
-    """All-gathers tensors of which each processor has its part, all of them together."""
+    """An all-gather of tensors of which each processor has its part, all together."""
 
     def __init__(self, parts: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
         super().__init__(parts, shapes, name="gather_parts")

@@ -27,13 +27,13 @@ from mtf_gradsync.step import OwnWrites
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
-    """Returns the dimensions of a shape that have names of shard dims."""
+    """Returns the shard dims of a shape, by their names."""
     names = {d.name for d in axes.shard_dims}
     return [d for d in shape.dims if d.name in names]
 
 
 class PerShard(GradientOperation):
-    """Splits gradients by shard, without communication along the replica axes."""
+    """Gradients split by shard, without communication along the replica axes."""
 
     is_linear = True
 
@@ -69,7 +69,7 @@ class PerShard(GradientOperation):
     def _check_foreseen(
         self, lowering: mtf.Lowering, grad: mtf.Tensor, replica_axes: set[int]
     ) -> None:
-        """Raises ValueError if an operation summed over shards against expectation."""
+        """Raises ValueError if an operation unexpectedly summed over shards."""
         operation = PendingSums.of_lowering(lowering).mixed(grad, replica_axes)
         if operation is not None:
             raise ValueError(
@@ -81,7 +81,7 @@ class PerShard(GradientOperation):
 
 
 class SumGradients(GradientOperation):
-    """Reduces pending and per-shard gradients of one mesh, all of them together."""
+    """A reduction of pending and per-shard gradients of one mesh, all together."""
 
     is_linear = True
 
@@ -119,7 +119,7 @@ def per_shard(
     reducer: Strategy | None = None,
     accept_summed: bool = False,
 ) -> list[mtf.Tensor | None]:
-    """Turns gradients into one gradient per shard, without communication over replica axes.
+    """Returns one gradient per shard, without communication over replica axes.
 
     Each processor keeps the partial sum that it has. A gradient that does not depend on the batch
     (of a penalty on weights) is divided equally among the shards. A gradient that is split over a
@@ -159,7 +159,7 @@ def per_shard(
 def split_into_shards(
     grads: MaybeGradients, axes: ReplicaAxes, strategy: Strategy, accept_summed: bool
 ) -> list[mtf.Tensor | None]:
-    """Does what `per_shard` does, for gradients that were checked before."""
+    """Returns one gradient per shard, as `per_shard`, of gradients that were checked before."""
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -173,7 +173,7 @@ def split_into_shards(
 def sum_shards(
     grads: MaybeGradients, axes: ReplicaAxes | None = None, reducer: Strategy | None = None
 ) -> list[mtf.Tensor | None]:
-    """Reduces gradients over the shards and over every other mesh axis that they are pending over.
+    """Reduces gradients over the shards and all other mesh axes that they are pending over.
 
     All of a mesh are reduced together. The program's own assignments (`mtf.assign`, an optimizer
     without a wrapper) wait for the sums that were made before them and for the reads of all
@@ -222,7 +222,7 @@ def sum_gradients(
     strategy: Strategy,
     batch_dims: Sequence[str] | None = None,
 ) -> list[mtf.Tensor]:
-    """Reduces gradients, those of each mesh together; `sum_dims` are as for `SumGradients`."""
+    """Reduces gradients, together on each mesh; `sum_dims` are as for `SumGradients`."""
 
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
         del mesh

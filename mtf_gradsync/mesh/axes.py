@@ -1,4 +1,4 @@
-"""Axes of a mesh: those that the batch is split over, and groups of processors along axes."""
+"""Axes of a mesh: replica axes, which split the batch, and groups of processors along axes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 
 
 class Shape(Protocol):
-    """The part of an `mtf.Shape`, which has no types of its own, that this package uses."""
+    """A protocol for the used part of `mtf.Shape`, which has no types."""
 
     @property
     def dims(self) -> Any:
-        """Its dimensions."""
+        """The dimensions."""
 
 
 class LayoutRules(Protocol):
-    """The part of an `mtf.LayoutRules`, which has no types of its own, that this package uses."""
+    """A protocol for the used part of `mtf.LayoutRules`, which has no types."""
 
     def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
         """Returns the mesh axis of each dimension of a tensor."""
@@ -50,7 +50,7 @@ def as_dim_names(dims: str | Sequence[str], argument: str = "batch_dims") -> tup
 
 
 def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
-    """Returns a mesh shape; raises ValueError for what is none, or has a dimension of no size."""
+    """Returns a mesh shape; raises ValueError for another value, or a dimension without size."""
     cause: Exception | None = None
     try:
         is_given = isinstance(mesh_shape, (str, mtf.Shape))
@@ -71,7 +71,7 @@ def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
 
 
 def as_layout(layout: Any) -> mtf.LayoutRules:
-    """Returns layout rules; raises ValueError for what is none."""
+    """Returns layout rules; raises ValueError for another value."""
     try:
         if not isinstance(layout, (str, mtf.LayoutRules)):
             # Mesh-TF looks at the pairs only when they are used.
@@ -88,7 +88,7 @@ def as_layout(layout: Any) -> mtf.LayoutRules:
 
 @gin.configurable(module="mtf_gradsync")
 class ReplicaAxes:
-    """The mesh axes that a batch is split over, and the shards that they make.
+    """The mesh axes that split a batch, and the shards along them.
 
     A shard is one coordinate along the replica axes; shards are numbered in row-major order
     over `shard_dims`.
@@ -206,7 +206,7 @@ def resolve_axes(
     layout: LayoutLike | None = None,
     batch_dims: str | Sequence[str] = ("batch",),
 ) -> ReplicaAxes | None:
-    """Returns `axes`, or replica axes made from the other arguments; None if neither is given.
+    """Returns `axes`, or the replica axes of the other arguments; None if neither is given.
 
     Raises ValueError if both are given, or only one of mesh_shape and layout.
     """
@@ -230,7 +230,7 @@ def resolve_axes(
 
 
 def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
-    """Returns replica axes by names of batch dims; None if no mesh is known that splits them.
+    """Returns replica axes by batch dims' names; None if no known mesh splits them.
 
     `mesh` is a mesh shape and a layout; None for those of the mesh that the program has made for
     this graph.
@@ -246,7 +246,7 @@ def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
 def axes_of_pipeline(
     wrapper: str, what: str, batch_dims: str | Sequence[str] = ("batch",)
 ) -> ReplicaAxes:
-    """Returns replica axes of the mesh that the program has made for this graph.
+    """Returns the replica axes of the mesh that the program has made for this graph.
 
     Pipelines (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh before the
     optimizer, so that a wrapper can find it without arguments. If there is no mesh or several, a
@@ -321,7 +321,7 @@ class ProcessorGroups:
 
     @property
     def group_size(self) -> int:
-        """How many processors a group has."""
+        """The number of processors in a group."""
         return len(self.groups[0])
 
 
@@ -351,7 +351,7 @@ def check_groups(mesh_impl: Any, groups: Any) -> None:
 
 
 def axis_number(shape: mtf.Shape, axis: Any, argument: str) -> int:
-    """Returns the number of a mesh dimension that is given by name or number.
+    """Returns the number of a mesh dimension, given by name or number.
 
     Anything else raises a ValueError, which names the caller's `argument`.
     """

@@ -1,4 +1,4 @@
-"""The devices of a mesh: their names, the memories that they share, and what a memory has once.
+"""A mesh's devices: their names, the memories they share, and variables kept once per memory.
 
 Processors that share a memory have one tf variable together for a slice, which is written once.
 """
@@ -36,12 +36,12 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
 # Asked for each device of each operation of a program.
 @functools.lru_cache(maxsize=None)
 def full_name(device: str) -> str:
-    """Returns a device's full name, one name for all ways to write it; "" stays empty."""
+    """Returns a device's full name, one for all ways to write it; "" stays empty."""
     return tf.DeviceSpec.from_string(device).to_string()
 
 
 def place_of(device: str) -> tuple[Any, ...]:
-    """Returns a value that is equal for all strings that name one device.
+    """Returns a key that is equal for all names of one device.
 
     Unlike `full_name` it knows that "/device:CPU:0" is "/job:localhost/task:0/device:CPU:0".
     """
@@ -50,7 +50,7 @@ def place_of(device: str) -> tuple[Any, ...]:
 
 
 def process_of(device: str) -> tuple[Any, ...]:
-    """Returns the process that a device string names: its job, replica and task.
+    """Returns the process in a device string: its job, replica and task.
 
     TensorFlow's name for the local process counts as no name.
     """
@@ -61,7 +61,7 @@ def process_of(device: str) -> tuple[Any, ...]:
 
 
 def kind_of(device: str) -> str:
-    """Returns the kind of a device: "CPU" where the string names none, "unknown" if it is none."""
+    """Returns the kind of a device: "CPU" if the string names none, "unknown" for another text."""
     try:
         return tf.DeviceSpec.from_string(device).device_type or "CPU"
     except (AttributeError, TypeError, ValueError):
@@ -121,13 +121,13 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
 
 
 def shares_all(mesh_impl: Any) -> bool:
-    """Returns whether a mesh keeps one copy of what is equal on all processors."""
+    """Returns whether a mesh keeps one copy of slices that are equal on all processors."""
     shares = getattr(mesh_impl, "LaidOutVariable", None) is SharedVariable
     return shares and len(memories(mesh_impl.devices)) == 1
 
 
 def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
-    """For each group the first group with the very same tensors in the same memories.
+    """Returns for each group the first group with the same tensors in the same memories.
 
     Where copies are shared, processors that differ only along a dimension that a tensor is not
     split over have one tensor together.
@@ -138,7 +138,7 @@ def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int
 
 
 class SharedVariable:
-    """A laid-out variable, in place of Mesh-TF's, that has each slice once in each memory.
+    """A laid-out variable that has each slice once in each memory.
 
     Processors that share a memory and a slice have one tf variable together. It is on the device of
     one of them, the devices taking turns, and is written once.
@@ -151,7 +151,7 @@ class SharedVariable:
     """
 
     def __init__(self, variable: mtf.Variable, mesh_impl: Any):
-        """Makes the tf variables of a variable that has a master; the mesh has `next_turn`."""
+        """Makes the tf variables of a variable with a master; the mesh has `next_turn`."""
         self._variable, self._mesh_impl, self.name = variable, mesh_impl, variable.name
         self.writers: list[int] = [0] * mesh_impl.size
         with writing():
@@ -187,7 +187,7 @@ class SharedVariable:
         )
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Assigns the value of each processor's slice, each tf variable once."""
+        """Assigns each processor's slice its value; each tf variable is assigned once."""
         writers = list(dict.fromkeys(self.writers))
         slices = self.laid_out_tensor.all_slices
         with writing():
@@ -203,7 +203,7 @@ class SharedVariable:
 
 
 def writers_of(laid_out_variable: Any) -> list[int]:
-    """Returns for each processor the one that writes its slice of a laid-out variable."""
+    """Returns for each processor the processor that writes its slice of a variable."""
     shared = getattr(laid_out_variable, "writers", None)
     return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
 
@@ -216,7 +216,7 @@ _WRITING = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def writing(only_calls: bool = False) -> Iterator[None]:
-    """Lets the operations that are made inside the block write shared slices, each of them once.
+    """Lets operations that are made inside the block write shared slices, each once.
 
     With `only_calls`, those that call functions, which have been checked themselves.
     """
@@ -227,7 +227,7 @@ def writing(only_calls: bool = False) -> Iterator[None]:
 
 
 def check_writers(laid_out_variables: Iterable[Any], first: int = 0) -> None:
-    """Raises a ValueError if an operation outside of `writing` writes a slice that is shared.
+    """Raises a ValueError if an operation outside of `writing` writes a shared slice.
 
     Args:
       laid_out_variables: the variables of a lowering.

@@ -66,7 +66,7 @@ class Topology(NamedTuple):
 
 
 def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) -> Topology:
-    """Finds out what a placement or SIMD mesh runs on.
+    """Returns the hardware of a placement or SIMD mesh.
 
     `device_attributes` are TensorFlow's `DeviceAttributes` of devices on the mesh. Without them
     TensorFlow is asked if the mesh has GPUs of this process, and starts all GPUs that it can see,
@@ -136,7 +136,7 @@ def _gpu_facts(
 
 
 def _joined(gpus: Sequence[Any]) -> bool:
-    """Returns whether links reach each GPU of a process from the first."""
+    """Returns whether the first GPU of each process has links to the process's others."""
     numbers = [tf.DeviceSpec.from_string(gpu.name).device_index for gpu in gpus]
     links = {
         number: {link.device_id for link in gpu.locality.links.link}
@@ -164,7 +164,7 @@ def choose_the_best(
     groups: ProcessorGroups | None = None,
     device_attributes: Sequence[Any] | None = None,
 ) -> Strategy:
-    """Picks the strategy for a mesh, and logs what it picked and why.
+    """Returns the best strategy for a mesh, and logs the choice and its reason.
 
     | mesh | strategy |
     |---|---|
@@ -200,7 +200,7 @@ def choose_the_best(
 
 @late_configurable(module="mtf_gradsync")
 class BestAllReduce(Strategy):
-    """Reduces by the strategy that `choose_the_best` picks when the graph is lowered.
+    """A strategy that `choose_the_best` picks when the graph is lowered.
 
     Use it for a wrapper that is made before its mesh, by gin for example. Each choice is logged
     once. It picks no strategy that keeps state for gradients, whose variables are made before the
@@ -277,7 +277,7 @@ def _choose(
 
 
 def choose(topology: Topology, groups: ProcessorGroups) -> Choice:
-    """Picks the strategy for what is known about a mesh and its groups, and gives the reason."""
+    """Returns a strategy for a mesh's hardware and groups, with the reason."""
     if groups.group_size == 1:
         return Choice(FusedAllReduce(), "groups of one processor have nothing to sum")
     if topology.simd:
@@ -319,7 +319,7 @@ def _choose_for_gpus(topology: Topology, groups: ProcessorGroups) -> Choice:
 
 
 def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
-    """Gradients in words, as far as known: "60 gradients (float32, 72.1 MiB a processor)"."""
+    """Returns gradients in words: "60 gradients (float32, 72.1 MiB a processor)"."""
     try:
         known = [] if gradients is None else [x for x in gradients if x is not None]
     except Exception:  # As below.

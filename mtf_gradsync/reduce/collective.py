@@ -1,4 +1,4 @@
-"""All-reduce by the collective operations of TensorFlow."""
+"""All-reduces by TensorFlow's collective operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def _instance_keys_of_a_client() -> Iterator[int]:
-    """Gives instance keys that no other collective on the workers has, of any graph or client."""
+    """Yields instance keys that no other graph or client has used on the workers."""
     # A worker refuses another collective of a key, even after the client that used it has ended.
     # Random without a seed of the program's: two runs of it must not draw the same keys.
     return itertools.count(random.SystemRandom().randrange(1, 1 << 30))
@@ -34,7 +34,7 @@ _instance_keys = _instance_keys_of_a_client()
 
 @late_configurable(module="mtf_gradsync")
 class CollectiveAllReduce(OneLevel):
-    """All-reduces on TensorFlow's collective operations: ring on CPUs, NCCL on GPUs that have it.
+    """All-reduces by TensorFlow's collectives: rings on CPUs, NCCL on GPUs that have it.
 
     The devices of all processors, in one or several processes, share the work equally. The
     processes of a cluster have to know their collective group leader: start each `tf.train.Server`
@@ -126,7 +126,7 @@ class CollectiveAllReduce(OneLevel):
     def _by_collective(
         self, slices: Sequence[Any], devices: Sequence[str], root: int
     ) -> Sequence[Any]:
-        """Sums by one collective; a `GroupSum`."""
+        """Sums slices by one collective, as a `GroupSum`."""
         dtype = slices[0].dtype.base_dtype
         wire = tf.float32 if dtype in NARROW_FLOATS else dtype
         if wire not in _DTYPES:
@@ -178,7 +178,7 @@ def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
 
 
 def _last_collectives() -> dict[Any, tf.Operation]:
-    """Returns an operation after the last collective of each device, in this branch or loop."""
+    """Returns the last collective operation of each device, in this branch or loop."""
     graph = tf.get_default_graph()
     # Kept on the graph, to be freed with it.
     if not hasattr(graph, "_mtf_gradsync_collectives"):

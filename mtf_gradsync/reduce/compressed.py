@@ -1,4 +1,4 @@
-"""Strategies that reduce gradients in a way of their own, and gradients in a smaller dtype."""
+"""Base class of strategies with their own reduction of gradients; sums in a smaller dtype."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
 
 @gin.configurable(module="mtf_gradsync")
 class CompressedAllReduce(Strategy):
-    """Sends float32 and float64 as bfloat16 or float16, by any strategy.
+    """A strategy that sends float32 and float64 as bfloat16 or float16, by any strategy.
 
     Each processor multiplies its values by `prescale` and rounds them to the wire dtype. They are
     summed in float32; the sum is rounded to the wire dtype, sent, cast back to the values' dtype
@@ -332,7 +332,7 @@ def say_where_sums_overflow(
     groups: ProcessorGroups,
     in_parts: bool = False,
 ) -> list[Any]:
-    """Returns results that, when used, print a message where sums of finite values are not finite.
+    """Returns results that print a message when sums of finite values overflow.
 
     `values` are those before rounding, read only after an overflow; `sums` are in the narrow dtype.
     With `in_parts` each processor of a group has only a part of the sum.

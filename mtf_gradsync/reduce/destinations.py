@@ -1,4 +1,4 @@
-"""Checks what `Strategy.reduce` and `broadcast` are given, and copies results to devices."""
+"""Checks the arguments of `Strategy.reduce` and `broadcast`, and copies results to devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_aggregation(aggregation: Any) -> bool:
 
 
 def check_divisible(values: Sequence[Any]) -> None:
-    """Raises ValueError if a value's dtype has no means."""
+    """Raises ValueError if values of a dtype cannot be averaged."""
     for value in values:
         dtype = value.tensor_list[0].dtype
         if dtype.is_integer:
@@ -81,7 +81,7 @@ def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
 
 
 def check_value(mesh_impl: Any, value: Any) -> Any:
-    """Returns a value; raises ValueError if it has not one slice for each processor."""
+    """Returns a value; raises ValueError if it does not have one slice per processor."""
     if isinstance(value, mtf.Tensor):
         raise ValueError(
             f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
@@ -113,7 +113,7 @@ def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
-    """Copies a value that all processors have to devices, each time from the nearest slice."""
+    """Copies a value that all processors have to devices, each from the nearest slice."""
     on_device: dict[str, tf.Tensor] = {}
     in_process: dict[Any, tf.Tensor] = {}
     for device, x in zip(mesh_impl.devices, value.tensor_list):
@@ -128,7 +128,7 @@ def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.T
 
 
 def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """Copies a tensor to devices; it is sent once to each process."""
+    """Copies a tensor to devices, over one transfer to each process."""
     first: dict[Any, tf.Tensor] = {}
     result = []
     for device in devices:

@@ -1,4 +1,4 @@
-"""All-reduce in two levels: along the inner axes of a mesh first, or by groups of devices."""
+"""All-reduces in two levels: within fast groups, then between them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def level_groups(
 def _with_axes(
     mesh_impl: Any, level: list[list[int]], axes: Sequence[int] | None
 ) -> ProcessorGroups:
-    """Makes `ProcessorGroups`, with the mesh axes that they run along if there are any."""
+    """Returns `ProcessorGroups` with their mesh axes, if they run along any."""
     if axes is not None:
         coordinates = [mtf.pnum_to_processor_coordinates(mesh_impl.shape, p) for p in level[0]]
         mine = [a for a in axes if len({c[a] for c in coordinates}) > 1]
@@ -101,7 +101,7 @@ def _with_axes(
 def _place(
     mesh_impl: Any, group: Sequence[int], outer_axes: Sequence[Axis] | None
 ) -> Callable[[int], Any]:
-    """Makes a function of processors that has the same value in an inner group."""
+    """Returns a function of processors that is equal within an inner group."""
     shape = mesh_impl.shape
 
     def coordinates(processor: int) -> list[int]:
@@ -122,7 +122,7 @@ def _place(
 def placement_two_levels(
     mesh_impl: Any, inner_sum: GroupSum, outer_sum: GroupSum, outer_axes: Sequence[Axis] | None
 ) -> SumFn:
-    """Makes a function that sums within inner groups (`inner_groups`), then over them.
+    """Returns a function that sums within inner groups (`inner_groups`), then over them.
 
     Only one member of each inner group takes part in the outer sum; the others read its result.
     """
@@ -160,7 +160,7 @@ def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
 def simd_two_levels(
     mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool, one_group: bool
 ) -> SumFn:
-    """Makes a function that sums along the inner axes, then along the outer ones, on all cores.
+    """Returns a function that sums on all cores along inner axes, then along outer ones.
 
     Each level sums all values before the next one begins, with `one_group` in a group of its own.
     With `scatter` each core sends only a part of a tensor over the outer axes, and a third sum,
@@ -200,7 +200,7 @@ def simd_two_levels(
 
 
 def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
-    """Returns each core's part of a value: the one at its position in its group."""
+    """Returns each core's part of a value, by the core's position in its group."""
     size = mtf.list_product(value.slice_shape)
     part = -(-size // parts)
 
@@ -212,7 +212,7 @@ def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
 
 
 def _among_zeros(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
-    """Returns each core's part in its row of a matrix that is 0 elsewhere."""
+    """Returns a matrix on each core: the core's part is one row, and others are 0."""
 
     def put(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
         # tf.where and not a product, as an infinity times zero would be NaN in the other parts.

@@ -1,4 +1,4 @@
-"""Gradients sent as low-rank factors of matrices."""
+"""Sends gradients as low-rank factors of matrices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALLEST = 2.0**-100
 
 
 def split_of(shape: Sequence[int]) -> int:
-    """Returns how many leading dimensions to make rows, for about as many columns as rows."""
+    """Returns how many leading dimensions become rows, so that a matrix is nearly square."""
 
     def factors(number: int) -> int:
         return math.prod(shape[:number]) + math.prod(shape[number:])
@@ -36,7 +36,7 @@ def split_of(shape: Sequence[int]) -> int:
 def random_factors(
     columns: Sequence[int], rank: int, step: tf.Tensor | int
 ) -> tuple[tf.Tensor, ...]:
-    """Makes a random matrix `[columns, rank]` for each number of columns; each step has its own.
+    """Returns a random matrix `[columns, rank]` for each number of columns, new in each step.
 
     The matrices of a step are the same on all processors and in every run.
     """
@@ -53,13 +53,13 @@ def random_factors(
 
 
 def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Replaces columns of a factor that are zero by those of another one."""
+    """Returns a factor whose zero columns are replaced by columns of `other`."""
     dead = tf.reduce_all(tf.equal(factor, 0.0), 0, keepdims=True)
     return tf.where_v2(dead, other, factor)
 
 
 def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    """Makes the columns of float32 ``[rows, rank]`` matrices orthonormal: Gram-Schmidt, twice.
+    """Returns matrices ``[rows, rank]`` with orthonormal columns: Gram-Schmidt, twice.
 
     A column that is spanned by those before it, up to rounding, becomes zeros. A matrix with a
     number that is not finite becomes NaN.
@@ -73,7 +73,7 @@ def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
 
 
 def _orthonormal(x: tf.Tensor) -> tf.Tensor:
-    """`orthonormal` of `[matrices, rows, rank]`."""
+    """Returns matrices ``[matrices, rows, rank]`` with orthonormal columns."""
     finite = tf.reduce_all(tf.math.is_finite(x), [1, 2], keepdims=True)
     top = tf.reduce_max(tf.abs(x), [1, 2], keepdims=True)
     # Scaled, as squares of huge or tiny numbers are beyond float32.
@@ -100,7 +100,7 @@ def laid_out_cond(
     if_true: Callable[[], Sequence[Any]],
     if_false: Callable[[], Sequence[Any]],
 ) -> list[Any]:
-    """Returns the `LaidOutTensor`s of one of two functions; the other sends nothing in that step.
+    """Returns the `LaidOutTensor`s of one of two functions; the other sends nothing.
 
     The boolean `predicate`, a scalar, has to be the same on all processors. Both functions return
     values of the same shapes and dtypes. On a placement mesh each slice is on its processor's
@@ -131,7 +131,7 @@ def laid_out_cond(
 
 
 class LowRankState(NamedTuple):
-    """The state of `LowRankAllReduce`; None for what the settings or gradients do not need."""
+    """The state of `LowRankAllReduce`; unused fields are None."""
 
     step: Any  # the number of reductions so far
     errors: tuple[Any, ...]  # for each gradient the part of it that cores have not sent
@@ -148,13 +148,13 @@ class _Matrix(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """The size of both factors."""
+        """The number of elements of both factors."""
         return self.rank * (self.rows + self.columns)
 
 
 @late_configurable(module="mtf_gradsync")
 class LowRankAllReduce(GradientStrategy):
-    """Sends gradients as low-rank factors of matrices: PowerSGD.
+    """A strategy that sends gradients as low-rank factors of matrices: PowerSGD.
 
     A gradient is reshaped to a matrix M whose numbers of rows and columns are as equal as possible.
     With Q of `rank` orthonormal columns, the same on all cores, P is the sum of M Q over the cores;
@@ -295,7 +295,7 @@ class LowRankAllReduce(GradientStrategy):
         whole = [i for i in range(len(values)) if i not in matrices]
 
         def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            """Makes this step's orthonormal Q, from the last step's or random numbers."""
+            """Returns this step's orthonormal Q, from the last step's or random numbers."""
             step = 0 if self.warm_start else factors[0]
 
             def of_one_rank(rank: int, members: list[int]) -> Sequence[tf.Tensor]:
@@ -378,7 +378,7 @@ class LowRankAllReduce(GradientStrategy):
 
 
 def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
-    """Returns the shape of right factors, one for each slice along the rows' dimensions."""
+    """Returns the shape of right factors: one factor for each slice along the rows' dimensions."""
     slices = [
         mtf.Dimension(dim.name, dim.size // size)
         for dim, size in zip(gradient.shape.dims, gradient.slice_shape)

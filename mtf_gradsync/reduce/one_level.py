@@ -1,4 +1,4 @@
-"""All-reduce on one level: on one device, on devices in turn, or around a ring."""
+"""All-reduces on one level: on one device, on devices in turn, or around a ring."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class OneLevel(Strategy):
         return group_sum_dtype(self._group_sum(mesh_impl), dtype)
 
     def _group_sum(self, mesh_impl: Any) -> GroupSum:
-        """Returns what sums the slices of a group; SIMD meshes do not use it."""
+        """Returns the function that sums a group's slices; SIMD meshes do not use it."""
         del mesh_impl
         return add_n
 
     def _planner(self, mesh_impl: Any) -> Planner:
-        """Returns what plans the packs."""
+        """Returns the planner of packs."""
         del mesh_impl
         return alone
 

@@ -1,4 +1,4 @@
-"""Packs: tensors that are reduced as one. A plan says which, and a sum follows the plan."""
+"""Packs: tensors that are reduced as one, by a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtf_gradsync.reduce.sums import SumFn, check_values
 
 
 class Piece(NamedTuple):
-    """The elements of the tensor at an index from `start` to before `stop`, in row-major order."""
+    """The elements of tensor `index`, from `start` to before `stop`, in row-major order."""
 
     tensor: int
     start: int
@@ -54,7 +54,7 @@ def plan_buckets(
 
 
 def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
-    """Returns the indices in groups: up to max_group of at most max_bytes each, others alone."""
+    """Returns groups of indices: up to max_group tensors of at most max_bytes; others alone."""
     groups: list[list[int]] = []
     filling: list[int] = []
     for index, size in enumerate(num_bytes):
@@ -69,7 +69,7 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
 
 
 def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
-    """Makes one pack of each group of indices, with all elements of its tensors."""
+    """Returns one pack for each group of indices, with all elements of its tensors."""
     return [[Piece(i, 0, sizes[i]) for i in group] for group in groups]
 
 
@@ -111,7 +111,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[tf.Tensor, ...]:
-    """Unpacks the tensor that `pack` made of tensors of these shapes."""
+    """Returns the tensors of these shapes that `pack` made one tensor of."""
     if _one_shape(shapes):
         return tuple(tf.unstack(packed, len(shapes)))
     pieces = tf.split(packed, [tf.TensorShape(shape).num_elements() for shape in shapes])
@@ -128,7 +128,7 @@ def _one_shape(shapes: Sequence[Sequence[int]]) -> bool:
 
 
 class Packer:
-    """A `Planner` with the three ways of TensorFlow 1's all-reduce to pack tensors of a dtype."""
+    """A `Planner` that packs tensors in one of the three ways of TensorFlow 1's all-reduce."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Packer:
         return self.num_packs > 0 or (self.max_bytes > 0 and self.max_group > 0)
 
     def __call__(self, sizes: Sequence[int], itemsize: int) -> Packs:
-        """Makes the plan for tensors of `sizes` elements of `itemsize` bytes."""
+        """Plans packs of tensors with `sizes` elements of `itemsize` bytes."""
         if self.num_packs > 0:
             return plan_packs(sizes, self.num_packs)
         num_bytes = [size * itemsize for size in sizes]
@@ -161,7 +161,7 @@ MESSAGE_BYTES = 32 * 1024
 
 
 def alone(sizes: Sequence[int], itemsize: int) -> Packs:
-    """A `Planner` that packs nothing."""
+    """Plans no packs: each tensor is alone. A `Planner`."""
     del itemsize
     return packs_of_groups([[i] for i in range(len(sizes))], sizes)
 
@@ -209,7 +209,7 @@ def _sum_packs(
     sum_fn: SumFn,
     turns: Iterator[int],
 ) -> list[Any]:
-    """Sums values in packs of one dtype; returns those that are in no pack as they are."""
+    """Sums values in packs of one dtype; returns values that are in no pack as they are."""
     pieces: dict[int, list[Piece]] = collections.defaultdict(list)
     for piece in itertools.chain.from_iterable(packs):
         pieces[piece.tensor].append(piece)
@@ -259,7 +259,7 @@ def _on_sums(
     sums: Sequence[Any],
     num_results: int,
 ) -> Sequence[Any]:
-    """Applies a function of slices that only copies to sums, which processors may share."""
+    """Applies a function that only copies slices to sums, which processors may share."""
     itemsize = sums[0].tensor_list[0].dtype.size
     num_bytes = itemsize * sum(mtf.list_product(x.slice_shape) for x in sums)
     if is_simd(mesh_impl) or num_bytes < MESSAGE_BYTES * num_results:

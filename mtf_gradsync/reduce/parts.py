@@ -12,7 +12,7 @@ from mtf_gradsync.reduce.packs import plan_buckets
 
 
 class Cut(NamedTuple):
-    """One axis of a tensor, by number, split over one axis of the mesh."""
+    """An axis of a tensor, by number, that is split over an axis of the mesh."""
 
     mesh_axis: int
     tensor_axis: int
@@ -36,7 +36,7 @@ def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
 
 
 def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
-    """Returns each processor's part of a value that all have along the axes of the cuts."""
+    """Returns each processor's part of a value that is equal along the axes of the cuts."""
     if not cuts:
         return value
     if is_simd(mesh_impl):
@@ -94,7 +94,7 @@ def slice_groups(mesh_impl: Any, cuts: Cuts) -> ProcessorGroups:
 
 
 def one_memory(mesh_impl: Any) -> bool:
-    """Whether all devices of a placement mesh share a memory."""
+    """Returns whether all devices of a placement mesh share a memory."""
     return len(memories(mesh_impl.devices)) == 1
 
 
@@ -111,7 +111,7 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 
 
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
-    """Returns positions of tensors in buckets, each of one dtype and cut along the same mesh axes.
+    """Returns positions of tensors in buckets, each of one dtype and of cuts on the same axes.
 
     A bucket of several tensors has at most bucket_bytes of each processor's slices.
     """
@@ -142,7 +142,7 @@ def from_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts)
 
 
 def _split_axes(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> tuple[list[int], list[int]]:
-    """Returns a shape with cut axes split in two, and its axes, those that number parts first."""
+    """Returns a shape with each cut axis split in two, and the order with part numbers first."""
     mesh_axis = {cut.tensor_axis: cut.mesh_axis for cut in cuts}
     split: list[int] = []
     part_axis: dict[int, int] = {}  # mesh axis -> the axis that numbers parts along it

@@ -1,4 +1,4 @@
-"""A placement mesh whose collectives use a strategy, those of activations included."""
+"""A placement mesh whose collectives, also those of activations, use a strategy."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     def _once_per_memory(
         self, devices: Sequence[str], compute: Callable[[list[int]], tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Calls compute with the positions in `devices` that share a memory, for each memory."""
+        """Calls compute once for each memory, with the positions in `devices` that share it."""
         turn = self.next_turn()
         result: list[Any] = [None] * len(devices)
         for members in memories(devices):
@@ -246,6 +246,6 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return result
 
     def next_turn(self) -> int:
-        """Counts up, to choose the member of a group that computes for all."""
+        """Counts up, to choose which member of a group computes for all."""
         self._turn += 1
         return self._turn - 1

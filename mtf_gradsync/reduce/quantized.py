@@ -1,4 +1,4 @@
-"""Gradients sent as quantized blocks."""
+"""Sends gradients as quantized blocks."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ SMALLEST = 2.0**-100
 
 
 class Blocks(NamedTuple):
-    """A quantization: numbers are sent in blocks of `size`, as whole numbers of 8 or 4 bits."""
+    """A quantization: numbers are sent in blocks of `size`, as integers of 8 or 4 bits."""
 
     bits: int
     size: int
 
     @property
     def bytes(self) -> int:
-        """Bytes of a block, with its scale."""
+        """The bytes of a block, with its scale."""
         return self.size * self.bits // 8 + SCALE_BYTES
 
     @property
     def largest(self) -> int:
-        """The largest whole number that is sent."""
+        """The largest integer that is sent."""
         return 2 ** (self.bits - 1) - 1
 
     def count(self, size: int) -> int:
-        """The number of blocks for some number of numbers."""
+        """Returns the number of blocks for `size` numbers."""
         return -(-size // self.size)
 
     def pay(self, size: int) -> bool:
-        """Whether some number of numbers takes at most half of the bytes of float32."""
+        """Returns whether `size` numbers take at most half of float32's bytes."""
         return 2 * self.count(size) * self.bytes <= 4 * size
 
 
@@ -111,7 +111,7 @@ def out_of_blocks(
 
 
 def rows_of_part(count: int, parts: int) -> int:
-    """Returns the number of blocks in each of some equal parts."""
+    """Returns the number of blocks in each of `parts` equal parts."""
     return -(-count // parts)
 
 
@@ -123,13 +123,13 @@ def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
 
 
 def _largest_scale(largest: int) -> np.float32:
-    """Returns the largest 8-bit scale whose product with the largest whole number is finite."""
+    """Returns the largest 8-bit scale whose product with the largest integer is finite."""
     mantissa, exponent = math.frexp(float(np.finfo(np.float32).max) / largest)
     return np.float32(math.ldexp(math.floor(mantissa * 2**8), exponent - 8))
 
 
 def _packed(rounded: tf.Tensor, bits: int) -> tf.Tensor:
-    """Stores whole numbers as int8, two of 4 bits in one."""
+    """Returns integers as int8, two integers of 4 bits in one."""
     if bits == 8:
         return rounded
     shape = rounded.shape.as_list()
@@ -203,14 +203,14 @@ _BITS = (4, 8)
 
 
 class QuantizationErrors(NamedTuple):
-    """For each gradient the part that cores have not sent; None if it is not quantized."""
+    """For each gradient the rest that cores have not sent; None if it is not quantized."""
 
     of: tuple[Any, ...]
 
 
 @late_configurable(module="mtf_gradsync")
 class QuantizedAllReduce(GradientStrategy):
-    """Sends gradients as quantized blocks: about a quarter of the bytes of float32.
+    """A strategy that sends gradients as quantized blocks: a quarter of float32's bytes.
 
     Each core cuts its gradients into blocks of `block_size` numbers and sends them as whole numbers
     of `bits` bits, with a bfloat16 scale for each block. A core receives its part of all gradients
@@ -350,7 +350,7 @@ class QuantizedAllReduce(GradientStrategy):
         return Blocks(self.bits, self.block_size)
 
     def _sends(self, dtype: tf.DType, size: int) -> bool:
-        """Whether a gradient, or a core's slice of one, is quantized."""
+        """Returns whether a gradient, or a core's slice of one, is quantized."""
         return dtype.is_floating and size > 0 and self._blocks.pay(size)
 
     def _compression(self, gradients: Sequence[GradientOfCores]) -> Compression:

@@ -82,7 +82,7 @@ def scatter_together(
 
 
 def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
-    """Returns full slices on each core, from the parts that belong to its coordinates."""
+    """Returns full slices on each core, from all cores' parts."""
     results: list[Any] = [None] * len(parts)
     with summed_together():
         for members in _sharing(parts, [p.slice_shape for p in parts], cuts, _TILE):
@@ -98,7 +98,7 @@ def _sharing(
     cuts: Sequence[Cuts],
     least: int,
 ) -> list[list[int]]:
-    """Returns positions of tensors, in one list for each collective."""
+    """Returns positions of tensors, a list for each collective that they share."""
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
         alone = index if mtf.list_product(shape) >= least else -1
@@ -129,7 +129,7 @@ def _scattered(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
 def _parts_of(
     mesh_impl: Any, scattered: Any, count: int, shape: Sequence[int], cuts: Cuts
 ) -> list[Any]:
-    """Returns the parts of `count` values of a shape that `_scattered` made one tensor of."""
+    """Returns the parts of `count` values of a shape, from the tensor of `_scattered`."""
 
     def unpacked(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
         pieces = tf.unstack(x) if count > 1 else [x]
@@ -231,7 +231,7 @@ def _scatter_on_devices(
 def all_gather(
     mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int
 ) -> list[Any]:
-    """Returns full slices on each processor, from the parts that belong to its coordinates.
+    """Returns full slices on each processor, from all processors' parts.
 
     On a placement mesh each slice is joined once per memory; between memories small parts are sent
     in buckets of bucket_bytes per processor.

@@ -1,4 +1,4 @@
-"""The interface of reduction strategies, and of those that keep state."""
+"""The interfaces of reduction strategies, without and with state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Compression(NamedTuple):
 
 
 class StateMaker(abc.ABC):
-    """Makes the variables of a strategy's state for the gradients of one optimizer.
+    """A maker of variables for a strategy's state, for the gradients of one optimizer.
 
     Attributes:
       name: prefix for names of variables that belong to no single gradient.
@@ -100,7 +100,7 @@ class StateMaker(abc.ABC):
 
     @abc.abstractmethod
     def report(self, compression: Compression) -> None:
-        """Takes the bytes that are saved on the gradients; a strategy calls it once."""
+        """Takes the strategy's report of the bytes that it saves, which it makes once."""
 
 
 #: A nested structure (NamedTuple, tuple, list or dict) of variables or Nones; while a graph is
@@ -109,7 +109,7 @@ State = Any
 
 
 class Strategy(abc.ABC):
-    """Sums tensors over groups of processors. Strategies can be shared by wrappers.
+    """A way to sum tensors over groups of processors. Wrappers can share a strategy.
 
     A strategy with a special reduction for the gradients of an optimizer, or with variables for
     them, is a `GradientStrategy`.
@@ -171,7 +171,7 @@ class Strategy(abc.ABC):
 
     @property
     def has_gradient_reduction(self) -> bool:
-        """Whether gradients of an optimizer are reduced by `reduce_gradients`."""
+        """Whether `reduce_gradients` reduces an optimizer's gradients."""
         return False
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
@@ -190,7 +190,7 @@ class Strategy(abc.ABC):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces gradients of an optimizer, if `has_gradient_reduction`.
+        """Reduces an optimizer's gradients, if `has_gradient_reduction`.
 
         The new state is written after the gate of the step, only on steps that use the sums.
 
@@ -223,7 +223,7 @@ class Strategy(abc.ABC):
         check_groups(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """Returns the dtype that values of a dtype are sent in, the narrowest if levels differ.
+        """Returns the dtype in which values are sent; of several levels the narrowest.
 
         Args:
           mesh_impl: the mesh.
@@ -278,7 +278,7 @@ class Strategy(abc.ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         groups: ProcessorGroups | None = None,
     ) -> list[Any]:
-        """Does what `reduce` does for several values, which are reduced together.
+        """Reduces several values together, each as `reduce` does.
 
         Args:
           mesh_impl: an `mtf.MeshImpl`.
@@ -359,7 +359,7 @@ def reduce_scatter_by(
 
 
 def has_gradient_reduction(strategy: Any) -> bool:
-    """Whether a strategy, which need not be a `Strategy`, has a `reduce_gradients` of its own."""
+    """Returns whether a strategy, of any class, has its own `reduce_gradients`."""
     return bool(getattr(strategy, "has_gradient_reduction", False))
 
 

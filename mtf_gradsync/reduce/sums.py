@@ -1,4 +1,4 @@
-"""Sums of slices over groups of processors, by algorithms of either kind of mesh."""
+"""Algorithms that sum slices over groups of processors, for both kinds of mesh."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _ELSEWHERE = {
 
 
 def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Does what `tf.add_n` does, always in the order of the inputs, at no extra cost."""
+    """Returns `tf.add_n` that always adds in the order of the inputs, at no extra cost."""
     return add_in_order(tf.add_n(list(inputs)))
 
 
@@ -91,7 +91,7 @@ def sum_on_one_device(
 
 
 def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
-    """Lets one member add up and the others read its sum; a `GroupSum`."""
+    """Adds up on one member, whose sum the others read; a `GroupSum`."""
     return [sum_on_one_device(slices, devices[root])] * len(slices)
 
 
@@ -167,7 +167,7 @@ def simd_all_reduce(
 
 
 def in_turns(mesh_impl: Any, sum_group: Callable[[Any, list[int], int], Sequence[Any]]) -> SumFn:
-    """Makes a function that sums on a placement mesh of one that sums a group.
+    """Returns a function that sums on a placement mesh, by a function that sums a group.
 
     `sum_group` gets a value, the members of a group and the group's turn, and returns the slices
     for the members.

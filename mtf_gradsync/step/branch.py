@@ -1,4 +1,4 @@
-"""Parts of a step: what some steps skip, what is built later, and values after either."""
+"""Parts of a step: branches that some steps skip, late building, and values after both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_INLINED = {"_noinline": True}
 
 
 def can_call(lowering: mtf.Lowering) -> bool:
-    """Whether a branch can be a function over the devices of a mesh.
+    """Returns whether a branch on a mesh can be a call of a function.
 
     It cannot be on SIMD meshes (a TPU program has no such calls), on meshes over several processes,
     with ref variables, and on TensorFlow 2.12, which inlines every function. There its operations
@@ -90,7 +90,7 @@ def _copy_handles_and_constants(graph: tf.Graph) -> None:
 
 
 class Branch:
-    """The operations that a function makes, for a `Conditional` to run."""
+    """The operations made by a function, for a `Conditional` to run."""
 
     def __init__(self, plan: StepPlan, make: Callable[[], Sequence[mtf.Operation]] | None = None):
         self.plan = plan
@@ -105,13 +105,13 @@ class Branch:
             yield
 
     def add(self, make: Callable[[], Sequence[mtf.Operation]]) -> None:
-        """Adds operations that a function makes; they run last. For graphs not lowered yet."""
+        """Adds operations, made by a function, that run last. For graphs not lowered yet."""
         with self.opened():
             self.updates.extend(make())
 
 
 class Conditional(mtf.Operation):
-    """Runs a branch on steps where a predicate holds.
+    """A branch that runs on steps where a predicate holds.
 
     The predicate must have the same value on all processors. In a lowering, each of the branch's
     updates is the one tf operation that runs the branch if it is due.
@@ -173,7 +173,7 @@ class Conditional(mtf.Operation):
 
 @contextlib.contextmanager
 def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> Iterator[None]:
-    """Reads the variables that updates assign inside a call, instead of passing values to it.
+    """Makes a call read the variables that it assigns, instead of taking their values.
 
     Nothing else writes them in this step, and a value from another device costs a transfer even
     when the call is skipped.
@@ -214,7 +214,7 @@ def _no_summaries() -> Iterator[None]:
 
 
 class StandIn(mtf.Operation):
-    """Stands for the operations of a step that is built later."""
+    """A stand-in for the operations of a step that is built later."""
 
     def __init__(self, later: Later, mesh: mtf.Mesh, name: str):
         super().__init__([], mesh=mesh, name=name)
@@ -279,7 +279,7 @@ def build_later(graph: mtf.Graph) -> None:
 
 
 def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-    """Returns operations with stand-ins replaced by the steps' operations, built if needed."""
+    """Returns operations with stand-ins replaced by their steps' operations, built if needed."""
     result: dict[mtf.Operation, None] = {}
     for operation in operations:
         is_stand_in = isinstance(operation, StandIn)
@@ -288,7 +288,7 @@ def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
 
 
 class ValuesAfter(mtf.Operation):
-    """Reads variables of a mesh (`reads`) once operations have run, also those of a branch."""
+    """Reads of variables of a mesh (`reads`) after operations, also a branch's."""
 
     def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
         super().__init__([], mesh=variables[0].mesh, name="values_after")

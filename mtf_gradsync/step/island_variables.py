@@ -1,4 +1,4 @@
-"""Variables of which each island of a mesh has a value of its own."""
+"""Variables of which each island of a mesh has its own value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Islands(PlanPart):
         self._held_by: dict[mtf.Variable, mtf.Variable] = {}
 
     def hold(self, variable: mtf.Variable, by: mtf.Variable) -> None:
-        """Makes a variable's slices those of a holder; neither may be stacked with others.
+        """Makes a variable use a holder's slices; neither may be stacked with others.
 
         The holder has dimensions that number the islands before those of the variable.
         """
@@ -83,7 +83,7 @@ class HeldSlices:
             self.copy_master_to_slices = self.copy_slices_to_master = tf.no_op()
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """See Mesh-TF's laid-out variables."""
+        """Assigns to the holder's slices, as Mesh-TF's laid-out variables assign to their own."""
 
         def assign(_: Any, x: Any, value: Any) -> Any:
             return assign_fn(self._variable, self._seen[id(x)], value)

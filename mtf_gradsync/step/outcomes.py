@@ -73,13 +73,13 @@ class Watched(mtf.Operation):
             tf.add_to_collection(WATCHED, (self, told.name))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """Whether there is something to tell, by the values of the counts; see `find`."""
+        """Returns whether the counts, before and after a step, show something to report."""
         raise NotImplementedError
 
     def find(
         self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
     ) -> list[Any]:
-        """Returns lines to log and exceptions to raise, by the variables' values after a step.
+        """Returns lines to log and exceptions to raise, from the variables' values after a step.
 
         `before` are the counts before the step, or when they were last read; None if that is not
         known.
@@ -87,7 +87,7 @@ class Watched(mtf.Operation):
         raise NotImplementedError
 
     def apart(self, told: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Takes what a step told apart: the counts before and after it."""
+        """Splits a step's numbers into the counts before and after the step."""
         sizes = [x.shape.size for x in self.inputs]
         parts = np.split(told, np.cumsum(sizes)[:-1])
         parts = [x.view(y.dtype.as_numpy_dtype) for x, y in zip(parts, self.inputs)]
@@ -111,7 +111,7 @@ def _slices(lowering: mtf.Lowering, variables: Sequence[mtf.Variable]) -> list[A
 
 
 class Watch:
-    """Reads the outcome of a session's last step; made by `Watched.watch`.
+    """A reader of a session's last outcome; `Watched.watch` makes it.
 
     Attributes:
       records: what it reads of the records, by lowering.
@@ -123,7 +123,7 @@ class Watch:
 
     @property
     def records(self) -> list[list[tf.Tensor]]:
-        """Tensors of the values of the records, for each lowering."""
+        """The tensors of the records' values, for each lowering."""
         return [records for _, records in self._reads]
 
     def ask(self, session: Any) -> Any:
@@ -143,7 +143,7 @@ class Watch:
 
 
 class WatchHook(tf.train.SessionRunHook):
-    """Raises or logs the outcome of a watched operation after each run of a session.
+    """A hook that raises or logs a watched operation's outcome after each run.
 
     It does nothing in sessions that do so themselves.
     """

@@ -68,7 +68,7 @@ def _planned(cls: type) -> type:
 
 
 def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
-    """Lists operations in the order in which they are lowered, those of a loop before the loop."""
+    """Returns operations in the order of their lowering; a loop's come before the loop."""
     found: list[mtf.Operation] = []
     for operation in operations:
         if isinstance(operation, mtf.WhileLoopOperation):
@@ -95,11 +95,11 @@ class PartLowering:
         return False
 
     def inside_branch(self) -> ContextManager[None]:
-        """Surrounds the lowering of a branch, none of whose tensors may be used outside."""
+        """Returns a context manager around the lowering of a branch."""
         return contextlib.nullcontext()
 
     def end(self) -> None:
-        """Called when all operations are lowered."""
+        """Ends the lowering, after all operations."""
 
 
 class PlanPart:
@@ -192,7 +192,7 @@ class StepPlan:
             self._waits[operation] = (*self._waits.get(operation, ()), control_inputs)
 
     def write_in_place(self, variable: mtf.Variable) -> None:
-        """Excludes a variable that a wrapper writes in place from the reads at the start of a step.
+        """Notes that a wrapper writes a variable in place: it is not read first.
 
         With a value read there still in use, TensorFlow would copy the variable to add to it. Those
         who read the variable have to order reads and writes themselves.
@@ -200,7 +200,7 @@ class StepPlan:
         self._in_place[variable] = None
 
     def is_in_place(self, variable: mtf.Variable) -> bool:
-        """Whether a wrapper writes a variable in place."""
+        """Returns whether a wrapper writes a variable in place."""
         return variable in self._in_place
 
     @property
@@ -247,22 +247,22 @@ class StepPlan:
 
     @property
     def surroundings(self) -> tuple[Any, bool]:
-        """Returns the open branch or None, and whether a gate is being built, for comparison."""
+        """The open branch, or None, and whether a gate is being built: for comparisons."""
         return self.open_branch, self._is_gating
 
     def is_free(self, operation: mtf.Operation) -> bool:
-        """Whether an operation neither waits (see `wait`) nor belongs to a branch."""
+        """Returns whether an operation neither waits (see `wait`) nor belongs to a branch."""
         return operation not in self._waits and self._branch_of.get(operation) is None
 
     @property
     def orders_updates(self) -> bool:
-        """Whether updates wait for a gate, as those of wrappers do and those behind sums."""
+        """Whether updates wait for a gate, as a wrapper's do, or for sums."""
         gated = bool(self._waits or any(self._branch_of.values()))
         return gated or any(part.orders_updates for part in self._parts.values())
 
     @property
     def is_held(self) -> bool:
-        """Whether operations that are being built wait with a branch or a gate around them."""
+        """Whether operations built now wait with the branch or gate around them."""
         return self.is_in_branch or self._is_gating
 
     @contextlib.contextmanager
@@ -276,7 +276,7 @@ class StepPlan:
 
     @contextlib.contextmanager
     def building_inside(self, islands: Any) -> Iterator[None]:
-        """Tells the steps that are built inside the block which islands they are inside of."""
+        """Declares which islands the steps built inside the block are inside of."""
         outer, self.islands = self.islands, islands or self.islands
         try:
             yield
@@ -362,7 +362,7 @@ class StepPlan:
         return vars(lowering)[_LOWERED]
 
     def has_lowered(self, lowering: mtf.Lowering) -> bool:
-        """Whether the plan lowers, or has lowered, the operations of a lowering."""
+        """Returns whether the plan lowers, or has lowered, the operations of a lowering."""
         return _LOWERED in vars(lowering)
 
     def end(self, lowering: mtf.Lowering) -> None:
@@ -372,7 +372,7 @@ class StepPlan:
                 part.end()
 
     def members(self, branch: Any) -> list[mtf.Operation]:
-        """The operations of a branch, in the order in which they are to be lowered."""
+        """Returns the operations of a branch, in the order of their lowering."""
         return [op for op in self.graph.operations if self._branch_of.get(op) is branch]
 
     def lower_branch(self, branch: Any, lowering: mtf.Lowering) -> None:
@@ -421,7 +421,7 @@ class StepPlan:
             self._lower_variables(lowering, lowered)
 
     def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
-        """Adds operations that autostack made to the branches whose updates they feed.
+        """Moves autostack's operations into the branches whose updates they feed.
 
         Autostack stacks the values for a stacked variable right before the assignment.
         """
@@ -457,7 +457,7 @@ class StepPlan:
             lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
 
     def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
-        """Variables that are assigned by operations outside of the plan's updates."""
+        """Returns the variables assigned by operations outside of the plan's updates."""
         waiting = {operation for part in lowered.parts for operation in part.waits}
         return {
             variable
@@ -470,14 +470,14 @@ class StepPlan:
 
 
 def takes_stack_apart(operation: mtf.Operation) -> bool:
-    """Whether an operation is autostack's unstacking of a stacked variable."""
+    """Returns whether an operation is autostack's unstacking of a variable."""
     return isinstance(operation, mtf.UnstackOperation) and isinstance(
         operation.inputs[0].operation, mtf.StackedVariable
     )
 
 
 def unstackings(graph: mtf.Graph) -> list[mtf.Operation]:
-    """Returns the operations of a graph by which autostack takes stacked variables apart."""
+    """Returns a graph's operations by which autostack unstacks variables."""
     return [operation for operation in graph.operations if takes_stack_apart(operation)]
 
 
@@ -495,7 +495,7 @@ def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
 
 @contextlib.contextmanager
 def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
-    """Forgets sums that Mesh-TF reduces inside the block, which have no value outside a branch."""
+    """Hides sums that Mesh-TF reduces inside the block from operations after the branch."""
     before = {
         tensor: lazy
         for tensor, lazy in lowering.tensors.items()

@@ -1,4 +1,4 @@
-"""How variables are written: one door for slices, what writes wait for, and their order."""
+"""Writes of variables: the one way to write slices, what writes wait for, and their order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtf_gradsync.variables import CURE, ref_variables_explained
 
 
 class Gate:
-    """A point of a step, after some tensors and the reads of all variables of their meshes."""
+    """A point of a step: after some tensors, and after all reads of their meshes' variables."""
 
     def __init__(self, plan: StepPlan, tensors: Sequence[mtf.Tensor]):
         self._plan = plan
@@ -27,7 +27,7 @@ class Gate:
         self._plan.wait(operations, lambda lowering: [self.barrier(lowering)])
 
     def barrier(self, lowering: mtf.Lowering) -> tf.Operation:
-        """Returns the tf operation that follows the gate's tensors; for calls outside branches."""
+        """Returns the tf operation after the gate's tensors; call it outside branches."""
         barriers = self._plan.lowered(lowering).barriers
         if self not in barriers:
             barriers[self] = self._make(lowering)
@@ -88,7 +88,7 @@ def gated_update(
 
 
 class WriteInPlace(mtf.Operation):
-    """Writes variables slice by slice, each from the same processor's slice of a value.
+    """A write of variables slice by slice, each from the same processor's slice of a value.
 
     It is for writes that Mesh-TensorFlow's own assignments cannot make.
     """
@@ -127,7 +127,7 @@ def write_slices(
     write: Callable[[list[int], list[Any], list[Any]], Sequence[tf.Tensor]],
     values: Sequence[Any],
 ) -> list[Any]:
-    """Writes several variables together, and returns what the writes make of each.
+    """Writes several variables together; returns the results of the writes.
 
     Args:
       lowering: the lowering.
@@ -178,7 +178,7 @@ class WriteOrder(PlanPart):
         self._after = {**self._after, operation: (*self._after.get(operation, ()), *before)}
 
     def one_step(self, operations: Sequence[mtf.Operation]) -> None:
-        """Notes that operations are one step, whose writes have an order."""
+        """Notes that operations are one step, which orders their writes."""
         self._step_of = {**self._step_of, **dict.fromkeys(operations, object())}
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
@@ -203,7 +203,7 @@ class _WriteOrderLowering(PartLowering):
         lowering: mtf.Lowering,
         contested: Mapping[mtf.Variable, Sequence[mtf.Assign]],
     ):
-        """`contested` are variables that several steps or operations of a program write."""
+        """Takes `contested`, the variables with several writing steps or operations."""
         self._lowering, self._contested = lowering, contested
         self._commuting = {
             op for some in contested.values() for op in some if op.assign_fn in _COMMUTING
@@ -247,7 +247,7 @@ def _write_at_once(write: Any, variable: mtf.Variable, slice_variable: Any, valu
 
 
 def is_before(first: tf.Operation, then: tf.Operation) -> bool:
-    """Whether an operation of TensorFlow waits for another one, or is that one."""
+    """Returns whether a tf operation waits for another one, or is the same."""
     found, todo = {then}, [then]
     while todo and first not in found:
         op = todo.pop()
@@ -282,7 +282,7 @@ def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
 
 
 def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
-    """Makes all but the last writes of an assignment to one variable assignments of their own."""
+    """Splits off an assignment's repeated writes of a variable; the last write stays."""
     if not isinstance(operation, mtf.Assign):
         return []
     pairs = list(zip(operation.variables, operation.inputs))
@@ -308,7 +308,7 @@ def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
 
 
 class OwnWrites(PlanPart):
-    """Makes assignments without other order wait for all reads and for the sums before them.
+    """A program's own assignments, which wait for all reads and for the sums before them.
 
     Their variables are read once, as those that a wrapper updates.
     """
@@ -351,7 +351,7 @@ class OwnWrites(PlanPart):
 
 
 class AdvanceStep(mtf.Operation):
-    """Adds to a step counter that is a tf variable, after the update."""
+    """An addition to a step counter that is a tf variable, after the update."""
 
     def __init__(
         self,
@@ -384,7 +384,7 @@ def advance_step(
     name: str,
     amount: mtf.Tensor | None = None,
 ) -> mtf.Operation:
-    """Makes an operation that adds one, or an amount, to a step counter after an update.
+    """Returns an operation that adds one, or an amount, to a step counter after an update.
 
     The counter is an mtf variable (or its value), or a tf variable, of an integer or float type;
     the amount is the same on every processor.
@@ -401,7 +401,7 @@ def advance_step(
 
 
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:
-    """Whether one of some operations advances a tf step counter, made by `advance_step`."""
+    """Returns whether one of the operations advances a tf step counter, by `advance_step`."""
     return any(isinstance(op, AdvanceStep) for op in built(update))
 
 
@@ -410,7 +410,7 @@ def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operatio
 
 
 def before_lowering(graph: mtf.Graph) -> None:
-    """Builds steps that are still to be built, and orders what one assignment writes."""
+    """Builds the steps that are not built yet, and orders each assignment's writes."""
     build_later(graph)
     for operation in list(graph.operations):
         variables = operation.variables if isinstance(operation, mtf.Assign) else ()
@@ -420,7 +420,7 @@ def before_lowering(graph: mtf.Graph) -> None:
 
 
 def after_lowering(lowering: mtf.Lowering, first: int) -> None:
-    """Raises a ValueError if a shared slice has several writers, and warns of writes without order.
+    """Raises ValueError if a shared slice has several writers; warns of unordered writes.
 
     `first` is how many operations TensorFlow's graph had before the lowering.
     """
@@ -436,5 +436,5 @@ _LOWERINGS = ("mtf_gradsync lowerings",)
 
 
 def lowerings_of(graph: tf.Graph) -> list[mtf.Lowering]:
-    """Returns the lowerings that were made in a graph of TensorFlow's."""
+    """Returns the lowerings that were made in a TensorFlow graph."""
     return graph.get_collection(_LOWERINGS)
