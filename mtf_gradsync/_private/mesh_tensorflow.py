@@ -34,7 +34,8 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
     """Initializes a variable, with its own value, that replaces another in an optimizer.
 
-    It has the other one's name and dtypes, no master, and stands in none of the graph's lists.
+    The new variable has the other's name and dtypes, no master, and is in none of the graph's
+    lists.
     """
     vars(replacement).update(vars(variable))
     replacement._inputs = []

@@ -24,8 +24,8 @@ def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
 def advance_step_after_reads(graph: tf.Graph) -> None:
     """Makes increments of the global step wait for its reads in the same step.
 
-    Otherwise a hook, or a line that is printed, has now the step before and now the step after.
-    Called again, it orders what has come since.
+    Otherwise a hook, or a printed line, gets the step before the increment in one run and the step
+    after it in another. A second call orders the reads made since.
     """
     step = tf.train.get_global_step(graph)
     if step is None or not hasattr(step, "handle"):  # a ref variable's reads have no operation
@@ -145,7 +145,8 @@ def calls_function(operation: tf.Operation) -> bool:
 def variables_written(operation: tf.Operation) -> list[str]:
     """Returns the keys of variables that an operation writes; see `variable_key`.
 
-    One that calls a function writes those that the function takes for more than reading.
+    An operation that calls a function writes the variables that the function takes for more than
+    reading.
     """
     is_call = calls_function(operation)
     if not is_call and (operation.type in _READS or not operation.type.startswith(_WRITES)):
@@ -326,8 +327,8 @@ _HYPERPARAMETERS = {
 def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
     """Returns the constructor's arguments, by name, of an optimizer of `tf.compat.v1.train`.
 
-    It is of one of the seven classes, not of a user's subclass. With `call`, arguments that are
-    functions are called.
+    The optimizer is of one of the seven classes, not of a user's subclass. With `call`, arguments
+    that are functions are called.
     """
     attributes = _HYPERPARAMETERS[type(optimizer).__name__]
     found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}

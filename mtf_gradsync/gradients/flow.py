@@ -99,7 +99,7 @@ class Flow:
     ):
         """Follows the operations that lead to the targets, usually gradients, and to `sums`.
 
-        These are targets that count as sums even if each shard holds other data of them.
+        `sums` are targets that count as sums even if each shard holds other data of them.
         """
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}

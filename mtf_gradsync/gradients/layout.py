@@ -198,9 +198,10 @@ def used_axes(
 def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
     """Returns the replica axes of the program's one mesh, for gradients without given axes.
 
-    They are of the dimensions `names`, and where the graph lacks one of these, of those that its
-    inputs are split along, with a warning. None if the program has made no mesh yet or several, the
-    targets are on several meshes, or the mesh splits none of the dimensions.
+    The axes are those that split the dimensions `names`. If the graph lacks one of these
+    dimensions, they are those that split its inputs, and a warning says so. None if the program has
+    made no mesh yet or several, the targets are on several meshes, or the mesh splits none of the
+    dimensions.
     """
     made = meshes_made()
     if len(made) != 1 or len({t.mesh for t in targets}) != 1:
@@ -293,8 +294,8 @@ def split_of_inputs(
 ) -> Split:
     """Returns the dimensions that split the inputs and the losses of gradients.
 
-    They are of the mesh axes that both are split over, if any. A dimension that a variable also has
-    counts as one of the model, unless there is no other.
+    These dimensions are on the mesh axes that split both inputs and losses, if any. A dimension
+    that a variable also has counts as one of the model, unless there is no other.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims

@@ -193,8 +193,8 @@ class Apart:
     def without_data(self, i: int) -> mtf.Tensor | None:
         """Returns the part of a recoverable gradient without any shard's data; None if none.
 
-        It is that of a penalty on weights, for example, of which `per_shard` gives each shard an
-        equal share. What a loop adds up counts as data.
+        An example is the gradient of a penalty on weights, which `per_shard` divides equally among
+        the shards. What a loop adds up counts as data.
         """
         grad, flow = self._grads[i], self._flow
         if grad is None or flow is None:
@@ -269,7 +269,7 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
 def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
     """Returns the positions of gradients for which `per_shard` may add a sum of their size.
 
-    It reduces these over axes other than the replica axes.
+    `per_shard` reduces these gradients over axes other than the replica axes.
     """
     present = [g for g in grads if g is not None]
     if not present:

@@ -1,6 +1,7 @@
 """Strategies that reduce gradients over the mesh.
 
-Those that a program has to name are loaded when it names them, here or in gin's configuration.
+Strategies that are chosen only by name are loaded when a program, or gin's configuration, names
+them.
 """
 
 from typing import TYPE_CHECKING

@@ -244,8 +244,8 @@ class Later:
     def build(self) -> list[mtf.Operation]:
         """Returns the operations, which the first call builds.
 
-        Their place in the graph is that of the last stand-in, or behind everything that they are
-        computed from.
+        In the graph they take the place of the last stand-in, or come after everything that they
+        are computed from.
         """
         # An error may have undone them, with what was being built around them.
         if self._operations is None or self in self.plan.later:

@@ -145,7 +145,7 @@ class Watch:
 class WatchHook(tf.train.SessionRunHook):
     """A hook that raises or logs a watched operation's outcome after each run.
 
-    It does nothing in sessions that do so themselves.
+    It does nothing in sessions that read outcomes themselves.
     """
 
     def __init__(self, find_watched: Callable[[], Watched | None]):
