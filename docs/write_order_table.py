@@ -33,6 +33,9 @@ WRAPPERS: dict[str, Callable[[Any], Wrapper]] = {
     "GradientAccumulationOptimizer, synced": lambda opt: gs.GradientAccumulationOptimizer(
         opt, 2, accumulate="synced", name="synced"
     ),
+    "GradientAccumulationOptimizer, sharded": lambda opt: gs.GradientAccumulationOptimizer(
+        opt, 2, accumulate="sharded", name="sharded", **MESH
+    ),
     "SyncReplicasOptimizer": lambda opt: gs.SyncReplicasOptimizer(opt, 2, **MESH),
     "CrossShardOptimizer": gs.CrossShardOptimizer,
     "ClipByGlobalNormOptimizer": lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1.0),

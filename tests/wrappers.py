@@ -89,6 +89,10 @@ def around(shape: str, layout: str) -> dict[str, tuple[Callable[[Any], Wrapper],
         sharded = gs.ShardedUpdateOptimizer(opt, min_size=2, **axes)
         return gs.GradientAccumulationOptimizer(sharded, 2, True, **axes)
 
+    def sums_and_updates(opt: Any) -> Wrapper:
+        sharded = gs.ShardedUpdateOptimizer(opt, min_size=2, **axes)
+        return gs.GradientAccumulationOptimizer(sharded, 2, True, accumulate="sharded", **axes)
+
     return {
         "cross_shard": (gs.CrossShardOptimizer, 1),
         "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1e3), 1),
@@ -101,6 +105,7 @@ def around(shape: str, layout: str) -> dict[str, tuple[Callable[[Any], Wrapper],
             lambda opt: gs.GradientAccumulationOptimizer(opt, 2, True, accumulate="synced"),
             2,
         ),
+        "sharded sums(sharded)": (sums_and_updates, 2),
         "one island": (lambda opt: gs.OuterOptimizer(opt, 1, 1.0, 0.0, outer_dims=()), 1),
     }
 

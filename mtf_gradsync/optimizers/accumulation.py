@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-from typing import Any, Literal, NamedTuple, Sequence, Union
+from typing import Any, Literal, Mapping, NamedTuple, Sequence, Union
 
 import gin
 import numpy as np
@@ -33,6 +34,7 @@ from mtf_gradsync.optimizers.pipeline.stack import (
     About,
     Line,
     OwnArguments,
+    Partition,
     Place,
     Stage,
     nth,
@@ -43,6 +45,11 @@ from mtf_gradsync.optimizers.schedules import (
     check_passes,
     hint_if_micro_steps_are_counted,
     passes_at,
+)
+from mtf_gradsync.optimizers.sharded_variables import (
+    nothing_to_split,
+    shapes_of_parts,
+    share_copies,
 )
 from mtf_gradsync.optimizers.skip_functions import SkipFn, State, check_skip_fn, says_skip
 from mtf_gradsync.optimizers.skips import (
@@ -56,6 +63,7 @@ from mtf_gradsync.optimizers.skips import (
     waiting_state,
 )
 from mtf_gradsync.optimizers.state.variables import (
+    ACCUMULATOR,
     named_state,
     note_sums_not_kept,
     update_counter,
@@ -65,15 +73,23 @@ from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.step import values_after
 
-#: Where gradients of microbatch steps add up: on each shard, or reduced over the mesh.
-Accumulate = Literal["local", "synced"]
+#: Where gradients of microbatch steps add up: on each shard, reduced over the mesh, or reduced in
+#: parts, of which each replica has one.
+Accumulate = Literal["local", "synced", "sharded"]
 LOCAL: Accumulate = "local"
 SYNCED: Accumulate = "synced"
+SHARDED: Accumulate = "sharded"
 
 
 _HOW = {
     LOCAL: ": each shard adds up its own gradients, which are reduced once an update",
     SYNCED: ": gradients are reduced on every microbatch step",
+    SHARDED: ": gradients are reduced on every microbatch step, and each replica adds up its part",
+}
+_WHAT = {
+    LOCAL: "add up gradients on each shard",
+    SYNCED: "add up the sums",
+    SHARDED: "add up each replica's part of the sums",
 }
 _SYNCED_INSTEAD = "Accumulate reduced gradients, by accumulate='synced', for one update of all"
 
@@ -95,21 +111,25 @@ class GradientAccumulationOptimizer(ReportsSkips):
     On microbatch steps without an update the inner optimizer does not run, variables and slots do
     not change, and no gradients are reduced if they accumulate locally.
 
-    Gradients accumulate in one of two places. "local": each shard adds up its own partial sums,
+    Gradients accumulate in one of three places. "local": each shard adds up its own partial sums,
     which are reduced once for each update; the mesh must be known when the graph is built.
-    "synced": gradients are reduced on each microbatch step. The log says once which it is.
+    "synced": gradients are reduced on each microbatch step. "sharded": so they are, but each
+    replica receives its part of them and adds that up, in 1/num_shards of the memory (ZeRO-2); with
+    `ShardedUpdateOptimizer` inside, the update goes on from the parts, and without it the sums are
+    gathered for the update. The log says once which it is.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and
     `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`, with max_steps_without_update
     `<name>/waiting`, and with weights `<name>/weight`, the sum of those in the accumulators.
 
     Attributes:
-      accumulate: where gradients accumulate, "local" or "synced"; None if that is decided when they
-        are applied.
+      accumulate: where gradients accumulate, "local", "synced" or "sharded"; None if that is
+        decided when they are applied.
       backward_passes_per_step: microbatch steps for each update, as given.
 
     References:
-      horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps
+      horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps;
+      Rajbhandari et al., "ZeRO", 2019 (stage 2)
     """
 
     shown = (
@@ -163,9 +183,9 @@ class GradientAccumulationOptimizer(ReportsSkips):
             With weights, float32 takes the place of float16, whose range is too small.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             new accumulation, and local sums need no master copy on the host.
-          accumulate: "local" or "synced". None takes "local" if the mesh is known when gradients
-            are applied: given, or the only one that the program has made for this graph by then;
-            if not, or if a wrapper around this one reduces on every step, "synced".
+          accumulate: "local", "synced" or "sharded". None takes "local" if the mesh is known when
+            gradients are applied: given, or the only one that the program has made for this graph
+            by then; if not, or if a wrapper around this one reduces on every step, "synced".
           sparse_as_dense: only with an optimizer of `tf.compat.v1.train`: turn `tf.IndexedSlices`
             into dense gradients. Those of mesh variables are always dense.
           allreduce_fn: only with such an optimizer; see there.
@@ -220,18 +240,19 @@ class GradientAccumulationOptimizer(ReportsSkips):
             )
         backward_passes_per_step = check_passes(backward_passes_per_step)
         check_skip_fn(should_skip_update_fn)
-        if accumulate not in (None, LOCAL, SYNCED):
+        if accumulate not in (None, *_HOW):
             raise ValueError(
-                f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
+                f"accumulate must be {LOCAL!r}, {SYNCED!r}, {SHARDED!r} or None, got "
+                f"{accumulate!r}."
             )
         self._accumulates = backward_passes_per_step != 1 or should_skip_update_fn is not None
         one_update = 1 if callable(backward_passes_per_step) else backward_passes_per_step
         why = f"an update takes backward_passes_per_step={backward_passes_per_step!r} steps"
         limit = check_limit(max_steps_without_update, one_update, why)
         _check_flush(flush)
-        needs_mesh_for = "the shards" if accumulate == LOCAL and self._accumulates else ""
+        needs_mesh = accumulate in (LOCAL, SHARDED) and self._accumulates
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer)
-        self._wrap(opt, common, needs_mesh_for, reduce_dtype)
+        self._wrap(opt, common, "the shards" if needs_mesh else "", reduce_dtype)
         self._given_place = accumulate or (None if self.axes is None else LOCAL)
         self.backward_passes_per_step = backward_passes_per_step
         self._average = check_flag("average_aggregated_gradients", average_aggregated_gradients)
@@ -265,7 +286,26 @@ class GradientAccumulationOptimizer(ReportsSkips):
             why = _why_synced(place, is_known=found is not None)
             where = LOCAL if is_split and not why else SYNCED
             axes = found if where == LOCAL else None
-        return [_Accumulate(self, where or SYNCED, axes, why)]
+        parts: Partition | None = None
+        if where == SHARDED and axes is not None:
+            if axes.num_shards == 1:
+                where, why = SYNCED, ", because there is one replica: no sum can be sharded"
+            else:
+                shapes_of = functools.partial(self._shapes_of_parts, axes)
+                parts = Partition(axes, self._gradient_reducer, shapes_of, self.name)
+        return [_Accumulate(self, where or SYNCED, axes, why, parts)]
+
+    def _shapes_of_parts(
+        self, axes: ReplicaAxes, variables: Sequence[mtf.Variable]
+    ) -> Mapping[mtf.Variable, mtf.Shape]:
+        """Returns the shapes of the parts of variables where the update needs all of each sum."""
+        if share_copies(axes):
+            return {}
+        sums = {v: self._slots.get(v, ACCUMULATOR) for v in variables}
+        before = {v: x.shape for v, x in sums.items() if x is not None}
+        found = shapes_of_parts(variables, axes, before=before)
+        # The user asked for parts.
+        return found or shapes_of_parts(variables, axes, min_size=0, before=before)
 
     @property
     def mini_step(self) -> mtf.Variable | None:
@@ -337,21 +377,36 @@ _MIXED_WARNING = (
 class _Accumulate(Stage):
     """Adds up gradients, and passes on the sums when an update is due.
 
-    `why` says, for the log, why gradients do not accumulate on each shard.
+    `why` says, for the log, why gradients do not accumulate where they could.
     """
 
     wrapper: GradientAccumulationOptimizer
     where: Accumulate
     axes: ReplicaAxes | None
     why: str = ""
-    gives, _leaves = Form.REDUCED, Form.PENDING
+    _parts: Partition | None = None
+    gives = Form.REDUCED
     _wants_reduced = True
+
+    @property
+    def _leaves(self) -> Form:  # type: ignore[override]
+        return Form.PART if self._parts else Form.PENDING
+
+    def within(self, inside: Sequence[Stage], others: Sequence[Any]) -> Stage:
+        """See `Stage.within`."""
+        of_updates = next((s._partition for s in inside if s._partition is not None), None)
+        if self._parts is None or of_updates is None:
+            return self
+        # The update goes on from the sums.
+        mine = self._parts
+        parts = of_updates._replace(strategy=mine.strategy, name=mine.name)
+        return dataclasses.replace(self, _parts=parts)
 
     @property
     def takes(self) -> Form | PerShard:  # type: ignore[override]
         """See `Stage.takes`."""
-        if self.where == SYNCED:
-            return Form.REDUCED
+        if self.where != LOCAL:
+            return Form.PART if self._parts else Form.REDUCED
         or_else = "accumulate reduced gradients, by accumulate='synced'"
         return PerShard("reduce", or_else, _MIXED_WARNING, adds_up=True)
 
@@ -377,7 +432,7 @@ class _Accumulate(Stage):
 
     @property
     def _one_mesh(self) -> str:  # type: ignore[override]
-        return _SYNCED_INSTEAD if self.where == LOCAL else ""
+        return "" if self.where == SYNCED else _SYNCED_INSTEAD
 
     def check(
         self,
@@ -385,8 +440,15 @@ class _Accumulate(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Logs where gradients accumulate."""
-        if any(g is not None for g in grads):
+        """Logs where gradients accumulate; raises ValueError if no sum can be in parts."""
+        given = [v for g, v in zip(grads, variables) if g is not None]
+        if given:
+            parts = self._parts
+            if parts is not None and not (parts.shapes_of(given) or share_copies(parts.axes)):
+                raise ValueError(
+                    f"accumulate={SHARDED!r} {nothing_to_split(given, parts.axes)}Give "
+                    f"accumulate={SYNCED!r}, or a mesh whose sizes divide a dimension."
+                )
             name, how = self.wrapper.name, _HOW[self.where]
             level = logging.WARNING if self.why else logging.INFO
             log_once(f"{name} {how} {self.why}", level, "%s%s%s.", name, how, self.why)
@@ -394,14 +456,16 @@ class _Accumulate(Stage):
     def describe(self, about: About) -> list[Line]:
         """See `Stage.describe`."""
         wrapper = self.wrapper
-        is_local = self.where == LOCAL
-        what = "add up gradients on each shard" if is_local else f"add up the sums{self.why}"
+        what = f"{_WHAT[self.where]}{self.why}"
         if wrapper._dtype is not None:
             what += f", {wrapper._dtype.name}"
         elif about.variables:
             dtypes = {v.activation_dtype for v in about.variables}
             wide = {(d if d.size >= 4 else tf.float32).name for d in dtypes}
             what += f", {' and '.join(sorted(wide))}"
+        if self._parts is not None and about.variables:
+            count = len(self._parts.shapes_of(about.variables))
+            what += f": {count} of {len(about.variables)} variables are split"
         if wrapper._skip_fn is not None:
             fn = wrapper._skip_fn
             what += f"; skip steps by {getattr(fn, '__name__', type(fn).__name__)}"

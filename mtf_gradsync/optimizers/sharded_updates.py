@@ -11,16 +11,11 @@ from typing import Any, Callable, FrozenSet, Mapping, Optional, Sequence
 
 import gin
 
-from mtf_gradsync._common import check_whole_number, counted, some_lines
+from mtf_gradsync._common import check_whole_number, counted
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import (
-    dims_known_by_name,
-    mesh_impls_made,
-    mesh_key,
-)
+from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.mesh.devices import shares_all
 from mtf_gradsync.optimizers import sharded_variables
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
@@ -34,13 +29,14 @@ from mtf_gradsync.optimizers.pipeline.stack import (
     Stage,
 )
 from mtf_gradsync.optimizers.sharded_variables import (
+    MIN_SIZE,
     PartOfVariable,
     assign_gathered,
     group_sums,
-    saves_tiles,
-    shape_of_part,
+    nothing_to_split,
+    shapes_of_parts,
+    share_copies,
     slot_shapes,
-    why_unsplit,
 )
 from mtf_gradsync.optimizers.state.slots import owner_of
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep, Wrapper
@@ -105,9 +101,6 @@ def log_savings(
 
 def _core_bytes(axes: ReplicaAxes, variable: mtf.Variable) -> int:
     return math.prod(axes.slice_shape(variable.shape)) * variable.slice_dtype.size
-
-
-_MIN_SIZE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +172,7 @@ class _UpdateParts(Stage):
             if (owner := owner_of(s.name, by_name))
             and axes.free_shard_dims(s.shape) == axes.shard_dims
         }
-        min_size = max(wrapper._min_size, sharded_variables.MIN_GATHERED_SIZE)
+        min_size = max(wrapper._least, sharded_variables.MIN_GATHERED_SIZE)
         gathers = sharded_variables.partition_slots(
             list(unsplit), updates, lambda shape: slot_shapes(shape, axes, min_size)
         )
@@ -257,8 +250,7 @@ class ShardedUpdateOptimizer(Wrapper):
             min_size = check_whole_number("min_size", min_size, 0, most=None)
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common, "the replicas")
-        self._min_size = _MIN_SIZE if min_size is None else min_size
-        self._checks_tiles = min_size is None
+        self._min_size = min_size
         self._check_order()
         if self.axes.num_shards == 1:
             raise ValueError(
@@ -297,29 +289,12 @@ class ShardedUpdateOptimizer(Wrapper):
     def _shapes_of_parts(
         self, variables: Sequence[mtf.Variable], axes: ReplicaAxes
     ) -> dict[mtf.Variable, mtf.Shape]:
-        """Returns the shapes of the parts of variables that get gradients in one step.
+        before = {v: (part or v).shape for v, part in self._parts.items()}
+        return shapes_of_parts(variables, axes, self._fixed_dims(), self._min_size, before)
 
-        Those that are not split are left out. Those of an earlier step are split as they were,
-        because their slots are.
-        """
-        before = {v: self._parts[v] for v in variables if v in self._parts}
-        parts = {v: part.shape for v, part in before.items() if part is not None}
-        slice_shape, fixed = axes.slice_shape, self._fixed_dims()
-        new = {
-            v: shape
-            for v in variables
-            if v not in before
-            and (shape := shape_of_part(v.shape, axes, fixed, self._min_size)) != v.shape
-        }
-        if self._checks_tiles:
-            saving = {
-                v: shape
-                for v, shape in new.items()
-                if saves_tiles(slice_shape(v.shape), slice_shape(shape))
-            }
-            # Parts that cost more than they save are better than none: the user asked for parts.
-            new = saving if saving or parts else new
-        return {**parts, **new}
+    @property
+    def _least(self) -> int:
+        return MIN_SIZE if self._min_size is None else self._min_size
 
     def stages(self, place: Place) -> list[Stage]:
         """See `Wrapper.stages`."""
@@ -327,13 +302,7 @@ class ShardedUpdateOptimizer(Wrapper):
         assert axes is not None  # as the wrapper needs to know the mesh
 
         def shapes_of(variables: Sequence[mtf.Variable]) -> dict[mtf.Variable, mtf.Shape]:
-            # On devices of one memory `placement_mesh_impl` makes one update for all replicas of a
-            # variable: parts would only add operations.
-            key = mesh_key(axes.mesh_shape, axes.layout)
-            impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
-            if impls and all(map(shares_all, impls)):
-                return {}
-            return self._shapes_of_parts(variables, axes)
+            return {} if share_copies(axes) else self._shapes_of_parts(variables, axes)
 
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
@@ -368,15 +337,8 @@ class ShardedUpdateOptimizer(Wrapper):
             )
         if self._shapes_of_parts(given, axes):
             return
-        limits = axes, self._fixed_dims(), self._min_size
-        lines = [
-            f"\n  {v.name!r} of shape {v.shape.to_string} {why_unsplit(v.shape, *limits)}"
-            for v in given
-        ]
+        why = nothing_to_split(given, axes, self._fixed_dims(), self._least)
         raise ValueError(
-            "ShardedUpdateOptimizer has nothing to split over the replica axes "
-            f"{[d.name for d in axes.shard_dims]} of the mesh "
-            f"{axes.mesh_shape.to_string}:{some_lines(lines)}\nUse the inner optimizer "
-            "without the wrapper (its checkpoints are the same), or a mesh whose sizes divide a "
-            "dimension."
+            f"ShardedUpdateOptimizer {why}Use the inner optimizer without the wrapper (its "
+            "checkpoints are the same), or a mesh whose sizes divide a dimension."
         )

@@ -8,11 +8,14 @@ import operator
 import types
 from typing import Any, Callable, Collection, Mapping, NamedTuple, Sequence
 
+from mtf_gradsync._common import some_lines
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import (
     give_assign_fn,
     give_value,
     init_replacement,
+    mesh_impls_made,
+    mesh_key,
     reassign,
     take_over,
 )
@@ -23,11 +26,75 @@ from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts, TakePart
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
+from mtf_gradsync.mesh.devices import shares_all
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import StepPlan
 
 # Rows and columns of the tiles in which a TPU stores the last two dimensions of its layout.
 _TILE = (8, 128)
+# By default, variables of fewer elements are not split.
+MIN_SIZE = 128
+
+
+def shapes_of_parts(
+    variables: Sequence[mtf.Variable],
+    axes: ReplicaAxes,
+    fixed_dims: Collection[str] = (),
+    min_size: int | None = None,
+    before: Mapping[mtf.Variable, mtf.Shape] = types.MappingProxyType({}),
+) -> dict[mtf.Variable, mtf.Shape]:
+    """Returns the shapes of the parts of variables that get gradients in one step.
+
+    Those that are not split are left out. The arguments are those of `shape_of_part`; with
+    min_size None, which stands for `MIN_SIZE`, a variable is not split either if that saves few of
+    a TPU's tiles. `before` has the shapes by which variables were split, or left whole, in an
+    earlier step: they are split as they were, because their slots are.
+    """
+    least, slice_shape = MIN_SIZE if min_size is None else min_size, axes.slice_shape
+    parts = {v: before[v] for v in variables if v in before and before[v] != v.shape}
+    new = {
+        v: shape
+        for v in variables
+        if v not in before and (shape := shape_of_part(v.shape, axes, fixed_dims, least)) != v.shape
+    }
+    if min_size is None:
+        saving = {
+            v: shape
+            for v, shape in new.items()
+            if saves_tiles(slice_shape(v.shape), slice_shape(shape))
+        }
+        # Parts that cost more than they save are better than none: the user asked for parts.
+        new = saving if saving or parts else new
+    return {**parts, **new}
+
+
+def share_copies(axes: ReplicaAxes) -> bool:
+    """Returns whether the devices of a mesh share one memory, and so one copy of each variable.
+
+    There `placement_mesh_impl` makes one update for all replicas of a variable: parts would only
+    add operations.
+    """
+    key = mesh_key(axes.mesh_shape, axes.layout)
+    impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
+    return bool(impls) and all(map(shares_all, impls))
+
+
+def nothing_to_split(
+    variables: Sequence[mtf.Variable],
+    axes: ReplicaAxes,
+    fixed_dims: Collection[str] = (),
+    min_size: int = 0,
+) -> str:
+    """Returns, for an error, why none of some variables can be split."""
+    lines = [
+        f"\n  {v.name!r} of shape {v.shape.to_string} "
+        f"{why_unsplit(v.shape, axes, fixed_dims, min_size)}"
+        for v in variables
+    ]
+    return (
+        f"has nothing to split over the replica axes {[d.name for d in axes.shard_dims]} of the "
+        f"mesh {axes.mesh_shape.to_string}:{some_lines(lines)}\n"
+    )
 
 
 def shape_of_part(

@@ -56,6 +56,12 @@ WRAPPERS = {
         ),
         2, 1.0,
     ),
+    "sharded sums": (
+        lambda r: gs.GradientAccumulationOptimizer(
+            sgd(), 2, accumulate="sharded", reducer=r, **AXES
+        ),
+        2, 1.0,
+    ),
     "sync_replicas": (lambda r: gs.SyncReplicasOptimizer(sgd(), 4, reducer=r, **AXES), 2, 0.5),
     "loss_scale": (lambda r: gs.LossScaleOptimizer(sgd(), reducer=r), 1, 1.0),
     "outer": (lambda r: gs.OuterOptimizer(sgd(), 1, 1.0, 0.0, reducer=r, **AXES), 1, 1.0),

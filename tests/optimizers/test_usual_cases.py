@@ -107,7 +107,7 @@ def clip(opt):
 
 def accumulation(where):
     def make(opt, passes):
-        place = {"accumulate": where, **(AXES if where == "local" else {})}
+        place = {"accumulate": where, **(AXES if where != "synced" else {})}
         return gs.GradientAccumulationOptimizer(opt, passes, True, **place)
 
     return make
@@ -123,6 +123,7 @@ WRAPPERS = {
     "sharded": (lambda opt, passes: gs.ShardedUpdateOptimizer(opt, 2, **AXES), [], 0),
     "local": (accumulation("local"), ACCUMULATION, 0),
     "synced": (accumulation("synced"), ACCUMULATION, 0),
+    "sharded sums": (accumulation("sharded"), ACCUMULATION, 0),
     "replicas": (lambda opt, passes: gs.SyncReplicasOptimizer(opt, 1, **AXES), REPLICAS, 0),
     "replicas of two steps": (
         lambda opt, passes: gs.SyncReplicasOptimizer(opt, SHARDS + 1, **AXES),
@@ -133,6 +134,13 @@ WRAPPERS = {
     "one island": (lambda opt, passes: gs.OuterOptimizer(opt, 2, outer_dims=()), ONE_ISLAND, 0),
     "local(sharded)": (
         lambda opt, passes: accumulation("local")(
+            gs.ShardedUpdateOptimizer(opt, 2, **AXES), passes
+        ),
+        ACCUMULATION,
+        0,
+    ),
+    "sharded sums(sharded)": (
+        lambda opt, passes: accumulation("sharded")(
             gs.ShardedUpdateOptimizer(opt, 2, **AXES), passes
         ),
         ACCUMULATION,

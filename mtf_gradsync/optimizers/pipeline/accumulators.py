@@ -69,7 +69,7 @@ class Accumulators:
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
         Args:
-          gradients: per-shard or reduced gradients.
+          gradients: per-shard or reduced gradients, or parts of reduced ones.
           slots: where new accumulators are recorded.
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
@@ -137,7 +137,8 @@ class Accumulators:
         """Opens the branch with the update, where `due`, and returns the sums to reduce there.
 
         They include this step's gradients. Reduced, they are divided by the divisor and have the
-        dtypes of the gradients. `gate` is from `add`; counts_every_step is that of `only_when`.
+        dtypes of the gradients. Sums of parts are parts. `gate` is from `add`; counts_every_step is
+        that of `only_when`.
 
         With `weight`, the sum of the weights that the gradients were multiplied by, the sums are
         divided by the divisor, or by that, before they are reduced: they may be too large to send.
@@ -146,15 +147,16 @@ class Accumulators:
         step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
         self._taken = unless.outputs if unless else step.value_after(self._variables, ())
         dtypes = tuple(None if g is None else g.dtype for g in self._given.grads)
+        form = Form.PART if self._given.form is Form.PART else Form.PENDING
         if weight is not None:
             by = weight if divisor is None else divisor
             means = [divided(x, by) for x in self._taken]
             weights = Weights(weight)
             return self._given.with_present(
-                means, Form.PENDING, dtypes=dtypes, unreduced=None, weights=weights
+                means, form, dtypes=dtypes, unreduced=None, weights=weights
             )
         return self._given.with_present(
-            self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes, unreduced=None
+            self._taken, form, divisor=divisor, dtypes=dtypes, unreduced=None
         )
 
     def _clear(self) -> list[mtf.Operation]:

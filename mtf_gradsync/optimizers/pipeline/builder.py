@@ -20,6 +20,7 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     PerShard,
     Reduced,
     finished,
+    gathered,
     in_dtypes_of,
 )
 from mtf_gradsync.optimizers.pipeline.stack import OwnArguments, Partition, Reduction, Stack
@@ -347,10 +348,13 @@ class StepBuilder(StepConditions):
     ) -> GradientSet:
         """Reduces gradients over the mesh, divides them by their divisor and casts them.
 
-        With a partition each replica gets its part. `reduce_now` is for values that are not the
-        gradients of the step.
+        With a partition each replica gets its part. Without, parts are divided and then gathered.
+        `reduce_now` is for values that are not the gradients of the step.
         """
         given, unreduced = gradients.present, gradients
+        if gradients.form is Form.PART:
+            parts = finished(gradients, self.stack.opt)
+            return parts if partition is not None else gathered(parts)
         if partition is None:
             strategy = reduction.strategy
             gradients = self.reduce_now(gradients, reduction)

@@ -11,6 +11,7 @@ from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.operations import on_mesh, on_present
 from mtf_gradsync.gradients.recoverable import MadeOfSums
+from mtf_gradsync.gradients.reduce_gradients import GatherParts
 from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, StepPlan
@@ -157,6 +158,18 @@ def finished(gradients: GradientSet, opt: Any) -> GradientSet:
         for i, (g, v) in enumerate(zip(gradients.grads, gradients.variables))
     ]
     return gradients.with_grads(results, divisor=None, dtypes=None)
+
+
+def gathered(gradients: GradientSet) -> GradientSet:
+    """Gathers parts of reduced gradients, so that each replica has all of each."""
+    pairs = list(zip(gradients.present, gradients.owners))
+    parts = [g for g, v in pairs if g.shape != v.shape]
+    if not parts:
+        return gradients.with_grads(gradients.grads, Form.REDUCED)
+    whole = iter(GatherParts(parts, [v.shape for g, v in pairs if g.shape != v.shape]).outputs)
+    return gradients.with_present(
+        [g if g.shape == v.shape else next(whole) for g, v in pairs], Form.REDUCED
+    )
 
 
 def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:

@@ -70,13 +70,15 @@ def _with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple
     wrapper inside of an optimizer of another library reduces by itself.
     """
     left = [stage for segment in segments for stage in segment.stages]
-    partition = next((s._partition for s in left if s._partition is not None), None)
+    of_updates = next((s._partition for s in left if s._partition is not None), None)
 
-    def reduction_of(form: Form, by: Reduction, divides: str, is_sum: bool) -> list[Reduce]:
-        # Who adds up reduced gradients needs all of each.
-        parts = None if any(stage._wants_reduced for stage in left) else partition
-        made = Reduce(by, parts, divides, is_sum or form.is_reduced)
-        return [] if form is made.form else [made]
+    def reduction_of(
+        form: Form, by: Reduction, given: Form | None = None, divides: str = ""
+    ) -> list[Reduce]:
+        # Who adds up reduced gradients says whether it needs all of each, or parts.
+        adds_up = next((stage for stage in left if stage._wants_reduced), None)
+        made = Reduce(by, adds_up._parts if adds_up else of_updates, divides, given or form)
+        return [] if form is made.form and given is None else [made]
 
     form, result = Form.PENDING, []
     for number, segment in enumerate(segments):
@@ -85,18 +87,20 @@ def _with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple
             before: list[Any] = []
             if isinstance(stage.takes, PerShard):
                 before, form = [SplitByShard(segment.reduction, stage.takes)], Form.PER_SHARD
-            elif stage.takes is Form.REDUCED:
-                before = reduction_of(form, segment.reduction, "", False)
+            elif stage.takes in (Form.REDUCED, Form.PART):
+                before = reduction_of(form, segment.reduction)
                 form = before[0].form if before else form
             left.pop(0)
-            after, is_sum = [], stage._wants_reduced and form.is_reduced
+            after: list[Reduce] = []
+            # Sums of reduced gradients are reduced, and still to be divided.
+            given = form if stage._wants_reduced and form.is_reduced else stage._leaves
             form = stage._leaves or form
             if stage.gives is Form.REDUCED:
-                after = reduction_of(form, segment.reduction, stage._divides, is_sum)
+                after = reduction_of(form, segment.reduction, given, stage._divides)
                 form = after[0].form if after else form
             stages += [*before, stage, *after]
         if number == len(segments) - 1 and not takes_pending:
-            stages += reduction_of(form, segment.reduction, "", False)
+            stages += reduction_of(form, segment.reduction)
         result.append(segment._replace(stages=tuple(stages)))
     return tuple(result)
 

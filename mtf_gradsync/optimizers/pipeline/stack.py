@@ -100,8 +100,8 @@ class Stage:
     operations of the step, and tells the builder what is to be made after the update or at the end.
 
     Attributes:
-      takes: the form of gradients for `apply`: `Form.REDUCED`, or `PerShard` for one gradient of
-        each shard. None takes any form.
+      takes: the form of gradients for `apply`: `Form.REDUCED`, `Form.PART` for the parts of
+        `_parts`, or `PerShard` for one gradient of each shard. None takes any form.
       gives: `Form.REDUCED` if those inside get reduced gradients; None for what `apply` returns.
       due: on which of the steps those inside run, in words ("every 4th"); "" if the stage leaves
         that to others. Two stages of a stack cannot both decide it.
@@ -120,12 +120,13 @@ class Stage:
 
     # What only the package's own stages say: the form that `apply` returns, if it is another one;
     # the replica axes that it found itself; how it shards updates; whether it adds up reduced
-    # gradients, in accumulators laid out like variables; the dtype of what it passes on, "wide" for
-    # float32 at least; what these are divided by, in words.
+    # gradients, in accumulators laid out like variables, or like the parts of `_parts`; the dtype
+    # of what it passes on, "wide" for float32 at least; what these are divided by, in words.
     _leaves: Form | None = None
     axes: ReplicaAxes | None = None
     _partition: Partition | None = None
     _wants_reduced: bool = False
+    _parts: Partition | None = None
     _sums_in: Any = None
     _divides: str = ""
     # Whether `apply` calls `StepBuilder.tell_finite`; applies the gradients of some shards without
@@ -215,7 +216,7 @@ def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
 
 
 class Partition(NamedTuple):
-    """How updates are sharded: which part of a variable each replica updates.
+    """How updates or sums are sharded: which part of a variable each replica has.
 
     `shapes_of` gives the shapes of the parts of variables that get gradients in one step, without
     those that are not split. The name is the wrapper's.
@@ -336,12 +337,15 @@ class Stack(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reduce(Stage):
-    """Reduces gradients over the mesh, and divides them; to parts if updates are sharded."""
+    """Reduces gradients over the mesh, and divides them; to parts if there is a partition.
+
+    `given` is the form of the gradients; sums of reduced gradients are reduced.
+    """
 
     reduction: Reduction
     partition: Partition | None = None
     divides: str = ""
-    is_sum: bool = False
+    given: Form = Form.PENDING
 
     @property
     def form(self) -> Form:
@@ -354,19 +358,24 @@ class Reduce(Stage):
 
     def describe(self, about: About) -> list[Line]:
         """See `Stage.describe`."""
-        if self.is_sum:
-            what = "take each replica's part of the sums" if self.partition else ""
-        else:
-            used = self.reduction if self.partition is None else self.partition
-            how = "reduce" if self.partition is None else "reduce, each replica its part,"
-            what = f"{how} over {_over(about.axes)}: {strategy_told(used.strategy)}"
-            found = about.num_bytes(None if self.partition else self.reduction.strategy)
-            if found is not None:
-                groups = f"{found[1]} group{'s' * (found[1] != 1)}"
-                what += f", {bytes_told(found[0])} in {groups}"
-        return (
-            [Line("; ".join(x for x in (what, self.divides) if x))] if what or self.divides else []
-        )
+        what: tuple[str, ...] = (self.divides,)
+        if self.given is Form.PART and self.partition is None:
+            what = self.divides, "gather the sums"
+        elif self.given is Form.REDUCED and self.partition is not None:
+            what = "take each replica's part of the sums", self.divides
+        elif not self.given.is_reduced:
+            what = self._reduces(about), self.divides
+        return [Line("; ".join(filter(None, what)))] if any(what) else []
+
+    def _reduces(self, about: About) -> str:
+        used = self.reduction if self.partition is None else self.partition
+        how = "reduce" if self.partition is None else "reduce, each replica its part,"
+        what = f"{how} over {_over(about.axes)}: {strategy_told(used.strategy)}"
+        found = about.num_bytes(None if self.partition else self.reduction.strategy)
+        if found is None:
+            return what
+        groups = f"{found[1]} group{'s' * (found[1] != 1)}"
+        return f"{what}, {bytes_told(found[0])} in {groups}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.accumulation import LOCAL
+from mtf_gradsync.optimizers.accumulation import LOCAL, SYNCED
 from tests import harness, models
 
 EPS = np.finfo(np.float32).eps
@@ -21,9 +21,10 @@ TOLERANCE = STEPS * 16 * EPS
 
 def accumulate(inner, mesh, passes=K, place=LOCAL, **kwargs):
     """The wrapper with the mesh, where it needs one."""
-    if place == LOCAL:
+    if place != SYNCED:
         shape, layout, batch_dims = harness.MESHES[mesh]
         kwargs = dict(mesh_shape=shape, layout=layout, batch_dims=batch_dims, **kwargs)
+    kwargs = kwargs if place == LOCAL else {"accumulate": place, **kwargs}
     return gs.GradientAccumulationOptimizer(inner, passes, **kwargs)
 
 

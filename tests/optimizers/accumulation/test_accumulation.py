@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.accumulation import LOCAL, SYNCED
+from mtf_gradsync.optimizers.accumulation import LOCAL, SHARDED, SYNCED
 from tests import harness, models, reference
 from tests.optimizers.accumulation.accumulation_runs import (
     EPS,
@@ -21,7 +21,10 @@ from tests.optimizers.accumulation.accumulation_runs import (
     two_parameter_model,
 )
 
-WHERE = [("4x2", LOCAL), ("2x2", LOCAL), ("2x2x2", LOCAL), ("2x2", SYNCED)]
+WHERE = [
+    ("4x2", LOCAL), ("2x2", LOCAL), ("2x2x2", LOCAL), ("2x2", SYNCED),
+    ("4x2", SHARDED), ("2x2x2", SHARDED),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,12 @@ WHERE = [("4x2", LOCAL), ("2x2", LOCAL), ("2x2x2", LOCAL), ("2x2", SYNCED)]
     # Each place and each optimizer as a SIMD program; on a placement mesh, each place.
     harness.on_both(
         harness.pairs(WHERE, sorted(models.OPTIMIZERS)),
-        [(("2x2", LOCAL), "adafactor"), (("2x2x2", LOCAL), "sgd"), (("2", SYNCED), "momentum")],
+        [
+            (("2x2", LOCAL), "adafactor"),
+            (("2x2x2", LOCAL), "sgd"),
+            (("2", SYNCED), "momentum"),
+            (("2x2x2", SHARDED), "adam"),
+        ],
     ),
 )
 @pytest.mark.mostly_slow
@@ -92,7 +100,7 @@ def test_one_pass_is_exactly_the_inner_optimizer(mesh_kind):
     feeds = models.mlp_batches(2)
     inner = lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]())  # noqa: E731
     bare = run(mesh_kind, "2", inner, feeds)
-    for place in (LOCAL, SYNCED):
+    for place in (LOCAL, SYNCED, SHARDED):
         one = run(mesh_kind, "2", lambda: accumulate(inner(), "2", 1, place), feeds)  # noqa: B023
         assert sorted(one.variables) == sorted(bare.variables)
         for name, value in bare.variables.items():

@@ -51,7 +51,7 @@ SPECS = st.one_of(
     ),
     of(
         "GradientAccumulationOptimizer",
-        accumulate=st.sampled_from(["local", "synced"]),
+        accumulate=st.sampled_from(["local", "synced", "sharded"]),
         backward_passes_per_step=st.integers(1, 3),
         average_aggregated_gradients=st.booleans(),
         skips=st.booleans(),
