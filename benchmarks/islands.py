@@ -32,7 +32,7 @@ from benchmarks.islands_series import (
     run,
 )
 from mtf_gradsync import islands
-from mtf_gradsync.tools.islands.folder import Spec
+from mtf_gradsync.tools.islands.folder import TensorSpec
 from mtf_gradsync.tools.islands.objects import numbers_in, parsed_contribution
 from mtf_gradsync.tools.islands.versions import read_version
 
@@ -243,7 +243,7 @@ def _merge_once_more(place: Path, series: Series, scale: Scale) -> None:
         values, _ = read_version(folder, version, 1)
 
         still = types.SimpleNamespace(
-            specs={name: Spec.of(value) for name, value in values.items()},
+            specs={name: TensorSpec.of(value) for name, value in values.items()},
             read=dict, write=dict.update,
         )  # fmt: skip
         made = islands.Island(str(place / "folder"), CLOSING, 1, values=still, follow="own")

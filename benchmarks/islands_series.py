@@ -28,7 +28,7 @@ from benchmarks import less_communication, models, report
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import Folder, Island, Merger, MergeSettings, Waiting
-from mtf_gradsync.tools.islands.folder import Spec
+from mtf_gradsync.tools.islands.folder import TensorSpec
 from mtf_gradsync.tools.islands.objects import Decision
 
 ISLANDS, BATCH, LENGTH = 4, 8, 32
@@ -413,7 +413,7 @@ class _Numbers:
     """Values of a session that is a dictionary."""
 
     def __init__(self) -> None:
-        self.specs = {"a": Spec((64, 96), "float32"), "b": Spec((), "float32")}
+        self.specs = {"a": TensorSpec((64, 96), "float32"), "b": TensorSpec((), "float32")}
 
     def read(self, session: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {name: value.copy() for name, value in session.items()}

@@ -237,7 +237,7 @@ def runtimes_here() -> list[RuntimeName]:
     return [name for name in RUNTIMES if name != "xla" or not xla.why_no_xla()]
 
 
-def place_of(
+def runtime_for(
     name: RuntimeName,
     mesh_shape: MeshShapeLike,
     layout: LayoutLike = "",

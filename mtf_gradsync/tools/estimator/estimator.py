@@ -22,7 +22,7 @@ from mtf_gradsync.runtimes.sessions import (
     OnDevices,
     RuntimeName,
     choose_runtime,
-    place_of,
+    runtime_for,
 )
 from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
@@ -431,7 +431,7 @@ class Estimator(_TensorFlows):
         if settings:
             checkpoint_to_warm_start(settings[0])
         mesh_shape = f"all:{self._num_cores}"
-        place = place_of(self.runtime, mesh_shape, config=self._setting("session_config"))
+        place = runtime_for(self.runtime, mesh_shape, config=self._setting("session_config"))
         built = self._model.build(input_fn, mode, place, self.params, self.config)
         if settings:
             warm_start(settings)

@@ -19,7 +19,7 @@ from typing import Iterator, Literal, Mapping, NamedTuple, Sequence, get_args
 
 import numpy as np
 
-from mtf_gradsync.tools.islands.folder import DamagedObjectError, Spec, Stored
+from mtf_gradsync.tools.islands.folder import DamagedObjectError, Stored, TensorSpec
 
 Form = Literal["float32", "bfloat16", "int8", "int4"]
 FORMS = get_args(Form)
@@ -184,7 +184,7 @@ def encoded(
     return sent, errors
 
 
-def decoded(stored: Stored, specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
+def decoded(stored: Stored, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
     """Returns a contribution's change of the variables in `specs`, in float32.
 
     Raises DamagedObjectError where it is not of these variables.
@@ -212,7 +212,7 @@ def decoded(stored: Stored, specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
     return found
 
 
-def _other_shape(name: str, value: np.ndarray, spec: Spec) -> DamagedObjectError:
+def _other_shape(name: str, value: np.ndarray, spec: TensorSpec) -> DamagedObjectError:
     return DamagedObjectError(
         f"The change of {name!r} has the shape {list(value.shape)}, and the variable "
         f"{list(spec.shape)}."

@@ -20,21 +20,21 @@ from mtf_gradsync.tools.islands.folder import (
     Folder,
     FolderError,
     OtherTensorsError,
-    Spec,
+    TensorSpec,
     tensor_object,
 )
 from mtf_gradsync.tools.islands.journal import Journal
-from mtf_gradsync.tools.islands.leases import Place, Reminders
+from mtf_gradsync.tools.islands.leases import Lease, Reminders
 from mtf_gradsync.tools.islands.objects import (
     REFUSED,
+    ContributionFacts,
     Decision,
-    Facts,
-    Total,
+    IslandTotal,
     contribution_names,
     contribution_object,
+    life_and_number,
     numbers_in,
     offer_object,
-    place_of,
 )
 from mtf_gradsync.tools.islands.versions import MergeSettings, most_bytes, read_version
 
@@ -69,14 +69,14 @@ class Exchange:
         self,
         folder: Folder,
         island: str,
-        specs: Mapping[str, Spec],
+        specs: Mapping[str, TensorSpec],
         poll_seconds: float,
         report: Callable[[], dict[str, Any]],
     ):
         self.folder, self._island, self._specs = folder, island, specs
         self._poll = poll_seconds
         self.reminders = Reminders(logger)
-        self.place = Place(
+        self.lease = Lease(
             folder, "members", f"{island}@",
             lambda: {"says": self.reminders.said(), **report()}, replaces_own=True,
         )  # fmt: skip
@@ -102,11 +102,11 @@ class Exchange:
     def begin(self, seconds: float) -> None:
         """Takes the island's name; raises IslandError if a living process has it."""
         until = time.monotonic() + max(seconds, 2.0 * leases.LIFE_SECONDS)
-        while holder := self.trying("begin", self.place.take, "?"):
+        while holder := self.trying("begin", self.lease.take, "?"):
             is_late, fails = time.monotonic() > until, holder == "?"
             if fails and is_late:
                 raise IslandError(" ".join(self.reminders.said()))
-            if not fails and (is_late or self.place.has_changed()):
+            if not fails and (is_late or self.lease.has_changed()):
                 raise IslandError(
                     f"The island {self._island!r} of {self.folder.url} lives: {holder} has its "
                     "name. Each island needs one of its own (ElasticIslands.name, by default the "
@@ -117,12 +117,12 @@ class Exchange:
                                       f"island {self._island}")  # fmt: skip
             time.sleep(min(self._poll, 0.2))
         self.reminders.over("name")
-        assert self.place.term is not None
-        self.journal.life = self.place.term
+        assert self.lease.term is not None
+        self.journal.life = self.lease.term
 
     def check_name(self) -> None:
         """Raises IslandError if another process has taken the island's name."""
-        if not self.trying("name", self.place.is_held, True):
+        if not self.trying("name", self.lease.is_held, True):
             raise IslandError(
                 f"Another process has begun as the island {self._island!r} of {self.folder.url}, "
                 "when this one gave no signs of life: this one ends."
@@ -193,7 +193,7 @@ class Exchange:
 
     # What the island gives.
 
-    def offer(self, facts: Facts, tensors: Mapping[str, np.ndarray]) -> None:
+    def offer(self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray]) -> None:
         """Offers values for version 0; offers them again if the object is gone or damaged."""
         name = offer_object(self._island)
         _, data = tensor_object(facts, tensors)
@@ -209,7 +209,7 @@ class Exchange:
             self.trying("offer", work, None)
 
     def contribute(
-        self, facts: Facts, tensors: Mapping[str, np.ndarray], event: Mapping[str, Any]
+        self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray], event: Mapping[str, Any]
     ) -> tuple[str, bool]:
         """Contributes a change; returns its object's name, and whether it is surely there.
 
@@ -239,7 +239,7 @@ class Exchange:
 
         Returns "" if none of them will ever be, and None if that is open.
         """
-        last = decision.totals.get(self._island, Total()).last
+        last = decision.totals.get(self._island, IslandTotal()).last
         if last in names:
             return last
         return "" if decision.oldest > version else None
@@ -265,19 +265,19 @@ class Exchange:
         return ""
 
     def outstanding(
-        self, decision: Decision, specs: Mapping[str, Spec]
-    ) -> tuple[str, Facts, dict[str, np.ndarray]] | None:
+        self, decision: Decision, specs: Mapping[str, TensorSpec]
+    ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
         """Returns an earlier life's contribution that versions after a decision can merge.
 
         Returns its name, its facts, and its change.
         """
-        last = place_of(decision.totals.get(self._island, Total()).last)
+        last = life_and_number(decision.totals.get(self._island, IslandTotal()).last)
 
-        def work() -> tuple[str, Facts, dict[str, np.ndarray]] | None:
+        def work() -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
             for version in range(decision.version, decision.oldest - 1, -1):
                 names = contribution_names(self.folder, version)
                 name = names.get((self._island, version), "")
-                if place_of(name) > last:
+                if life_and_number(name) > last:
                     return self.contribution(name, specs)
             return None
 
@@ -286,10 +286,10 @@ class Exchange:
         return None
 
     def contribution(
-        self, name: str, specs: Mapping[str, Spec]
-    ) -> tuple[str, Facts, dict[str, np.ndarray]] | None:
+        self, name: str, specs: Mapping[str, TensorSpec]
+    ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
         """Returns name, facts and change of a contribution; None where there is none."""
-        stored = self.folder.load(name, kind=Facts, most=most_bytes(specs))
+        stored = self.folder.load(name, kind=ContributionFacts, most=most_bytes(specs))
         return stored and (name, stored.facts, decoded(stored, specs))
 
     def waits(self, key: str, what: str, after: float = 0.0) -> None:

@@ -64,14 +64,14 @@ class FolderError(OSError):
     """The error of a folder that fails now, and may work later."""
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """The shape and dtype of a tensor, as text that JSON can hold."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
-    def of(cls, value: np.ndarray) -> Spec:
+    def of(cls, value: np.ndarray) -> TensorSpec:
         """Returns the spec of an array."""
         return cls(tuple(map(int, value.shape)), str(value.dtype))
 
@@ -111,7 +111,7 @@ def _checksum(facts: bytes, tensors: Mapping[str, np.ndarray]) -> str:
     found = hashlib.sha256(facts)
     for name in sorted(tensors):
         value = np.asarray(tensors[name], order="C")
-        found.update(json.dumps([name, *Spec.of(value)]).encode())
+        found.update(json.dumps([name, *TensorSpec.of(value)]).encode())
         found.update(value.reshape(-1).view(np.uint8).data if value.size else b"")
     return found.hexdigest()
 
@@ -399,7 +399,7 @@ class Folder:
     def load(
         self,
         name: str,
-        specs: Mapping[str, Spec] | None = None,
+        specs: Mapping[str, TensorSpec] | None = None,
         expected: str | None = None,
         kind: Any = dict[str, Any],
         most: int | None = None,
@@ -460,7 +460,7 @@ def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, b
     return found, save(kept, metadata)
 
 
-def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> Stored:
+def _loaded(data: memoryview, specs: Mapping[str, TensorSpec] | None, kind: Any) -> Stored:
     """Reads a file of tensors without copying it; raises ValueError for a file that is wrong.
 
     The `safetensors` library would copy it twice, or map it: then a disk that fails ends the
@@ -484,7 +484,7 @@ def _loaded(data: memoryview, specs: Mapping[str, Spec] | None, kind: Any) -> St
     there, ends = {}, collections.Counter[str]()
     for key, one in msgspec.convert(header, dict[str, Tensor]).items():
         dtype = _BFLOAT16 if key in narrow else _NAMES[one.dtype]
-        spec = there[key] = Spec(one.shape, dtype)
+        spec = there[key] = TensorSpec(one.shape, dtype)
         begin_at, ends[key] = one.data_offsets
         if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
             raise _Wrong(f"{key!r} is not where its header says")
@@ -508,7 +508,7 @@ class _OtherTensors(_Wrong):
     """Refuses tensors that are not the program's, in their names, shapes or dtypes."""
 
 
-def _check_specs(there: Mapping[str, Spec], specs: Mapping[str, Spec]) -> None:
+def _check_specs(there: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec]) -> None:
     if set(there) != set(specs):
         missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
         raise _OtherTensors(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")

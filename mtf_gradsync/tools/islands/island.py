@@ -16,13 +16,19 @@ from mtf_gradsync.tools.islands.folder import (
     Folder,
     FolderError,
     OtherTensorsError,
-    Spec,
+    TensorSpec,
     dtype_of,
 )
-from mtf_gradsync.tools.islands.island_checkpoint import Learned, Saved, Sent
+from mtf_gradsync.tools.islands.island_checkpoint import Learned, SavedIsland, Sent
 from mtf_gradsync.tools.islands.journal import events_by_step
 from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
-from mtf_gradsync.tools.islands.objects import ISLAND_NAME, Decision, Facts, Total, place_of
+from mtf_gradsync.tools.islands.objects import (
+    ISLAND_NAME,
+    ContributionFacts,
+    Decision,
+    IslandTotal,
+    life_and_number,
+)
 from mtf_gradsync.tools.islands.session_values import StepCounts, Values
 from mtf_gradsync.tools.islands.versions import MergeSettings, fragment_of
 
@@ -134,7 +140,7 @@ class Island:
         self._values = Values(lowering, variables) if values is None else values
         # Versions are in float32 or wider, whatever the program's variables are in.
         self._specs = {
-            name: Spec(shape, str(np.promote_types(dtype_of(dtype), np.float32)))
+            name: TensorSpec(shape, str(np.promote_types(dtype_of(dtype), np.float32)))
             for name, (shape, dtype) in self._values.specs.items()
         }
         self._follows: Mapping[str, str] = (
@@ -203,7 +209,7 @@ class Island:
         self._waiting_tokens: float | None = None if self._step_counts.waiting else 0.0
         self._checkpoint = checkpoint
         saved = self._read_saved(checkpoint) if checkpoint else None
-        self._exchange.place.abandon()
+        self._exchange.lease.abandon()
         self._exchange = self._new_exchange()
         if self._replay:
             self._events = events_by_step(self.folder, self.name)
@@ -248,40 +254,40 @@ class Island:
             waiting=self._waiting_tokens, is_sent=self._sent is not None,
         )  # fmt: skip
         try:
-            Saved(learned, self._base, self._residual, self._attempts).write(
+            SavedIsland(learned, self._base, self._residual, self._attempts).write(
                 checkpoint, self._checkpoint
             )
             self._checkpoint = checkpoint
         except FolderError as error:
             logger.warning("Island %s: %s", self.name, error)
 
-    def _read_saved(self, checkpoint: str) -> Saved | None:
-        """Returns this island's `Saved` beside a checkpoint, if it has something to contribute."""
+    def _read_saved(self, checkpoint: str) -> SavedIsland | None:
+        """Returns the `SavedIsland` beside a checkpoint, if it has something to contribute."""
         try:
-            saved = Saved.read(checkpoint)
+            saved = SavedIsland.read(checkpoint)
         except (DamagedObjectError, FolderError) as error:
             logger.warning("Island %s: %s", self.name, error)
             return None
         if saved is None or saved.learned.island != self.name:
             return None
         has_learned = saved.learned.is_sent or any(saved.learned.tokens)
-        is_same = {name: Spec.of(value) for name, value in saved.base.items()} == self._specs
+        is_same = {name: TensorSpec.of(value) for name, value in saved.base.items()} == self._specs
         return saved if is_same and (has_learned or self._replay) else None
 
     def _is_left(
         self,
-        saved: Saved,
+        saved: SavedIsland,
         version: int,
         decision: Decision,
-        outstanding: tuple[str, Facts, Mapping[str, np.ndarray]] | None,
+        outstanding: tuple[str, ContributionFacts, Mapping[str, np.ndarray]] | None,
     ) -> bool:
         """Returns whether what the island had learned by a checkpoint is not contributed yet."""
         learned = saved.learned
-        last = decision.totals.get(self.name, Total()).last
+        last = decision.totals.get(self.name, IslandTotal()).last
         later = [
             name
             for name in (last, outstanding[0] if outstanding else "")
-            if place_of(name) > (learned.life, learned.number)
+            if life_and_number(name) > (learned.life, learned.number)
         ]
         if later:
             logger.info("What the checkpoint of %s has learned is in %s", self.name, later[0])
@@ -289,7 +295,9 @@ class Island:
         is_same = learned.life < self._exchange.journal.life and learned.version <= version
         return is_same and not later and len(learned.tokens) == self._fragments
 
-    def _go_on_with(self, session: Any, saved: Saved, version: int, decision: Decision) -> None:
+    def _go_on_with(
+        self, session: Any, saved: SavedIsland, version: int, decision: Decision
+    ) -> None:
         """Goes on from a version, with what a checkpoint has learned and no version contains."""
         self._restore(session, saved)
         learned = saved.learned
@@ -303,7 +311,7 @@ class Island:
             max(learned.tokens) + waiting, learned.version, self.step,
         )  # fmt: skip
 
-    def _restore(self, session: Any, saved: Saved) -> None:
+    def _restore(self, session: Any, saved: SavedIsland) -> None:
         """Restores the island's state from when the session's values were saved."""
         learned = saved.learned
         self.version, self._base = learned.version, dict(saved.base)
@@ -329,7 +337,7 @@ class Island:
         Returns its number and the decision that made it.
         """
         until, values = time.monotonic() + self._begin_seconds, self._values.read(session)
-        facts = Facts(island=self.name, counts=self._counts_in(values))
+        facts = ContributionFacts(island=self.name, counts=self._counts_in(values))
         offered = {name: wide(values[name]) for name in self._specs}
         exchange = self._exchange
         while True:
@@ -376,7 +384,7 @@ class Island:
         session: Any,
         version: int,
         decision: Decision,
-        outstanding: tuple[str, Facts, Mapping[str, np.ndarray]] | None,
+        outstanding: tuple[str, ContributionFacts, Mapping[str, np.ndarray]] | None,
     ) -> None:
         """Goes on from a version, with an earlier life's contribution to the next version."""
         counts = self._counts_in(self._values.read(session))
@@ -431,7 +439,7 @@ class Island:
         assert self.version is not None
         return fragment_of(self.version + 1, list(self._base), self._fragments)
 
-    def _turn_specs(self, version: int) -> dict[str, Spec]:
+    def _turn_specs(self, version: int) -> dict[str, TensorSpec]:
         names = fragment_of(version + 1, list(self._specs), self._fragments)
         return {name: self._specs[name] for name in names}
 
@@ -561,7 +569,7 @@ class Island:
         if self.version is not None and not self._has_left:
             self._has_left = True
             self._note("left", step=self.step, tokens_left=max(self._tokens))
-            self._exchange.place.leave()
+            self._exchange.lease.leave()
 
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
         """Waits for merged values up to `seconds`, and takes them; returns whether they came."""
@@ -612,8 +620,14 @@ class Island:
         tensors, errors = encoded(change, self.form)
         is_there = True
         if not self._replay:
-            facts = Facts(island=self.name, version=self.version, tokens=tokens, steps=steps,
-                          form=self.form, counts=counts)  # fmt: skip
+            facts = ContributionFacts(
+                island=self.name,
+                version=self.version,
+                tokens=tokens,
+                steps=steps,
+                form=self.form,
+                counts=counts,
+            )
             event = {"step": self._at, "version": self.version, "tokens": tokens, "steps": steps,
                      "early": is_early, "bytes": _bytes(tensors)}  # fmt: skip
             name, is_there = self._exchange.contribute(facts, tensors, event)
@@ -690,7 +704,7 @@ class Island:
         self._exchange.reminders.over("sent")
         self._note("took", merged=merged_as, bytes=_bytes(values))
 
-    def _begin_replay(self, session: Any, step: int, saved: Saved | None) -> None:
+    def _begin_replay(self, session: Any, step: int, saved: SavedIsland | None) -> None:
         """Begins a replay at the step at which the island joined, by its journal."""
         events = self._events.get(step, [])
         begins = [number for number, e in enumerate(events) if e["event"] == "joined"]

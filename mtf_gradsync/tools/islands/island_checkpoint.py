@@ -77,7 +77,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[_Attempt] = []
 
 
-class Saved(NamedTuple):
+class SavedIsland(NamedTuple):
     """What an island keeps beside a checkpoint.
 
     Attributes:
@@ -117,7 +117,7 @@ class Saved(NamedTuple):
                 folder.remove(other)
 
     @classmethod
-    def read(cls, checkpoint: str) -> Saved | None:
+    def read(cls, checkpoint: str) -> SavedIsland | None:
         """Reads what an island kept beside a checkpoint; returns None if there is nothing.
 
         Raises DamagedObjectError where that is damaged.

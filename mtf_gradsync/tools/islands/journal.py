@@ -17,7 +17,7 @@ import msgspec
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder, FolderError
 from mtf_gradsync.tools.islands.leases import Beat, Holder, Reminders, terms_of
-from mtf_gradsync.tools.islands.objects import Decision, Total, numbers_in, read_decision
+from mtf_gradsync.tools.islands.objects import Decision, IslandTotal, numbers_in, read_decision
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _line(event: dict[str, Any]) -> bytes:
     return msgspec.json.encode(event, order="sorted") + b"\n"
 
 
-class Event(msgspec.Struct, frozen=True):
+class JournalEvent(msgspec.Struct, frozen=True):
     """The required fields of a line of a journal; it may have more."""
 
     event: str
@@ -113,7 +113,7 @@ def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]
         try:
             data = folder.read(f"journal/{island}/{name}") or b""
             lines = msgspec.json.Decoder(dict[str, Any]).decode_lines(data)
-            msgspec.convert(lines, list[Event])
+            msgspec.convert(lines, list[JournalEvent])
             lives[int(name.split("-")[0])] += lines
         except ValueError as error:
             logger.warning(
@@ -238,7 +238,7 @@ def read_status(folder: Folder) -> Status:
         says += own.says if term and not term.has_left else []
         lives = island in beat.living and bool(term and not term.has_left)
         mine = [event for event in events if event["island"] == island]
-        rows.append(_row(island, mine, totals.get(island, Total()), own, lives))
+        rows.append(_row(island, mine, totals.get(island, IslandTotal()), own, lives))
     return Status(newest, rows, events, decisions, merger, says)
 
 
@@ -266,7 +266,7 @@ def _read(read: Any) -> Any:
 
 
 def _row(
-    island: str, own: list[dict[str, Any]], total: Total, beat: Beat, lives: bool
+    island: str, own: list[dict[str, Any]], total: IslandTotal, beat: Beat, lives: bool
 ) -> IslandRow:
     count = collections.Counter(e["event"] for e in own)
     moved: collections.Counter[str] = collections.Counter()

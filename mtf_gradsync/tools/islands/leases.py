@@ -1,9 +1,9 @@
-"""Places that one process at a time holds in a folder: the merger's, and each island's name.
+"""Leases in a folder, each held by one process at a time: the merger's, an island's name.
 
-Who takes a place creates an object with the next number: of two processes, one does. It then writes
+Who takes a lease creates an object with the next number: of two processes, one does. It then writes
 signs of life, which others watch by clocks of their own: no clock of another machine is compared,
 and there are no locks. A process that was stopped and wakes up finds a newer number, and knows that
-it has lost its place; what it writes before it looks is created once, and cannot replace anything.
+it has lost its lease; what it writes before it looks is created once, and cannot replace anything.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0
 LIFE_SECONDS = 20.0  # without a sign of life a process is taken for dead
 _TERM = re.compile(r"(.*?)(\d{8})\.(json|beat|left)")
-# Ids of places that this process holds.
+# Ids of leases that this process holds.
 _HELD: set[str] = set()
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The process that has taken a place; its id is unique."""
+    """The process that has taken a lease; its id is unique."""
 
     id: str
     host: str
@@ -60,63 +60,63 @@ class Beat(msgspec.Struct, frozen=True):
     living: list[str] = []
 
 
-class Term(NamedTuple):
-    """A holding of a place: its number, the mark of its last sign of life, and whether it ended."""
+class LeaseTerm(NamedTuple):
+    """One process's time with a lease: its number, the mark of its last sign of life, and whether it ended."""
 
     number: int
     mark: str
     has_left: bool
 
 
-def terms_of(marks: Mapping[str, str]) -> dict[str, Term]:
-    """Returns the newest term of each place, from the marks in the folder of places."""
+def terms_of(marks: Mapping[str, str]) -> dict[str, LeaseTerm]:
+    """Returns the newest term of each lease, from the marks in their folder."""
     found: dict[str, dict[int, dict[str, str]]] = {}
     for name, mark in marks.items():
         match = _TERM.fullmatch(name)
         if match and mark:
             found.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = mark
     newest = {
-        place: max((n for n, kinds in terms.items() if "json" in kinds), default=0)
-        for place, terms in found.items()
+        lease: max((n for n, kinds in terms.items() if "json" in kinds), default=0)
+        for lease, terms in found.items()
     }
     return {
-        place: Term(n, found[place][n].get("beat", ""), "left" in found[place][n])
-        for place, n in newest.items()
+        lease: LeaseTerm(n, found[lease][n].get("beat", ""), "left" in found[lease][n])
+        for lease, n in newest.items()
         if n
     }
 
 
-class Signs:
-    """The signs of life at places, timed by this process's clock."""
+class LifeSigns:
+    """The signs of life at leases, timed by this process's clock."""
 
     def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._clock = seconds, clock
-        self._seen: dict[str, tuple[Term, float]] = {}
-        self.changed: set[str] = set()  # places that gave a sign since they were first looked at
+        self._seen: dict[str, tuple[LeaseTerm, float]] = {}
+        self.changed: set[str] = set()  # leases that gave a sign since they were first looked at
 
-    def living(self, terms: Mapping[str, Term]) -> set[str]:
-        """Returns the places whose holder may live: its sign is new, and it has not left."""
+    def living(self, terms: Mapping[str, LeaseTerm]) -> set[str]:
+        """Returns the leases whose holder may live: its sign is new, and it has not left."""
         now = self._clock()
-        for place, term in terms.items():
-            seen = self._seen.get(place)
+        for lease, term in terms.items():
+            seen = self._seen.get(lease)
             if seen is None or seen[0] != term:
                 if seen is not None:
-                    self.changed.add(place)
-                self._seen[place] = (term, now)
+                    self.changed.add(lease)
+                self._seen[lease] = (term, now)
         return {
-            place
-            for place, term in terms.items()
-            if not term.has_left and now - self._seen[place][1] < self._seconds
+            lease
+            for lease, term in terms.items()
+            if not term.has_left and now - self._seen[lease][1] < self._seconds
         }
 
 
-class Place:
-    """A place that this process takes, holds and leaves.
+class Lease:
+    """A lease that this process takes, holds and leaves.
 
     Args:
       folder: of the islands.
       where: the part of the folder.
-      name: of the place in it, "" for the only one.
+      name: of the lease in it, "" for the only one.
       report: returns what a sign of life says, but for its count.
       replaces_own: whether it may be taken from another holder in this process.
     """
@@ -132,7 +132,7 @@ class Place:
         self._folder, self._where, self._name = folder, where, name
         self._report, self._replaces_own = report, replaces_own
         self._own = Holder(uuid.uuid4().hex, _host(), os.getpid())
-        self._signs = Signs(LIFE_SECONDS)
+        self._signs = LifeSigns(LIFE_SECONDS)
         self._stopped = threading.Event()
         self._beats = 0
         self.term: int | None = None
@@ -140,8 +140,8 @@ class Place:
     def _object(self, term: int, ending: str) -> str:
         return f"{self._where}/{self._name}{term:08d}.{ending}"
 
-    def _newest(self) -> tuple[Term | None, Holder | None]:
-        """Returns the newest term of this place, and its holder; sets damaged objects aside."""
+    def _newest(self) -> tuple[LeaseTerm | None, Holder | None]:
+        """Returns the newest term of this lease, and its holder; sets damaged objects aside."""
         while True:
             term = terms_of(self._folder.marks(self._where)).get(self._name)
             if term is None:
@@ -153,7 +153,7 @@ class Place:
                 logger.warning("%s; it goes to %s", error, self._folder.set_aside(name))
 
     def take(self) -> str:
-        """Takes the place unless a living process has it; returns who has it, or "".
+        """Takes the lease unless a living process has it; returns who has it, or "".
 
         Ask again: who gives no sign of life for `LIFE_SECONDS` has it no longer.
         """
@@ -168,7 +168,7 @@ class Place:
         self.term = number
         _HELD.add(self._own.id)
         self.beat()
-        # The thread ends with the place: it holds no reference to it.
+        # The thread ends with the lease: it holds no reference to it.
         threading.Thread(
             target=_go_on, args=(weakref.ref(self), self._stopped), name=f"signs of {self._where}",
             daemon=True,
@@ -182,7 +182,7 @@ class Place:
         """Returns whether the holder has given a sign of life since this process first looked."""
         return self._name in self._signs.changed
 
-    def _lives(self, term: Term, holder: Holder) -> bool:
+    def _lives(self, term: LeaseTerm, holder: Holder) -> bool:
         if holder.host == self._own.host:
             if holder.pid == self._own.pid:
                 # Here it is known at once.
@@ -193,7 +193,7 @@ class Place:
         return self._name in self._signs.living({self._name: term})
 
     def is_held(self) -> bool:
-        """Returns whether this process has the place; creates its object again if it is gone."""
+        """Returns whether this process has the lease; creates its object again if it is gone."""
         if self.term is None:
             return False
         term, holder = self._newest()
@@ -215,7 +215,7 @@ class Place:
             self._folder.write_json(self._object(self.term, "beat"), sign)
 
     def leave(self) -> None:
-        """Gives the place up, and writes that it did."""
+        """Gives the lease up, and writes that it did."""
         self._stopped.set()
         _HELD.discard(self._own.id)
         if self.term is not None:
@@ -259,9 +259,9 @@ class Reminders:
         return [what for what, _, _, is_said in list(self._lasting.values()) if is_said]
 
 
-def _go_on(place: weakref.ref[Place], stopped: threading.Event) -> None:
+def _go_on(lease: weakref.ref[Lease], stopped: threading.Event) -> None:
     while not stopped.wait(BEAT_SECONDS):
-        giving = place()
+        giving = lease()
         if giving is None:
             return
         giving.beat()

@@ -25,19 +25,19 @@ from mtf_gradsync.tools.islands.folder import (
     DamagedObjectError,
     Folder,
     FolderError,
-    Spec,
     Stored,
+    TensorSpec,
     checksum,
     tensor_object,
 )
-from mtf_gradsync.tools.islands.leases import Place, Reminders, Signs, terms_of
+from mtf_gradsync.tools.islands.leases import Lease, LifeSigns, Reminders, terms_of
 from mtf_gradsync.tools.islands.objects import (
     REFUSED,
     SETTINGS,
     Contribution,
+    ContributionFacts,
     Decision,
-    Facts,
-    Made,
+    MadeBy,
     contribution_names,
     decision_object,
     island_of,
@@ -50,8 +50,8 @@ from mtf_gradsync.tools.islands.objects import (
     version_object,
 )
 from mtf_gradsync.tools.islands.versions import (
+    MergedState,
     MergeSettings,
-    State,
     counts_behind,
     fragment_of,
     make_version,
@@ -159,9 +159,9 @@ class Merger:
         self._poll = poll_seconds or poll_seconds_of(folder)
         self._clock = clock
         self._reminders = Reminders(logger, clock)
-        self._signs = Signs(leases.LIFE_SECONDS, clock)
+        self._signs = LifeSigns(leases.LIFE_SECONDS, clock)
         self._living: set[str] = set()
-        self._state: State | None = None  # of the newest version
+        self._state: MergedState | None = None  # of the newest version
         self._has_begun = False
         self._decisions: dict[int, Decision | None] = {}
         self._looked: dict[
@@ -183,7 +183,7 @@ class Merger:
 
         Raises FolderTakenError if another merger has the folder.
         """
-        place = Place(self._folder, "merger", report=self._report)
+        place = Lease(self._folder, "merger", report=self._report)
         try:
             while True:
                 try:
@@ -213,7 +213,7 @@ class Merger:
         version = self._state.version if self._state else None
         return {"says": self.says(), "version": version, "living": sorted(self._living)}
 
-    def _take(self, place: Place) -> bool:
+    def _take(self, place: Lease) -> bool:
         """Takes the merger's place; returns False, or raises, while a living process has it."""
         holder = place.take()
         if holder and place.has_changed():
@@ -224,7 +224,7 @@ class Merger:
             self._reminders.lasts("place", f"waiting whether {holder} still merges")
         return not holder
 
-    def _go_on(self, place: Place, on_version: Callable[[Decision], None]) -> bool:
+    def _go_on(self, place: Lease, on_version: Callable[[Decision], None]) -> bool:
         """Makes the next version if it is due; returns whether anything was done."""
         if not self._has_begun:
             self._folder.remove_half_written()
@@ -276,12 +276,12 @@ class Merger:
             )  # fmt: skip
             self.settings = there
 
-    def _newest_state(self) -> State | None:
+    def _newest_state(self) -> MergedState | None:
         """Reads the newest version; makes a damaged one again, and sets other objects aside."""
         known = {*numbers_in(self._folder, "versions", SUFFIX)}
         for version in sorted(known, reverse=True):
             try:
-                state: State | None = read_state(self._folder, version, self.settings)
+                state: MergedState | None = read_state(self._folder, version, self.settings)
             except DamagedObjectError as error:
                 state = self._made_again(version, error)
             if state is not None:
@@ -291,7 +291,7 @@ class Merger:
             logger.warning("Nobody has decided on version %d: it goes to %s", version, aside)
         return None
 
-    def _made_again(self, version: int, reason: DamagedObjectError) -> State | None:
+    def _made_again(self, version: int, reason: DamagedObjectError) -> MergedState | None:
         """Makes a version again from its decision; returns None if there is no decision."""
         decision = self._stored_decision(version)
         if decision is None:
@@ -310,7 +310,7 @@ class Merger:
     def _keep_decision(self, version: int) -> None:
         """Writes a decision again that is gone or damaged, from the version made by it."""
         if self._stored_decision(version) is None:
-            found = self._folder.load(version_object(version), kind=Made)
+            found = self._folder.load(version_object(version), kind=MadeBy)
             if found is not None and found.facts.decision.version == version:
                 self._folder.create_json(decision_object(version), found.facts.decision)
 
@@ -325,7 +325,7 @@ class Merger:
 
     # One version.
 
-    def _make(self, decision: Decision, before: State | None = None) -> None:
+    def _make(self, decision: Decision, before: MergedState | None = None) -> None:
         try:
             state = make_version(self._folder, decision, before or self._state)
         except DamagedObjectError as error:
@@ -345,12 +345,12 @@ class Merger:
 
     def _create(self, name: str, decision: Decision, tensors: Mapping[str, np.ndarray]) -> None:
         """Creates an object of a version; sets aside an existing one that holds other bits."""
-        found, data = tensor_object(Made(decision), tensors)
+        found, data = tensor_object(MadeBy(decision), tensors)
         if self._folder.create(name, data):
             return
         reason = "it is another"
         with contextlib.suppress(DamagedObjectError):
-            there = self._folder.load(name, kind=Made)
+            there = self._folder.load(name, kind=MadeBy)
             if there is None or there.checksum == found:
                 return
             reason = f"it was made by another decision on version {there.facts.decision.version}"
@@ -459,7 +459,7 @@ class Merger:
             found = self._stored_decision(version) if version >= 0 else None
             if found is None and version >= 0:
                 with contextlib.suppress(DamagedObjectError):
-                    made = self._folder.load(version_object(version), kind=Made)
+                    made = self._folder.load(version_object(version), kind=MadeBy)
                     found = made.facts.decision if made else None
             self._decisions[version] = found
         return self._decisions[version]
@@ -471,7 +471,7 @@ class Merger:
             try:
                 specs = self._specs_of(name)
                 most = most_bytes(specs) if specs else None
-                stored = self._folder.load(name, kind=Facts, most=most)
+                stored = self._folder.load(name, kind=ContributionFacts, most=most)
                 if stored is None:
                     return None
                 found = _described(name, stored, specs, self.settings)
@@ -492,14 +492,14 @@ class Merger:
         place, last = name.rsplit("/", 1)
         return "" if parsed_contribution(name) else self._folder.marks(place).get(last, "")
 
-    def _specs_of(self, name: str) -> dict[str, Spec] | None:
+    def _specs_of(self, name: str) -> dict[str, TensorSpec] | None:
         """Returns the specs of the variables whose turn it is; None for an offer."""
         parsed = parsed_contribution(name)
         if parsed is None or self._state is None:
             return None
         turn, values = parsed[0] + 1, self._state.values
         names = fragment_of(turn, list(values), self.settings.fragments)
-        return {key: Spec.of(values[key]) for key in names}
+        return {key: TensorSpec.of(values[key]) for key in names}
 
     def _refuse(self, name: str, reason: str) -> None:
         """Refuses a contribution, and logs why: its island makes another."""
@@ -537,7 +537,7 @@ class Merger:
             if not norm or len(some) < 2 or islands in self._named_equal:
                 continue
             try:
-                found = [self._folder.load(one.object, kind=Facts) for one in some]
+                found = [self._folder.load(one.object, kind=ContributionFacts) for one in some]
             except (DamagedObjectError, FolderError):
                 continue  # it is said where it is merged
             digests = [checksum({}, stored.tensors) if stored else None for stored in found]
@@ -649,10 +649,10 @@ def poll_seconds_of(folder: Folder) -> float:
 
 
 def _described(
-    name: str, stored: Stored, specs: Mapping[str, Spec] | None, settings: MergeSettings
+    name: str, stored: Stored, specs: Mapping[str, TensorSpec] | None, settings: MergeSettings
 ) -> Contribution:
     """Returns the decision's record of a contribution; raises DamagedObjectError if it is wrong."""
-    facts: Facts = stored.facts
+    facts: ContributionFacts = stored.facts
     parsed = parsed_contribution(name)
     is_own = offer_object(facts.island) == name and facts.version is None
     if not is_own and (parsed is None or parsed[:2] != (facts.version, facts.island)):

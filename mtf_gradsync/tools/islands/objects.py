@@ -38,7 +38,7 @@ _CONTRIBUTION = re.compile(
 )
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class ContributionFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that an island sends with a contribution, or with the values that it offers.
 
     Attributes:
@@ -58,7 +58,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int] = {}
 
 
-class Contribution(Facts, frozen=True, kw_only=True):
+class Contribution(ContributionFacts, frozen=True, kw_only=True):
     """A contribution, as a decision records it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Contribution(Facts, frozen=True, kw_only=True):
         return self.island, -1 if self.version is None else self.version
 
     @classmethod
-    def of(cls, facts: Facts, **more: Any) -> Contribution:
+    def of(cls, facts: ContributionFacts, **more: Any) -> Contribution:
         """Returns the record of a contribution with these facts."""
         return cls(**msgspec.structs.asdict(facts), **more)
 
@@ -95,7 +95,7 @@ class Contribution(Facts, frozen=True, kw_only=True):
             raise ValueError(f"{self.object!r} is no contribution")
 
 
-class Total(msgspec.Struct, frozen=True):
+class IslandTotal(msgspec.Struct, frozen=True):
     """The outcome of all contributions of an island, up to a version.
 
     Attributes:
@@ -139,7 +139,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     oldest: int = 0
     keeps_all: bool = False
-    totals: dict[str, Total] = {}
+    totals: dict[str, IslandTotal] = {}
     time: float = 0.0
     waited: float = 0.0
     arrivals: dict[str, float] = {}
@@ -156,7 +156,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         found = dict(before.totals) if before else {}
 
         def add(island: str, last: str = "", **more: Any) -> None:
-            old = found.get(island, Total())
+            old = found.get(island, IslandTotal())
             new = {key: getattr(old, key) + value for key, value in more.items()}
             found[island] = msgspec.structs.replace(old, **new, last=last or old.last)
 
@@ -169,7 +169,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, totals=found)
 
 
-class Made(msgspec.Struct, frozen=True):
+class MadeBy(msgspec.Struct, frozen=True):
     """The facts in a version, or in the momentum after it: the decision that made it."""
 
     decision: Decision
@@ -206,7 +206,7 @@ def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
     return found and (int(found[1]), found[2], int(found[3]), int(found[4]))
 
 
-def place_of(name: str) -> tuple[int, int]:
+def life_and_number(name: str) -> tuple[int, int]:
     """Returns life and number of a contribution's name, which count up; (0, 0) for other names."""
     parsed = parsed_contribution(name)
     return parsed[2:] if parsed else (0, 0)

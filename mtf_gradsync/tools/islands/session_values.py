@@ -22,7 +22,7 @@ from mtf_gradsync.extension import (
 )
 from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.tools.islands.changes import MEAN
-from mtf_gradsync.tools.islands.folder import Spec
+from mtf_gradsync.tools.islands.folder import TensorSpec
 
 _WAITING = ("/mini_step", "/count")  # what sums hold that no update has applied
 _SKIPPED = ("/skipped", "/without_data")  # steps whose gradients no update applies
@@ -92,7 +92,7 @@ class Values:
         self._variables = {name: there[name] for name in chosen}
         self._variables |= {f"{MEAN}{name}": there[name] for name in means}
         self.specs = {
-            name: Spec(tuple(v.shape.as_list()), v.dtype.base_dtype.name)
+            name: TensorSpec(tuple(v.shape.as_list()), v.dtype.base_dtype.name)
             for name, v in sorted(self._variables.items())
         }
         whole = [name for name, v in self._variables.items() if not v.dtype.is_floating]

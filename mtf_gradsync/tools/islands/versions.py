@@ -28,16 +28,16 @@ from mtf_gradsync.tools.islands.folder import (
     SUFFIX,
     DamagedObjectError,
     Folder,
-    Spec,
     Stored,
+    TensorSpec,
     checksum,
 )
 from mtf_gradsync.tools.islands.objects import (
     SETTINGS,
     Contribution,
+    ContributionFacts,
     Decision,
-    Facts,
-    Made,
+    MadeBy,
     decision_object,
     momentum_object,
     numbers_in,
@@ -167,7 +167,7 @@ def read_version(
     folder: Folder,
     version: int,
     fragments: int,
-    specs: Mapping[str, Spec] | None = None,
+    specs: Mapping[str, TensorSpec] | None = None,
     since: int = 0,
 ) -> tuple[dict[str, np.ndarray], Decision]:
     """Returns the values that versions from `since` to `version` have changed.
@@ -185,7 +185,7 @@ def read_version(
         if specs is not None:
             wanted = {name: specs[name] for name in fragment_of(number, list(specs), fragments)}
         name = version_object(number)
-        found = folder.load(name, wanted, kind=Made)
+        found = folder.load(name, wanted, kind=MadeBy)
         if found is None:
             raise DamagedObjectError(f"{name} in {folder.url} is gone.")
         values.update(found.tensors)
@@ -201,7 +201,7 @@ def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.nd
     return read_version(folder, version, fragments)[0]
 
 
-class State(NamedTuple):
+class MergedState(NamedTuple):
     """The state from which, with contributions, the next version is made.
 
     Attributes:
@@ -214,14 +214,14 @@ class State(NamedTuple):
     values: dict[str, np.ndarray]
     momenta: dict[str, np.ndarray]
 
-    def changed(self, settings: MergeSettings) -> State:
+    def changed(self, settings: MergeSettings) -> MergedState:
         """Returns the part of the state that this version's objects hold."""
         names = fragment_of(self.version, list(self.values), settings.fragments)
         momenta = {name: self.momenta[name] for name in names if name in self.momenta}
-        return State(self.version, {name: self.values[name] for name in names}, momenta)
+        return MergedState(self.version, {name: self.values[name] for name in names}, momenta)
 
 
-def read_state(folder: Folder, version: int, settings: MergeSettings) -> State:
+def read_state(folder: Folder, version: int, settings: MergeSettings) -> MergedState:
     """Reads the state from which the version after `version` is made.
 
     Raises DamagedObjectError for an object that is damaged, foreign or gone.
@@ -230,14 +230,14 @@ def read_state(folder: Folder, version: int, settings: MergeSettings) -> State:
     momenta: dict[str, np.ndarray] = {}
     for number in versions_that_make(version, settings.fragments):
         if number and settings.outer_momentum:
-            found = folder.load(momentum_object(number), kind=Made)
+            found = folder.load(momentum_object(number), kind=MadeBy)
             if found is None:
                 raise DamagedObjectError(f"{momentum_object(number)} in {folder.url} is gone.")
             momenta.update(found.tensors)
-    return State(version, values, momenta)
+    return MergedState(version, values, momenta)
 
 
-def make_version(folder: Folder, decision: Decision, before: State | None) -> State:
+def make_version(folder: Folder, decision: Decision, before: MergedState | None) -> MergedState:
     """Makes a version from the contributions that its decision lists, and the version before.
 
     A variable whose new values would not be finite keeps those of before, without momentum.
@@ -247,18 +247,18 @@ def make_version(folder: Folder, decision: Decision, before: State | None) -> St
     name = decision_object(decision.version)
     settings = MergeSettings.of_text(decision.settings, f"Those of {name} in {folder.url}")
 
-    def load(one: Contribution, specs: Mapping[str, Spec] | None) -> Stored:
+    def load(one: Contribution, specs: Mapping[str, TensorSpec] | None) -> Stored:
         most = None if specs is None else most_bytes(specs)
-        found = folder.load(one.object, expected=one.checksum, kind=Facts, most=most)
+        found = folder.load(one.object, expected=one.checksum, kind=ContributionFacts, most=most)
         if found is None:
             raise DamagedObjectError(f"{one.object} in {folder.url}, which {name} names, is gone.")
         return found
 
     if before is None:
         tensors = load(decision.contributions[0], None).tensors
-        return State(decision.version, {key: wide(x) for key, x in tensors.items()}, {})
+        return MergedState(decision.version, {key: wide(x) for key, x in tensors.items()}, {})
     names = fragment_of(decision.version, list(before.values), settings.fragments)
-    specs = {name: Spec.of(before.values[name]) for name in names}
+    specs = {name: TensorSpec.of(before.values[name]) for name in names}
 
     def changes() -> Iterator[Change]:
         for one in decision.contributions:
@@ -279,10 +279,10 @@ def make_version(folder: Folder, decision: Decision, before: State | None) -> St
             )  # fmt: skip
             values[key] = before.values[key]
             momenta.update({key: np.zeros_like(momenta[key])} if key in momenta else {})
-    return State(decision.version, {**before.values, **values}, {**before.momenta, **momenta})
+    return MergedState(decision.version, {**before.values, **values}, {**before.momenta, **momenta})
 
 
-def most_bytes(specs: Mapping[str, Spec]) -> int:
+def most_bytes(specs: Mapping[str, TensorSpec]) -> int:
     """Returns the most bytes that a contribution to these variables may have."""
     return sum(2 * spec.nbytes for spec in specs.values()) + JSON_BYTES
 
@@ -314,8 +314,8 @@ def replay(
             if tensors:
                 stored = None
                 with contextlib.suppress(DamagedObjectError):
-                    stored = folder.load(name, kind=Made)
-                found = checksum(Made(decision), tensors)
+                    stored = folder.load(name, kind=MadeBy)
+                found = checksum(MadeBy(decision), tensors)
                 is_equal &= stored is not None and stored.checksum == found
         if not is_equal:
             wrong.append(version)

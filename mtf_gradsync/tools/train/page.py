@@ -12,7 +12,7 @@ from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.train import plots
 from mtf_gradsync.tools.train.figures import check_library
 from mtf_gradsync.tools.train.plots import series_of, training_losses
-from mtf_gradsync.tools.train.run_files import REPORT_FILE, Facts, RecordedSteps
+from mtf_gradsync.tools.train.run_files import REPORT_FILE, RecordedSteps, RunFacts
 
 # Characters that HTML does not allow in text, or that would reverse the text after them.
 _UNPRINTABLE = re.compile(
@@ -43,7 +43,7 @@ def write_page(
     directory: Path,
     rows: Sequence[dict[str, Any]],
     ended: Ended,
-    facts: Facts | None,
+    facts: RunFacts | None,
     unigram_nats: float | None = None,
     samples: str = "",
     config: str = "",
@@ -105,7 +105,7 @@ def printable(text: str) -> str:
 
 
 def _tiles(
-    rows: Sequence[dict[str, Any]], ended: Ended, facts: Facts | None
+    rows: Sequence[dict[str, Any]], ended: Ended, facts: RunFacts | None
 ) -> list[tuple[str, str, str]]:
     """Returns the main numbers: for each a title, the number as text, and a remark."""
     result = ended.result
@@ -156,7 +156,7 @@ def _replicas(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
     return [(number, int(m), int(d)) for number, (m, d) in enumerate(pairs)]
 
 
-def _facts(facts: Facts | None) -> list[tuple[str, str]]:
+def _facts(facts: RunFacts | None) -> list[tuple[str, str]]:
     if facts is None:
         return []
     shown = [

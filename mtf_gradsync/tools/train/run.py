@@ -41,8 +41,8 @@ from mtf_gradsync.tools.train.run_files import (
     METRICS_FILE,
     REPORT_FILE,
     TRACE_FILE,
-    Facts,
     RecordedSteps,
+    RunFacts,
     forget_recorded,
     keep_best,
     read_facts,
@@ -259,7 +259,7 @@ class _Run:
             )
             say_changes(directory, say)
             write_config(directory)
-            facts = Facts(
+            facts = RunFacts(
                 mesh=mesh,
                 layout=str(config.layout_rules),
                 runtime=str(self._runtime),
@@ -296,7 +296,7 @@ class _Run:
         self,
         runner: Runner,
         graph: TrainGraph,
-        facts: Facts,
+        facts: RunFacts,
         recorder: MetricsRecorder,
         improvement: Improvement,
         on_first_step: Callable[[], None],

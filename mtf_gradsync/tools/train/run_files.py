@@ -36,7 +36,7 @@ def write_config(directory: Path) -> None:
 _LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
 
 
-class Facts(NamedTuple):
+class RunFacts(NamedTuple):
     """The facts of a run: its model and data, its newest steps' runtime, libraries' versions.
 
     `optimizers` are class names, outermost first; `parameters` is the number of trainable ones;
@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_facts(directory: Path, facts: Facts) -> None:
+def write_facts(directory: Path, facts: RunFacts) -> None:
     """Writes facts to a run's directory."""
     content = facts._asdict()
     if facts.traffic is not None:
@@ -75,7 +75,7 @@ def write_facts(directory: Path, facts: Facts) -> None:
     write_json(directory / FACTS_FILE, content)
 
 
-def read_facts(directory: Path) -> Facts | None:
+def read_facts(directory: Path) -> RunFacts | None:
     """Returns the facts that `write_facts` wrote; None if they are missing or of another form."""
     try:
         content = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def read_facts(directory: Path) -> Facts | None:
             rows = [TrafficRow(**row) for row in traffic["rows"]]
             content["traffic"] = Traffic(**{**traffic, "rows": rows})
         content["first_examples"] = tuple(content.get("first_examples", ()))
-        return Facts(**content)
+        return RunFacts(**content)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -81,7 +81,7 @@ def training_graph(
     """Builds the training step for a runtime; returns it, its program and a runner factory."""
     features = batches.placeholders()
     mesh = job.model.mesh
-    place = sessions.place_of(runtime.name, mesh.shape, mesh.layout, session, runtime.target)
+    place = sessions.runtime_for(runtime.name, mesh.shape, mesh.layout, session, runtime.target)
     graph = build_train_graph(place, job, features)
 
     def runner(

@@ -149,11 +149,11 @@ def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
     return ", or ".join(found)
 
 
-class Facts(NamedTuple):
+class DifferenceFacts(NamedTuple):
     """The facts of a difference, from which `cause_of` finds its cause.
 
     Attributes:
-      what: what differs first, as `Line.what`.
+      what: what differs first, as `DivisionResult.what`.
       culprit: the wrapper, axis or change without which it does not; "" if none is known.
       factor: the number that it is multiplied by, if it is one.
       of_factor: what that number is.
@@ -188,12 +188,12 @@ _OF_FORWARD = (
 )
 
 
-def cause_of(facts: Facts) -> str:
+def cause_of(facts: DifferenceFacts) -> str:
     """Returns the usual cause of a difference: the first that fits the facts."""
     return next(_causes(facts))
 
 
-def _causes(facts: Facts) -> Iterator[str]:
+def _causes(facts: DifferenceFacts) -> Iterator[str]:
     what, factor, kind = facts.what, facts.factor, facts.culprit.split("#")[0]
     joins_steps = "Accumulation" in kind or kind == "microbatch steps" or "SyncReplicas" in kind
     if what == "copies":

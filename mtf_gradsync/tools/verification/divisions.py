@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync.extension import SyncReplicasOptimizer, mtf
 from mtf_gradsync.runtimes.sessions import RuntimeName, runtimes_here
-from mtf_gradsync.tools.verification.recorded_program import Changes, Recorded
+from mtf_gradsync.tools.verification.recorded_program import Changes, RecordedProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,9 @@ KINDS = ("mesh", "batch", "model", "order", "microbatches", "wrappers", "masked"
 MICRO_STEPS = 2
 
 
-def own(mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: RuntimeName) -> Division:
+def as_configured(
+    mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: RuntimeName
+) -> Division:
     """Returns the division that the program has by itself."""
     return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
 
@@ -70,7 +72,7 @@ def on_one_core(mesh_shape: str) -> str:
 
 
 def default_divisions(
-    base: Division, recorded: Recorded, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
+    base: Division, recorded: RecordedProgram, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
 ) -> list[Division]:
     """Returns the divisions of the given kinds (`KINDS`) that a program can have.
 
@@ -137,11 +139,11 @@ def without(base: Division, label: str) -> Changes:
     return base.changes._replace(without=(*base.changes.without, label))
 
 
-def _has_schedulers(base: Division, recorded: Recorded) -> bool:
+def _has_schedulers(base: Division, recorded: RecordedProgram) -> bool:
     return any(label not in base.changes.without for label in recorded.schedulers)
 
 
-def masked_shards(recorded: Recorded) -> int:
+def masked_shards(recorded: RecordedProgram) -> int:
     """Returns the number of shards of the stack's `SyncReplicasOptimizer`; 0 without one."""
     for wrapper in recorded.wrappers.values():
         if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:
@@ -149,7 +151,7 @@ def masked_shards(recorded: Recorded) -> int:
     return 0
 
 
-def axes_of_batch(layout: str, recorded: Recorded) -> list[str]:
+def axes_of_batch(layout: str, recorded: RecordedProgram) -> list[str]:
     """Returns the mesh axes that a layout splits the batch over."""
     names = recorded.batch_dims
     rules = mtf.convert_to_layout_rules(layout)

@@ -23,7 +23,12 @@ from mtf_gradsync.tools.verification.programs import (
     rows_of,
     size_of,
 )
-from mtf_gradsync.tools.verification.recorded_program import GRADIENT, RANDOM, UPDATES, Recorded
+from mtf_gradsync.tools.verification.recorded_program import (
+    GRADIENT,
+    RANDOM,
+    UPDATES,
+    RecordedProgram,
+)
 
 # More microbatch steps than any program joins: after these there is no update to wait for; and
 # than one that applies gradients of zeros on the others.
@@ -50,7 +55,7 @@ class Outcome(NamedTuple):
       rounds: whether the update has bfloat16, and the model has not.
     """
 
-    recorded: Recorded
+    recorded: RecordedProgram
     losses: list[float]
     gradients: list[dict[str, np.ndarray]]
     values: dict[str, np.ndarray]
@@ -72,7 +77,7 @@ class BatchesEndError(ValueError):
     """The error of an input with too few batches for the updates."""
 
 
-class Series(NamedTuple):
+class BatchSeries(NamedTuple):
     """The batches that a built program runs on, and the values of its counters.
 
     Attributes:
@@ -151,18 +156,18 @@ class Engine:
     def run(self, division: Division) -> Outcome:
         """Runs a division; raises `CannotBeDivided` if it cannot be run."""
 
-        def series(groups: list[list[Batch]]) -> Series:
+        def series(groups: list[list[Batch]]) -> BatchSeries:
             # Where its steps are joined, an update has the counters of the last of them.
             is_joined = any(len(x) < len(own) for x, own in zip(groups, self.groups))
-            return Series(groups, [last for _, last in self.counted] if is_joined else None)
+            return BatchSeries(groups, [last for _, last in self.counted] if is_joined else None)
 
         return self.run_series(division, [series])[0]
 
     def run_series(self, division: Division, series: Sequence[Any]) -> list[Outcome]:
         """Runs a division once for each series, from the first values each time.
 
-        Each of `series` makes a `Series` of the batches of each update in this division. The first
-        outcome is kept.
+        Each of `series` makes a `BatchSeries` of the batches of each update in this division. The
+        first outcome is kept.
         """
         done = self._done.get(division.key)
         if isinstance(done, CannotBeDivided):
@@ -178,7 +183,7 @@ class Engine:
         self._done[division.key] = outcomes[0]
         return outcomes
 
-    def _runs(self, division: Division, series: Sequence[Series]) -> list[Outcome]:
+    def _runs(self, division: Division, series: Sequence[BatchSeries]) -> list[Outcome]:
         """Builds a division, and runs it on each series of batches from the first values.
 
         Where K is a schedule and its steps are joined, batches are of several sizes: each size is
@@ -326,16 +331,16 @@ def _followed(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def reordered(groups: list[list[Batch]]) -> Series:
+def reordered(groups: list[list[Batch]]) -> BatchSeries:
     """Returns a series with the examples of each batch in another order."""
     shuffled = []
     for group in groups:
         rows = [np.random.RandomState(0).permutation(size_of(batch)) for batch in group]
         shuffled.append([rows_of(batch, some) for batch, some in zip(group, rows)])
-    return Series(shuffled)
+    return BatchSeries(shuffled)
 
 
-def _moved(values: Values, recorded: Recorded) -> dict[str, np.ndarray]:
+def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
     """Returns the values of trained variables plus random numbers, seeded by their names."""
     found = {}
     for name in recorded.variables:
@@ -369,7 +374,7 @@ def _updates(values: Values) -> float:
     return float(next((v for k, v in values.items() if k.endswith(UPDATES)), 0.0))
 
 
-def _is_updated(recorded: Recorded, before: Values, after: Values) -> bool:
+def _is_updated(recorded: RecordedProgram, before: Values, after: Values) -> bool:
     """Returns whether a step has made an update.
 
     Gradients of zeros that change nothing are of a program that accumulates by itself. Without an

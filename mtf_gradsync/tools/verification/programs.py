@@ -19,13 +19,18 @@ from mtf_gradsync.extension import (
     tf,
 )
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
-from mtf_gradsync.runtimes.sessions import place_of, program_session
+from mtf_gradsync.runtimes.sessions import program_session, runtime_for
 from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, copied
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.model_changes import in_precision
-from mtf_gradsync.tools.verification.recorded_program import GRADIENT, RANDOM, Recorded, recording
+from mtf_gradsync.tools.verification.recorded_program import (
+    GRADIENT,
+    RANDOM,
+    RecordedProgram,
+    recording,
+)
 
 Batch = Any  # a structure of arrays, the examples their first dimension
 # So many random numbers are not equal by chance.
@@ -63,7 +68,7 @@ class UserProgram:
             recorded = blocks.enter_context(recording(division.changes))
             if division.precision:
                 blocks.enter_context(in_precision(tf.as_dtype(division.precision)))
-            place = place_of(division.runtime, division.mesh_shape, division.layout)
+            place = runtime_for(division.runtime, division.mesh_shape, division.layout)
             program = blocks.enter_context(place.building())
             if program is not None:
                 params["mesh_impl"] = program.mesh_impl
@@ -133,7 +138,7 @@ class BuiltDivision(NamedTuple):
     division: Division
     graph: tf.Graph
     program: Any
-    recorded: Recorded
+    recorded: RecordedProgram
     inputs: list[tf.Tensor]
     loss: tf.Tensor
     weight: tf.Tensor | None

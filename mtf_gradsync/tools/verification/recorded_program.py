@@ -47,7 +47,7 @@ class Changes(NamedTuple):
     """Changes of a program's stack of wrappers.
 
     Attributes:
-      without: labels of wrappers to take out (`Recorded.stack`).
+      without: labels of wrappers to take out (`RecordedProgram.stack`).
       unwrapped: whether the others are taken out, too, as for the reference; clipping of its own
         stands for each `ClipByGlobalNormOptimizer` among these.
       micro_steps: over how many microbatch steps gradients are accumulated around the stack.
@@ -66,7 +66,7 @@ class Changes(NamedTuple):
     statistics: tuple[str, ...] = ()
 
 
-class Recorded:
+class RecordedProgram:
     """The facts of a program, recorded while it was built.
 
     Attributes:
@@ -436,9 +436,9 @@ def _hidden(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType) -> mtf
 
 
 @contextlib.contextmanager
-def recording(changes: Changes) -> Iterator[Recorded]:
+def recording(changes: Changes) -> Iterator[RecordedProgram]:
     """Changes the stack of a program that is built inside the block, and records the program."""
-    recorded = Recorded(changes)
+    recorded = RecordedProgram(changes)
     with contextlib.ExitStack() as undone:
         undone.callback(recorded.undo)
 

@@ -25,10 +25,10 @@ from mtf_gradsync.tools.verification.comparing import (
 )
 from mtf_gradsync.tools.verification.divisions import Division, on_one_core
 from mtf_gradsync.tools.verification.engine import (
+    BatchSeries,
     CannotBeDivided,
     Engine,
     Outcome,
-    Series,
     reordered,
 )
 
@@ -99,12 +99,12 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     first, last = ([pair[n] for pair in engine.counted] for n in (0, 1))
     joins = engine.steps_per_update > 1
     own = None if engine.repeats_steps else last
-    series = [lambda groups: Series(groups, own), lambda groups: _with(reordered(groups), own)]
+    series = [lambda groups: BatchSeries(groups, own), lambda groups: _with(reordered(groups), own)]
     if joins and own and any(first):
-        series.append(lambda groups: Series(groups, first))
+        series.append(lambda groups: BatchSeries(groups, first))
     if own and any(last):
         after = [{k: v + np.ones_like(v) for k, v in one.items()} for one in last]
-        series.append(lambda groups: Series(groups, after))
+        series.append(lambda groups: BatchSeries(groups, after))
     try:
         outcomes = engine.run_series(dataclasses.replace(division, precision="float64"), series)
         (outcome,) = engine.run_series(division, series[:1])
@@ -154,7 +154,7 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     )
 
 
-def _with(series: Series, counted: Sequence[Values] | None) -> Series:
+def _with(series: BatchSeries, counted: Sequence[Values] | None) -> BatchSeries:
     return series._replace(counted=counted)
 
 

@@ -31,7 +31,7 @@ class Compared(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class DivisionResult:
     """The result of one division.
 
     Attributes:
@@ -113,7 +113,7 @@ class Verification:
         values were.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[DivisionResult, ...]
     reference: str
     source: str
     steps: int
@@ -143,7 +143,7 @@ class Verification:
         """The command's exit code: 0 for `EQUAL`, 1 for `NOT_EQUAL`, 3 for `NOT_SHOWN`."""
         return _EXIT_CODES[self.verdict]
 
-    def _open(self) -> list[Line]:
+    def _open(self) -> list[DivisionResult]:
         """Returns the lines whose division is neither equal nor unequal."""
         return [
             line

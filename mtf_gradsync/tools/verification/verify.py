@@ -19,7 +19,7 @@ from mtf_gradsync.extension import (
 from mtf_gradsync.runtimes.sessions import RUNTIMES, RuntimeName, choose_runtime
 from mtf_gradsync.tools.verification import divisions as kinds
 from mtf_gradsync.tools.verification.causes import (
-    Facts,
+    DifferenceFacts,
     cause_of,
     lowered_elsewhere,
     name_of_factor,
@@ -46,7 +46,7 @@ from mtf_gradsync.tools.verification.verdicts import (
     NOT_EQUAL,
     NOT_SHOWN,
     Compared,
-    Line,
+    DivisionResult,
     Verification,
 )
 
@@ -105,7 +105,7 @@ def verify(
     """
     settings = [params] if isinstance(params, Mapping) else list(params)
     _check(settings, steps, divisions, without, runtime)
-    base = kinds.own(
+    base = kinds.as_configured(
         str(settings[0]["mesh_shape"]), str(settings[0]["layout"]), tuple(without), runtime
     )
     engine = Engine(
@@ -118,7 +118,7 @@ def verify(
             base = dataclasses.replace(base, runtime="placement_mesh")
             outcome = engine.begin(base)
     except CannotBeDivided as error:
-        line = Line(
+        line = DivisionResult(
             base.name, base.mesh_shape, base.layout, base.runtime, CANNOT_BE, cause=str(error)
         )
         only = dataclasses.replace(line, is_asked=True)
@@ -135,7 +135,7 @@ def verify(
     every += kinds.default_divisions(base, outcome.recorded, chosen, of_stack)
     every = list({division.key: division for division in reversed(every)}.values())[::-1]
     verifier = _Verifier(engine, base, outcome, out)
-    lines: list[Line] = []
+    lines: list[DivisionResult] = []
     hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
     with tqdm(every, desc="verifying", unit="division", leave=False, disable=hidden) as bar:
         for division in bar:
@@ -228,10 +228,10 @@ class _Verifier:
             raise found
         return found
 
-    def line(self, division: Division) -> Line:
+    def line(self, division: Division) -> DivisionResult:
         """Compares a division with the reference; returns the result."""
         division, out = self._with_constant_statistics(division)
-        found = Line(
+        found = DivisionResult(
             division.name,
             division.mesh_shape,
             division.layout,
@@ -283,7 +283,7 @@ class _Verifier:
                 variable=name,
                 what="random numbers",
                 brought_in_by=f"mesh axis {axes}",
-                cause=cause_of(Facts("random numbers")),
+                cause=cause_of(DifferenceFacts("random numbers")),
             )
         if not open_ones:
             return self._with_schedule(found, reference)
@@ -327,7 +327,7 @@ class _Verifier:
             "other batches or more steps, or leave out of the training what is not to be trained."
         )
 
-    def _with_schedule(self, line: Line, reference: Reference) -> Line:
+    def _with_schedule(self, line: DivisionResult, reference: Reference) -> DivisionResult:
         """Returns an equal division's line, checked for a rate that changes within an update."""
         early = reference.counted_first
         if early is None:
@@ -357,8 +357,8 @@ class _Verifier:
         reference: Reference,
         outcome: Outcome,
         compared: Comparison,
-        line: Line,
-    ) -> Line:
+        line: DivisionResult,
+    ) -> DivisionResult:
         """Returns the line of a division that differs from the reference."""
         what, first = _first(compared, outcome)
         assert first is not None
@@ -388,7 +388,7 @@ class _Verifier:
         )
         if not (named or is_one) and np.size(reference.exact.values.get(first.variable, 0.0)) == 1:
             factor = None  # two numbers are always some number of each other
-        facts = Facts(
+        facts = DifferenceFacts(
             what,
             culprit,
             factor,
@@ -424,7 +424,7 @@ class _Verifier:
         return type(strategy).__name__ if isinstance(strategy, GradientStrategy) else ""
 
     def _counts(
-        self, division: Division, reference: Reference, outcome: Outcome, line: Line
+        self, division: Division, reference: Reference, outcome: Outcome, line: DivisionResult
     ) -> str:
         """Returns the cause if counters that advanced too early explain a difference; else ""."""
         later = reference.counted_after

@@ -17,8 +17,8 @@ from mtf_gradsync.tools.islands.changes import (
     scale_of,
     weight_of,
 )
-from mtf_gradsync.tools.islands.folder import Spec, Stored
-from mtf_gradsync.tools.islands.objects import Facts
+from mtf_gradsync.tools.islands.folder import Stored, TensorSpec
+from mtf_gradsync.tools.islands.objects import ContributionFacts
 from tests.tools.islands.toy import PLAIN, begun, merge
 
 
@@ -136,8 +136,8 @@ def test_forms(form, size):
     value = np.random.RandomState(size).randn(size).astype("f")
     value[:1] = -30.0  # the longest of its block
     sent, errors = encoded({"w": value}, form)
-    stored = Stored(Facts(form=form, island="a"), sent, "")
-    back = decoded(stored, {"w": Spec.of(value)})["w"]
+    stored = Stored(ContributionFacts(form=form, island="a"), sent, "")
+    back = decoded(stored, {"w": TensorSpec.of(value)})["w"]
     if form == "float32":
         np.testing.assert_array_equal(back, value)
         return
@@ -153,11 +153,11 @@ def test_forms(form, size):
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_blocks_of_another_shape_are_refused(form):
     sent, _ = encoded({"w": np.ones(100, "f")}, form)
-    spec = {"w": Spec((100,), "float32")}
+    spec = {"w": TensorSpec((100,), "float32")}
     for name, cut in itertools.product(sent, (lambda x: x[:-1], lambda x: np.stack([x, x]))):
         damaged = {**sent, name: cut(sent[name])}
         with pytest.raises(DamagedObjectError, match="The change of 'w' has the shape"):
-            decoded(Stored(Facts(form=form, island="a"), damaged, ""), spec)
+            decoded(Stored(ContributionFacts(form=form, island="a"), damaged, ""), spec)
 
 
 @pytest.mark.parametrize(

@@ -362,12 +362,12 @@ def test_a_folder_that_is_moved_away_during_a_request(folder, tmp_path, monkeypa
 
 
 def test_a_name_that_cannot_be_seen_is_not_lost(folder, monkeypatch):
-    place = leases.Place(Folder(str(folder)), "members", "one@")
+    place = leases.Lease(Folder(str(folder)), "members", "one@")
     assert not place.take()
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "read_json", lambda self, name, kind=None: None)
         assert place.is_held()
-    other = leases.Place(Folder(str(folder)), "members", "one@", replaces_own=True)
+    other = leases.Lease(Folder(str(folder)), "members", "one@", replaces_own=True)
     assert not other.take()
     assert (place.is_held(), other.is_held()) == (False, True)
 

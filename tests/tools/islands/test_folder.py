@@ -10,7 +10,7 @@ import pytest
 
 from mtf_gradsync.islands import DamagedObjectError, replay
 from mtf_gradsync.tools.islands import folder as folder_module
-from mtf_gradsync.tools.islands.folder import Folder, FolderError, OtherTensorsError, Spec
+from mtf_gradsync.tools.islands.folder import Folder, FolderError, OtherTensorsError, TensorSpec
 from tests.tools.islands.conftest import merging
 from tests.tools.islands.toy import PLAIN, Toy
 
@@ -79,12 +79,12 @@ def test_tensors_are_checked_before_they_are_read(url):
     folder = Folder(url)
     value = np.arange(6, dtype=np.float32).reshape(2, 3)
     folder.store("a.safetensors", {"a": 1}, {"w": value, "s": np.float32(1.0).reshape(())})
-    specs = {"w": Spec((2, 3), "float32"), "s": Spec((), "float32")}
+    specs = {"w": TensorSpec((2, 3), "float32"), "s": TensorSpec((), "float32")}
     found = folder.load("a.safetensors", specs)
     np.testing.assert_array_equal(found.tensors["w"], value)
     assert found.facts == {"a": 1}
     with pytest.raises(OtherTensorsError, match=r"the program has float32 of shape \[2, 4\]"):
-        folder.load("a.safetensors", {**specs, "w": Spec((2, 4), "float32")})
+        folder.load("a.safetensors", {**specs, "w": TensorSpec((2, 4), "float32")})
     with pytest.raises(DamagedObjectError, match="at most 10 make sense"):
         folder.load("a.safetensors", most=10)
     with pytest.raises(DamagedObjectError, match="no name of an object"):

@@ -9,7 +9,7 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import Island, IslandError, IslandHook, MergeSettings, Waiting
-from mtf_gradsync.tools.islands.folder import Folder, Spec
+from mtf_gradsync.tools.islands.folder import Folder, TensorSpec
 from mtf_gradsync.tools.islands.journal import events_by_step, read_status
 from tests import harness
 from tests.tools.islands.conftest import Program, batches, merging
@@ -255,10 +255,11 @@ def test_without_a_merger_an_island_does_not_begin(folder):
 @pytest.mark.parametrize(
     ("specs", "why"),
     [
-        ({"a": Spec((2, 3), "float32")}, r"it lacks \[\] and has \['b'\] beyond the program's"),
-        ({"a": Spec((2, 3), "float32"), "b": Spec((4,), "float32")},
+        ({"a": TensorSpec((2, 3), "float32")},
+         r"it lacks \[\] and has \['b'\] beyond the program's"),
+        ({"a": TensorSpec((2, 3), "float32"), "b": TensorSpec((4,), "float32")},
          r"'b' is float32 of shape \[\], and the program has float32 of shape \[4\]"),
-        ({"a": Spec((2, 3), "float64"), "b": Spec((), "float32")},
+        ({"a": TensorSpec((2, 3), "float64"), "b": TensorSpec((), "float32")},
          r"'a' is float32 of shape \[2, 3\], and the program has float64"),
     ],
 )  # fmt: skip

@@ -377,7 +377,7 @@ def test_steps_that_accumulate_go_on_where_the_checkpoint_is(kind, folder, tmp_p
                 program.island.after_step(session, 3.0)
             if not life:
                 saved(program, session, path)
-                program.island._exchange.place.abandon()
+                program.island._exchange.lease.abandon()
                 continue
             program.island.finish(session)
     # 12 steps, 3 updates of 4 steps each.
@@ -435,7 +435,7 @@ def test_a_hook_keeps_what_checkpoints_have(folder, tmp_path):
                     for _ in range(steps):
                         session.run(train, {built.inputs["x"]: feed(1.0)["x"]})
                     if not is_last:
-                        program.island._exchange.place.abandon()
+                        program.island._exchange.lease.abandon()
                         program.island._merger = None
                         raise KeyboardInterrupt
     total = sum(tokens for _, tokens in contributions(folder)["one"])

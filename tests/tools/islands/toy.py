@@ -12,14 +12,14 @@ from mtf_gradsync.islands import (
     Merger,
     MergeSettings,
 )
-from mtf_gradsync.tools.islands.folder import Folder, Spec
+from mtf_gradsync.tools.islands.folder import Folder, TensorSpec
 from tests.tools.islands.conftest import merging
 
 
 class ToyValues:
     """Reads and writes the values of a session that is a dictionary."""
 
-    def __init__(self, specs: Mapping[str, Spec]):
+    def __init__(self, specs: Mapping[str, TensorSpec]):
         self.specs = dict(specs)
 
     def read(self, session: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -42,7 +42,7 @@ class Toy:
     def __init__(self, folder: Any, name: str, inner_steps: int, **arguments: Any):
         dtype = arguments.pop("dtype", "float32")
         self.session = {k: v.astype(dtype) for k, v in new_session().items()}
-        values = ToyValues({name: Spec.of(value) for name, value in self.session.items()})
+        values = ToyValues({name: TensorSpec.of(value) for name, value in self.session.items()})
         arguments.setdefault("poll_seconds", 1e-9)
         self.island = Island(str(folder), name, inner_steps, values=values, **arguments)
         self.is_blind = False  # whether it sees no versions
@@ -65,7 +65,7 @@ class Toy:
 
     def kill(self) -> None:
         """Ends its signs of life, as if the process were killed."""
-        self.island._exchange.place.abandon()
+        self.island._exchange.lease.abandon()
 
     @property
     def b(self) -> float:
