@@ -1,4 +1,4 @@
-"""Leases in a folder, each held by one process at a time: the merger's, an island's name.
+"""Leases in a folder, each held by one process at a time: the merger's, and each island's name.
 
 Who takes a lease creates an object with the next number: of two processes, one does. It then writes
 signs of life, which others watch by clocks of their own: no clock of another machine is compared,
@@ -61,7 +61,7 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class LeaseTerm(NamedTuple):
-    """One process's time with a lease: its number, the mark of its last sign of life, and whether it ended."""
+    """A hold of a lease: its number, the mark of its last sign of life, and whether it ended."""
 
     number: int
     mark: str
