@@ -13,7 +13,7 @@ from mtf_gradsync._private.mesh_tensorflow import give_outputs
 from mtf_gradsync._private.tensorflow import in_loop_or_branch
 from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.step import PlanPart, StepPlan, Watched
+from mtf_gradsync.step import PlanExtension, StepPlan, Watched
 
 GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 
@@ -221,7 +221,7 @@ def scalar_of_step(
     the value counts as NaN, or as the least one if it is a whole number.
     """
     plan = StepPlan.of(mesh.graph)
-    scalars, key = plan.part(_CheckedScalars), (id(value), mesh, dtype, argument, owner)
+    scalars, key = plan.extension(_CheckedScalars), (id(value), mesh, dtype, argument, owner)
     _, known = scalars.made.get(key, (None, None))
     if known is not None and known.operation in mesh.graph.operations:
         return known
@@ -237,7 +237,7 @@ def scalar_of_step(
     return checked
 
 
-class _CheckedScalars(PlanPart):
+class _CheckedScalars(PlanExtension):
     """The checked scalars of a graph, each made once for an owner and an argument."""
 
     made: Mapping[Any, tuple[Any, mtf.Tensor]] = {}  # an object keeps its id as long as it lives

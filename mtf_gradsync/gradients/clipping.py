@@ -30,7 +30,7 @@ from mtf_gradsync.gradients.operations import (
 from mtf_gradsync.gradients.shards import per_shard, sum_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.step import PlanPart, StepPlan
+from mtf_gradsync.step import PlanExtension, StepPlan
 
 ClipNorm = Union[float, tf.Tensor, tf.Variable, mtf.Tensor, mtf.Variable]
 
@@ -94,7 +94,7 @@ def check_clip_norm(clip_norm: Any) -> None:
         raise ValueError(f"clip_norm must be a scalar, got {clip_norm!r}.")
 
 
-class _Groups(PlanPart):
+class _Groups(PlanExtension):
     """A graph's record of gradients that were clipped by one norm, and of their losses."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def clip_together(
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads), None
-    StepPlan.of(present[0].graph).part(_Groups).add(behind or present)
+    StepPlan.of(present[0].graph).extension(_Groups).add(behind or present)
     norm = global_norm(present, strategy) if axes is None else shard_norms(present, axes, strategy)
     if is_tensor(clip_norm):
         limit = scalar_of_step(clip_norm, norm.mesh, norm.dtype, "clip_norm", owner, Bounds(0.0))

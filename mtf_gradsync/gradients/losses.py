@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Seed, computed_from, gradients_calls, loop_body
 from mtf_gradsync.gradients.linear import linear_positions
 from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh, on_present
-from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.plan import flat
 
 Scale = Union[float, mtf.Tensor]
@@ -21,7 +21,7 @@ _SHARED = (
 )
 
 
-class ScaledLosses(PlanPart):
+class ScaledLosses(PlanExtension):
     """A plan's record of scaled losses and of unscaled gradients."""
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class ScaledLosses(PlanPart):
         # Seeds whose gradients an optimizer took without scaling the loss.
         self.taken: frozenset[Seed] = frozenset()
 
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         del lowering
         for seed, (scale, _) in self.scales.items():
             seed.scale, seed.rounded = scale, _rounded_to(self.scales)
-        return PartLowering()
+        return ExtensionLowering()
 
 
 def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
@@ -65,12 +65,12 @@ def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
     if not present:
         return
     graph = present[0].graph
-    seeds_of, part = _seeds_of(graph), StepPlan.of(graph).part(ScaledLosses)
+    seeds_of, scaled = _seeds_of(graph), StepPlan.of(graph).extension(ScaledLosses)
     for grad, name in zip(grads, names):
         for seed in seeds_of.get(grad, ()):
-            if seed in part.scales:
-                raise ValueError(_SHARED.format(name=name, owner=part.scales[seed][1]))
-    part.taken |= {seed for grad in present for seed in seeds_of.get(grad, ())}
+            if seed in scaled.scales:
+                raise ValueError(_SHARED.format(name=name, owner=scaled.scales[seed][1]))
+    scaled.taken |= {seed for grad in present for seed in seeds_of.get(grad, ())}
 
 
 def unscaled_gradients(
@@ -97,20 +97,20 @@ def unscaled_gradients(
     if not present:
         return list(grads)
     plan = StepPlan.of(present[0].graph)
-    part = plan.part(ScaledLosses)
+    scaled = plan.extension(ScaledLosses)
     computed = _seeds_of(plan.graph)
     found = {}
     for grad, name in zip(grads, names):
         if grad is not None:
-            found[grad] = one = _scale_in(grad, part, computed)
+            found[grad] = one = _scale_in(grad, scaled, computed)
             one.check(name, owner)
     raw = [grad for grad, one in found.items() if one.seeds]
     seeds = {seed for one in found.values() for seed in one.seeds}
     _check_first_order(plan.graph, seeds, owner)
     for seed in seeds:
-        if seed in part.taken:
+        if seed in scaled.taken:
             raise ValueError(_SHARED.format(name="another variable", owner=owner))
-        _, other = part.scales.get(seed, (None, owner))
+        _, other = scaled.scales.get(seed, (None, owner))
         if other != owner:
             raise ValueError(
                 f"{owner} and {other} would both scale one loss; give all of its "
@@ -120,13 +120,13 @@ def unscaled_gradients(
         return list(grads)
     scale = make_scale()
     # Replaced, not changed, so that the plan can go back.
-    part.scales = {**part.scales, **dict.fromkeys(seeds, (scale, owner))}
+    scaled.scales = {**scaled.scales, **dict.fromkeys(seeds, (scale, owner))}
     if not isinstance(scale, mtf.Tensor):
         scale = mtf.constant(raw[0].mesh, scale, mtf.Shape([]), tf.float32)
-    inverse = mtf.cwise(lambda x: tf.math.reciprocal(_rounded_to(part.scales)(x)), [scale])
+    inverse = mtf.cwise(lambda x: tf.math.reciprocal(_rounded_to(scaled.scales)(x)), [scale])
     inverses = {mesh: on_mesh(inverse, mesh) for mesh in dict.fromkeys(g.mesh for g in raw)}
     outputs = {grad: _unscaled(grad, inverses[grad.mesh]) for grad in raw}
-    part.unscaled = {**part.unscaled, **dict.fromkeys(outputs.values(), owner)}
+    scaled.unscaled = {**scaled.unscaled, **dict.fromkeys(outputs.values(), owner)}
     return on_present(grads, lambda some: [outputs.get(g, g) for g in some])
 
 
@@ -204,14 +204,14 @@ def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
 
 
 def _scale_in(
-    grad: mtf.Tensor, part: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]
+    grad: mtf.Tensor, scaled: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]
 ) -> _ScaleInGradient:
     """Returns the losses and operations between a gradient and `mtf.gradients`."""
-    before = list(_before([grad], part.unscaled, computed))
-    owners = {part.unscaled[t] for t in before if t in part.unscaled}
-    ends = {t for t in before if t in computed and t not in part.unscaled}
+    before = list(_before([grad], scaled.unscaled, computed))
+    owners = {scaled.unscaled[t] for t in before if t in scaled.unscaled}
+    ends = {t for t in before if t in computed and t not in scaled.unscaled}
     seeds = {seed for t in ends for seed in computed[t]}
-    between = {t.operation for t in before if t not in part.unscaled and t not in computed}
+    between = {t.operation for t in before if t not in scaled.unscaled and t not in computed}
     not_linear = _first_not_linear(grad.graph, between, ends) if seeds else None
     if seeds and owners and not_linear is None:
         not_linear = grad.operation  # half of it still has the scale

@@ -26,7 +26,7 @@ from mtf_gradsync.gradients.operations import (
     share,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.plan import flat
 
 
@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
     by_program: bool
 
 
-class PendingLowering(PartLowering):
+class PendingLowering(ExtensionLowering):
     """The lowering of operations on pending sums, in one lowering of the graph.
 
     Attributes:
@@ -329,8 +329,8 @@ class _Want(NamedTuple):
     are_sums: bool
 
 
-class PendingSums(PlanPart):
-    """The part of a plan that keeps sums pending, and reduces them together."""
+class PendingSums(PlanExtension):
+    """The extension of a plan that keeps sums pending, and reduces them together."""
 
     def __init__(self) -> None:
         self._wants: tuple[_Want, ...] = ()
@@ -355,15 +355,15 @@ class PendingSums(PlanPart):
             return
         plan = StepPlan.of(tensors[0].graph)
         plan.adopt()
-        part = plan.part(cls)
+        pending = plan.extension(cls)
         names = None if batch_dims is None else tuple(batch_dims)
-        part._wants += (_Want(tuple(tensors), reduced, names, strategy, are_sums),)
+        pending._wants += (_Want(tuple(tensors), reduced, names, strategy, are_sums),)
 
     @classmethod
     def of_lowering(cls, lowering: mtf.Lowering) -> PendingLowering:
         """Returns the pending sums of a lowering that has begun."""
-        parts = StepPlan.of(lowering.graph).lowered(lowering).parts
-        return next(part for part in parts if isinstance(part, PendingLowering))
+        extensions = StepPlan.of(lowering.graph).lowered(lowering).extensions
+        return next(x for x in extensions if isinstance(x, PendingLowering))
 
     def begin(self, lowering: mtf.Lowering) -> PendingLowering:
         graph = lowering.graph

@@ -229,7 +229,7 @@ class MoveAverages(Stage):
         averages = [moving_average(variable) for variable in variables]
         self.slots.record(averages, variables)
         cure = "Keep its average in one of them: a variable has one, in any scope"
-        step.plan.part(SlotOwners).check(self.slots, averages, variables, cure)
+        step.plan.extension(SlotOwners).check(self.slots, averages, variables, cure)
         values = step.value_after(variables, updates)
         weight = self._weight(step.received[0].mesh)
         if not isinstance(weight, mtf.Tensor):

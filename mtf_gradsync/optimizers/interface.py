@@ -18,7 +18,7 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     weighted_loss,
 )
 from mtf_gradsync.optimizers.state.variables import check_name
-from mtf_gradsync.step import Later, StandIn, StepPlan, advance_step
+from mtf_gradsync.step import DeferredUpdate, StandIn, StepPlan, advance_step
 
 
 class TrainOptimizerInterface:
@@ -106,9 +106,9 @@ class TrainOptimizerInterface:
             names = self._stack_shard_names()
             is_of_shards = any(d.name in names and d.size > 1 for d in loss.shape.dims)
             if weights is not None or is_of_shards:
-                plan.part(WeightsOfGradients).record(grads, weights)
+                plan.extension(WeightsOfGradients).record(grads, weights)
             if weighted is not loss:
-                plan.part(WeightsOfGradients).record_loss(loss, weighted)
+                plan.extension(WeightsOfGradients).record_loss(loss, weighted)
             return list(zip(grads, variables))
 
     def apply_gradients(
@@ -303,7 +303,7 @@ def _warn_of_other_dims(
             )
 
 
-class _Pairs(Later):
+class _Pairs(DeferredUpdate):
     """The pairs of one wrapper and graph, whose step is built later."""
 
     def __init__(self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, own: OwnArguments):
@@ -317,7 +317,7 @@ class _Pairs(Later):
     @property
     def is_waiting(self) -> bool:
         """Whether the step is to be built: neither built, nor being built."""
-        return self in self.plan.later
+        return self in self.plan.deferred
 
     def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
         """Whether a pair can be part of the same step."""
@@ -345,7 +345,7 @@ class _Pairs(Later):
         return tf.get_default_graph(), *self.plan.surroundings
 
     def make(self) -> list[mtf.Operation]:
-        """See `Later.make`."""
+        """See `DeferredUpdate.make`."""
         args, kwargs = self._own
         with tf.variable_scope(self._scope, auxiliary_name_scope=False):
             grads, variables = list(self._pairs.values()), list(self._pairs)

@@ -346,7 +346,7 @@ class _SkipNotFinite(Stage):
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """See `Stage.apply`."""
         wrapper, inside = self.wrapper, self.inside or Traits()
-        losses = step.plan.part(ScaledLosses)
+        losses = step.plan.extension(ScaledLosses)
         if wrapper.name in losses.applied:
             raise ValueError(
                 f"{wrapper.name} has applied gradients in this graph already, but it has to decide "

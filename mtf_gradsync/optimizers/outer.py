@@ -2,8 +2,8 @@
 
 Every island has its own values of variables and of the inner optimizer's slots, in the variables'
 slices. Variables `<variable>/island`, with a dimension for the islands, hold these slices and have
-masters for checkpoints (`mtf_gradsync.step.Islands`). The model and the inner optimizer need no
-change. The variable's own master has the outer values, which evaluation and export read.
+masters for checkpoints (`mtf_gradsync.step.IslandVariables`). The model and the inner optimizer
+need no change. The variable's own master has the outer values, which evaluation and export read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mtf_gradsync.optimizers.pipeline.stack import (
 from mtf_gradsync.optimizers.skips import ReportsSkips, check_limit
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
-from mtf_gradsync.step import Islands, StepPlan
+from mtf_gradsync.step import IslandVariables, StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OuterSteps(OuterSettings, Stage):
         given = [v for g, v in zip(grads, variables) if g is not None]
         if not given:
             return
-        name, held = self.wrapper.name, StepPlan.of(given[0].graph).part(Islands)
+        name, held = self.wrapper.name, StepPlan.of(given[0].graph).extension(IslandVariables)
         for variable in given:
             if self.islands.free_shard_dims(variable.shape) != self.islands.shard_dims:
                 raise ValueError(

@@ -36,7 +36,7 @@ from mtf_gradsync.optimizers.state.variables import (
     unstacked,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Islands, StepPlan, ValuesAfter
+from mtf_gradsync.step import IslandVariables, StepPlan, ValuesAfter
 from mtf_gradsync.variables import root_scope
 
 # The number of a layer in a variable's name, as in "decoder/layer_003/kernel" or "h3/w".
@@ -243,7 +243,7 @@ def hold_by_islands(
         how = {"num_island_dims": len(dims), "held": variable.name, "mean_weight": mean_weight}
         note_state(holder, note._replace(**how))
     keep_unstacked(variable, unstacked(variable.dtype))
-    StepPlan.of(variable.graph).part(Islands).hold(variable, holder)
+    StepPlan.of(variable.graph).extension(IslandVariables).hold(variable, holder)
     return holder
 
 

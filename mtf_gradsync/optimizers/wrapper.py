@@ -323,7 +323,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
             weights = check_weights(weights, self._stack_shard_names())
         present = [(g, v) for g, v in zip(grads, variables) if g is not None]
         own, owners = zip(*present) if present else ((), ())
-        known = StepPlan.of(own[0].graph).known_part(WeightsOfGradients) if own else None
+        known = StepPlan.of(own[0].graph).known_extension(WeightsOfGradients) if own else None
         if known is not None:
             weights = agreed_weights(weights, known.behind(own), owners)
         if weights is None:

@@ -3,16 +3,16 @@
 from mtf_gradsync.step.branch import (
     Branch,
     Conditional,
-    Later,
+    DeferredUpdate,
     StandIn,
     ValuesAfter,
-    build_later,
+    build_deferred,
     built,
     values_after,
 )
-from mtf_gradsync.step.island_variables import HeldSlices, Islands
+from mtf_gradsync.step.island_variables import HeldSlices, IslandVariables
 from mtf_gradsync.step.outcomes import WATCHED, Watch, Watched, WatchHook
-from mtf_gradsync.step.plan import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.writes import (
     AdvanceStep,
     Gate,
@@ -34,13 +34,13 @@ __all__ = [
     "AdvanceStep",
     "Branch",
     "Conditional",
+    "DeferredUpdate",
+    "ExtensionLowering",
     "Gate",
     "HeldSlices",
-    "Islands",
-    "Later",
+    "IslandVariables",
     "OwnWrites",
-    "PartLowering",
-    "PlanPart",
+    "PlanExtension",
     "StandIn",
     "StepPlan",
     "ValuesAfter",
@@ -52,7 +52,7 @@ __all__ = [
     "advance_step",
     "after_lowering",
     "before_lowering",
-    "build_later",
+    "build_deferred",
     "built",
     "gated_update",
     "is_advanced",

@@ -216,26 +216,26 @@ def _no_summaries() -> Iterator[None]:
 class StandIn(mtf.Operation):
     """A stand-in for the operations of a step that is built later."""
 
-    def __init__(self, later: Later, mesh: mtf.Mesh, name: str):
+    def __init__(self, update: DeferredUpdate, mesh: mtf.Mesh, name: str):
         super().__init__([], mesh=mesh, name=name)
-        self.later = later
+        self.update = update
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        first = self.later.stand_ins[0]
+        first = self.update.stand_ins[0]
         if first not in lowering.operations:
-            done = [lowering.operations[op] for op in self.later.build()]
+            done = [lowering.operations[op] for op in self.update.build()]
             lowering.operations[first] = tf.group(*done)
         lowering.operations[self] = lowering.operations[first]
 
 
-class Later:
+class DeferredUpdate:
     """Operations that are built on demand, or when the graph is lowered; a subclass has `make`."""
 
     def __init__(self, plan: StepPlan):
         self.plan = plan
         self.stand_ins: list[StandIn] = []  # what callers got in place of the operations
         self._operations: list[mtf.Operation] | None = None
-        plan.later += (self,)
+        plan.deferred += (self,)
 
     def make(self) -> list[mtf.Operation]:
         """Makes the operations; called once, unless they are undone."""
@@ -248,14 +248,14 @@ class Later:
         are computed from.
         """
         # An error may have undone them, with what was being built around them.
-        if self._operations is None or self in self.plan.later:
-            graph, waiting = self.plan.graph, self.plan.later
+        if self._operations is None or self in self.plan.deferred:
+            graph, waiting = self.plan.graph, self.plan.deferred
             before = set(graph.operations)
-            self.plan.later = tuple(x for x in waiting if x is not self)
+            self.plan.deferred = tuple(x for x in waiting if x is not self)
             try:
                 self._operations = self.make()
             except BaseException:
-                self.plan.later = waiting
+                self.plan.deferred = waiting
                 raise
             self._place(before)
         return self._operations
@@ -271,11 +271,11 @@ class Later:
         listed[:] = first + made + self.stand_ins + others[end:]
 
 
-def build_later(graph: mtf.Graph) -> None:
+def build_deferred(graph: mtf.Graph) -> None:
     """Builds all steps of a graph that are still to be built."""
     plan = StepPlan.of_graph(graph)
-    while plan is not None and plan.later:
-        plan.later[0].build()
+    while plan is not None and plan.deferred:
+        plan.deferred[0].build()
 
 
 def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
@@ -283,7 +283,7 @@ def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     result: dict[mtf.Operation, None] = {}
     for operation in operations:
         is_stand_in = isinstance(operation, StandIn)
-        result.update(dict.fromkeys(operation.later.build() if is_stand_in else [operation]))
+        result.update(dict.fromkeys(operation.update.build() if is_stand_in else [operation]))
     return list(result)
 
 

@@ -7,11 +7,11 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Reshaped
 from mtf_gradsync.mesh.devices import writers_of
-from mtf_gradsync.step.plan import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.variables import CURE
 
 
-class Islands(PlanPart):
+class IslandVariables(PlanExtension):
     """A graph's record of variables and their holders."""
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Islands(PlanPart):
         """Returns the holder of a variable; None if the islands share its value."""
         return self._held_by.get(variable)
 
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         return _IslandsLowering(lowering, self._held_by)
 
 
-class _IslandsLowering(PartLowering):
+class _IslandsLowering(ExtensionLowering):
     def __init__(self, lowering: mtf.Lowering, held_by: dict[mtf.Variable, mtf.Variable]):
         self._lowering, self._held_by = lowering, held_by
 

@@ -13,7 +13,7 @@ The rules:
 2. An operation that waits is lowered under control dependencies.
 3. The operations of a branch keep their places in the graph's list but are not lowered there: the
    conditional of the branch lowers them, in order.
-4. Parts (`PlanPart`) may lower operations in their own way.
+4. Extensions (`PlanExtension`) may lower operations in their own way.
 5. An error while wrappers build leaves graph and plan as they were. A lowering does not change the
    plan, so that a graph can be lowered again.
 """
@@ -78,8 +78,8 @@ def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
     return found
 
 
-class PartLowering:
-    """A part's work in one lowering; the base class does nothing."""
+class ExtensionLowering:
+    """An extension's work in one lowering; the base class does nothing."""
 
     # For operations that wait for others: functions that return the tf operations to wait for.
     waits: Mapping[mtf.Operation, Callable[[mtf.Lowering], Sequence[tf.Operation]]] = {}
@@ -102,8 +102,8 @@ class PartLowering:
         """Ends the lowering, after all operations."""
 
 
-class PlanPart:
-    """A part of a plan, which can lower operations.
+class PlanExtension:
+    """What a wrapper adds to a plan: it can lower operations.
 
     Subclasses replace their attributes and do not change the values, so that a plan can undo
     changes after an error by a shallow copy.
@@ -114,10 +114,10 @@ class PlanPart:
 
     orders_updates = False
 
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         """Begins a lowering; called when the graph has all of its operations."""
         del lowering
-        return PartLowering()
+        return ExtensionLowering()
 
 
 class Lowered:
@@ -126,7 +126,7 @@ class Lowered:
     def __init__(self, scope: str):
         self.scope = scope  # the name scope that operations are lowered in
         self.branch: Any = None  # the one that is being lowered
-        self.parts: list[PartLowering] = []
+        self.extensions: list[ExtensionLowering] = []
         self.early: set[mtf.Operation] = set()  # those lowered before their turn
         self.reads: dict[mtf.Mesh, list[mtf.Tensor]] = {}  # variables' values that are read once
         self.barriers: dict[Any, tf.Operation] = {}  # gate -> what waits for its tensors
@@ -139,7 +139,7 @@ class Lowered:
                 yield
 
 
-_Part = TypeVar("_Part", bound=PlanPart)
+_Extension = TypeVar("_Extension", bound=PlanExtension)
 
 
 class StepPlan:
@@ -147,7 +147,7 @@ class StepPlan:
 
     Attributes:
       graph: the graph.
-      later: steps of the graph that are still to be built (see `Later`).
+      deferred: steps of the graph that are still to be built (see `DeferredUpdate`).
       open_branch: the branch that is being built; None outside of any.
       islands: the islands inside of which an update is being built; None outside of any.
     """
@@ -155,7 +155,7 @@ class StepPlan:
     def __init__(self, graph: mtf.Graph):
         """Makes an empty plan; only `StepPlan.of` calls this."""
         self.graph = graph
-        self.later: tuple[Any, ...] = ()
+        self.deferred: tuple[Any, ...] = ()
         self._waits: dict[mtf.Operation, tuple[ControlInputs, ...]] = {}
         self._branch_of: dict[mtf.Operation, Any] = {}
         self.open_branch: Any = None
@@ -165,7 +165,7 @@ class StepPlan:
         self.islands: Any = None
         self._in_place: dict[mtf.Variable, None] = {}
         self._states: dict[str, tuple[Any, Any]] = {}
-        self._parts: dict[type, Any] = {}
+        self._extensions: dict[type, Any] = {}
 
     @classmethod
     def of(cls, graph: mtf.Graph) -> StepPlan:
@@ -258,7 +258,7 @@ class StepPlan:
     def orders_updates(self) -> bool:
         """Whether updates wait for a gate, as a wrapper's do, or for sums."""
         gated = bool(self._waits or any(self._branch_of.values()))
-        return gated or any(part.orders_updates for part in self._parts.values())
+        return gated or any(extension.orders_updates for extension in self._extensions.values())
 
     @property
     def is_held(self) -> bool:
@@ -307,15 +307,15 @@ class StepPlan:
         self._states[name] = (weakref.ref(owner), state)
         return state
 
-    def part(self, kind: type[_Part]) -> _Part:
-        """Returns the plan's part of the class `kind`, which the first call makes."""
-        if kind not in self._parts:
-            self._parts[kind] = kind()
-        return self._parts[kind]
+    def extension(self, kind: type[_Extension]) -> _Extension:
+        """Returns the plan's extension of the class `kind`, which the first call makes."""
+        if kind not in self._extensions:
+            self._extensions[kind] = kind()
+        return self._extensions[kind]
 
-    def known_part(self, kind: type[_Part]) -> _Part | None:
-        """Returns the plan's part of the class `kind`; None if nothing has asked for it."""
-        return self._parts.get(kind)
+    def known_extension(self, kind: type[_Extension]) -> _Extension | None:
+        """Returns the plan's extension of the class `kind`; None if nothing has asked for it."""
+        return self._extensions.get(kind)
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -328,7 +328,7 @@ class StepPlan:
         before = [list(items) for items in lists]
         names = dict(graph.name_to_variable)
         wanted = {k: copy.copy(v) for k, v in vars(self).items() if k != "graph"}
-        wanted["_parts"] = {kind: copy.copy(part) for kind, part in self._parts.items()}
+        wanted["_extensions"] = {kind: copy.copy(one) for kind, one in self._extensions.items()}
         try:
             yield
         except BaseException:
@@ -368,8 +368,8 @@ class StepPlan:
     def end(self, lowering: mtf.Lowering) -> None:
         """Ends a lowering, if the plan lowered its operations."""
         if self.has_lowered(lowering):
-            for part in self.lowered(lowering).parts:
-                part.end()
+            for extension in self.lowered(lowering).extensions:
+                extension.end()
 
     def members(self, branch: Any) -> list[mtf.Operation]:
         """Returns the operations of a branch, in the order of their lowering."""
@@ -389,11 +389,11 @@ class StepPlan:
         branch = self._branch_of.get(operation)
         if operation in lowered.early or (branch is not None and branch is not lowered.branch):
             return
-        of_parts = [part.waits[operation] for part in lowered.parts if operation in part.waits]
-        finds = [*self._waits.get(operation, ()), *of_parts]
+        of_extensions = [x.waits[operation] for x in lowered.extensions if operation in x.waits]
+        finds = [*self._waits.get(operation, ()), *of_extensions]
         waits = [op for find in finds for op in find(lowering)]
         with tf.control_dependencies(waits) if waits else contextlib.nullcontext():
-            if not any(part.lower(operation) for part in lowered.parts):
+            if not any(extension.lower(operation) for extension in lowered.extensions):
                 operation.lower_itself(lowering)
 
     @contextlib.contextmanager
@@ -404,8 +404,8 @@ class StepPlan:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(pending_sums_outside(lowering))
-                for part in lowered.parts:
-                    stack.enter_context(part.inside_branch())
+                for extension in lowered.extensions:
+                    stack.enter_context(extension.inside_branch())
                 yield
         finally:
             lowered.branch = outer
@@ -413,7 +413,7 @@ class StepPlan:
     def _begin(self, first: mtf.Operation, lowering: mtf.Lowering) -> None:
         lowered = vars(lowering)[_LOWERED] = Lowered(scope_around(first))
         self._give_stacks_to_branches(self.adopt())
-        lowered.parts = [part.begin(lowering) for part in self._parts.values()]
+        lowered.extensions = [extension.begin(lowering) for extension in self._extensions.values()]
         # Slices are copies of masters. In a scope without an initializer each would get a random
         # one, which nothing runs: on a placement mesh a fifth of the graph's operations.
         scope, zeros = tf.get_variable_scope(), tf.zeros_initializer()
@@ -447,7 +447,9 @@ class StepPlan:
             if operation not in lowering.variables:  # Mesh-TF may have lowered a stacked one
                 lowered.early.add(operation)
                 with lowered.name_scope(operation.name):
-                    if not any(part.lower_variable(operation) for part in lowered.parts):
+                    if not any(
+                        extension.lower_variable(operation) for extension in lowered.extensions
+                    ):
                         operation.lower_itself(lowering)
             if isinstance(operation, mtf.StackedVariable) or operation in several_reads:
                 continue
@@ -458,7 +460,7 @@ class StepPlan:
 
     def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
         """Returns the variables assigned by operations outside of the plan's updates."""
-        waiting = {operation for part in lowered.parts for operation in part.waits}
+        waiting = {operation for extension in lowered.extensions for operation in extension.waits}
         return {
             variable
             for operation in flat(self.graph.operations)

@@ -10,8 +10,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import check_writers, writers_of, writing
-from mtf_gradsync.step.branch import build_later, built
-from mtf_gradsync.step.plan import ControlInputs, PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step.branch import build_deferred, built
+from mtf_gradsync.step.plan import ControlInputs, ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.variables import CURE, ref_variables_explained
 
 
@@ -166,7 +166,7 @@ def write_slices(
 _COMMUTING = {mtf.assign_add_slice: tf.assign_add, mtf.assign_sub_slice: tf.assign_sub}
 
 
-class WriteOrder(PlanPart):
+class WriteOrder(PlanExtension):
     """The order of operations that write one variable."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class WriteOrder(PlanPart):
         """Notes that operations are one step, which orders their writes."""
         self._step_of = {**self._step_of, **dict.fromkeys(operations, object())}
 
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         writers: dict[mtf.Variable, list[mtf.Assign]] = {}
         for operation in lowering.graph.operations:
             if isinstance(operation, mtf.Assign) and not is_simd(lowering.mesh_impl(operation)):
@@ -192,12 +192,12 @@ class WriteOrder(PlanPart):
             for variable, some in writers.items()
             if len({self._step_of.get(op, op) for op in some}) > 1
         }
-        made = _WriteOrderLowering(lowering, contested) if contested else PartLowering()
+        made = _WriteOrderLowering(lowering, contested) if contested else ExtensionLowering()
         made.waits = {op: functools.partial(_lowered, ops) for op, ops in self._after.items()}
         return made
 
 
-class _WriteOrderLowering(PartLowering):
+class _WriteOrderLowering(ExtensionLowering):
     def __init__(
         self,
         lowering: mtf.Lowering,
@@ -267,7 +267,7 @@ def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     writes = {op: list(op.variables) for op in result if isinstance(op, mtf.Assign)}
     if not writes:
         return result
-    order = StepPlan.of(result[0].graph).part(WriteOrder)
+    order = StepPlan.of(result[0].graph).extension(WriteOrder)
     several = sum(map(len, writes.values())) > len({v for some in writes.values() for v in some})
     if several:
         position = {op: number for number, op in enumerate(result[0].graph.operations)}
@@ -307,7 +307,7 @@ def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
     return made
 
 
-class OwnWrites(PlanPart):
+class OwnWrites(PlanExtension):
     """A program's own assignments, which wait for all reads and for the sums before them.
 
     Their variables are read once, as those that a wrapper updates.
@@ -325,10 +325,10 @@ class OwnWrites(PlanPart):
         if plan.is_in_branch:
             return
         plan.adopt()
-        part = plan.part(cls)
-        part._sums += (tuple(sums),)
+        writes = plan.extension(cls)
+        writes._sums += (tuple(sums),)
 
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         plan = StepPlan.of(lowering.graph)
         made_by = {sums[0].operation: sums for sums in self._sums}
         meshes = {operation.mesh for operation in made_by}
@@ -345,9 +345,9 @@ class OwnWrites(PlanPart):
                     before.append(Gate(plan, operation.inputs))
                 if before:
                     waits[operation] = functools.partial(_barriers, before)
-        part_lowering = PartLowering()
-        part_lowering.waits = waits
-        return part_lowering
+        extension_lowering = ExtensionLowering()
+        extension_lowering.waits = waits
+        return extension_lowering
 
 
 class AdvanceStep(mtf.Operation):
@@ -411,7 +411,7 @@ def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operatio
 
 def before_lowering(graph: mtf.Graph) -> None:
     """Builds the steps that are not built yet, and orders each assignment's writes."""
-    build_later(graph)
+    build_deferred(graph)
     for operation in list(graph.operations):
         variables = operation.variables if isinstance(operation, mtf.Assign) else ()
         if len(set(variables)) < len(variables):

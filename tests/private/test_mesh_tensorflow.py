@@ -12,7 +12,7 @@ from mtf_gradsync._private import mesh_tensorflow, patches
 from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private import mesh_tensorflow as of_runtimes
-from mtf_gradsync.step import Later, StepPlan
+from mtf_gradsync.step import DeferredUpdate, StepPlan
 
 ROWS, COLUMNS = mtf.Dimension("rows", 4), mtf.Dimension("columns", 2)
 
@@ -393,7 +393,7 @@ def test_steps_that_an_error_has_undone_are_built_again():
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     w = mtf.get_variable(mesh, "w", [mtf.Dimension("d", 2)])
 
-    class Doubled(Later):
+    class Doubled(DeferredUpdate):
         def make(self):
             return [mtf.assign(w.operation, w * 2.0)]
 
@@ -412,7 +412,7 @@ def test_steps_are_built_before_a_graph_is_rewritten_or_lowered(autostack):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     added = []
 
-    class Added(Later):
+    class Added(DeferredUpdate):
         def make(self):
             w = mtf.get_variable(mesh, f"w{len(added)}", [mtf.Dimension("d", 2)])
             added.append(mtf.assign(w.operation, w * 2.0))

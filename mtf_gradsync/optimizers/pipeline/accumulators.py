@@ -102,7 +102,7 @@ class Accumulators:
             slots.record([accumulator], [variable], tf.get_variable_scope().name)
             self._variables.append(accumulator)
             self._grads.append(grad if grad.dtype == wide else mtf.cast(grad, wide))
-        keepers = StepPlan.of(gradients.graph).part(SlotOwners)
+        keepers = StepPlan.of(gradients.graph).extension(SlotOwners)
         keepers.check(slots, self._variables, gradients.variables)
 
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:

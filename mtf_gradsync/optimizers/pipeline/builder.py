@@ -232,7 +232,7 @@ class StepBuilder(StepConditions):
             def update() -> list[mtf.Operation]:
                 made = self._update(gradients, self._around)
                 # Counters of updates advance that nothing else advances.
-                counters = self.plan.known_part(UpdateCounters)
+                counters = self.plan.known_extension(UpdateCounters)
                 meshes = {v.mesh for v in gradients.variables}
                 return [*made, *(counters.advances(gradients.graph, meshes) if counters else [])]
 
@@ -261,7 +261,7 @@ class StepBuilder(StepConditions):
                     self.names,
                 )
         made = [op for op in gradients.graph.operations if op not in before]
-        self.plan.part(WriteOrder).one_step(made)
+        self.plan.extension(WriteOrder).one_step(made)
         return operations
 
     @property
@@ -508,7 +508,7 @@ class StepBuilder(StepConditions):
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
         written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
-        self.plan.part(SlotOwners).check(self._keeper, written, gradients.variables)
+        self.plan.extension(SlotOwners).check(self._keeper, written, gradients.variables)
         self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
         tell_of_names_and_dtypes(opt, gradients.variables)
         return updates

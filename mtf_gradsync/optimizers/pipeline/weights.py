@@ -14,7 +14,7 @@ from mtf_gradsync.gradients.recoverable import Apart
 from mtf_gradsync.gradients.shards import shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import PlanPart, StepPlan
+from mtf_gradsync.step import PlanExtension, StepPlan
 
 
 class Weights(NamedTuple):
@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
     in_loop: bool
 
 
-class WeightsOfGradients(PlanPart):
+class WeightsOfGradients(PlanExtension):
     """A plan's record of the weights that gradients, and losses of shards, have.
 
     Attributes:
@@ -268,7 +268,7 @@ def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
     For losses of shards that `compute_gradients` was given weights with, it is the weighted mean.
     """
     plan = StepPlan.of_graph(loss.graph)
-    known = plan.known_part(WeightsOfGradients) if plan else None
+    known = plan.known_extension(WeightsOfGradients) if plan else None
     return mtf.reduce_mean(known.weighted.get(loss, loss) if known else loss)
 
 

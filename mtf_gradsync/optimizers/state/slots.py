@@ -9,7 +9,7 @@ from mtf_gradsync._common import counted, warn_of_unmatched, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import patterns_of
 from mtf_gradsync._private.patches import patch
-from mtf_gradsync.step import PlanPart, StepPlan
+from mtf_gradsync.step import PlanExtension, StepPlan
 
 
 class SlotBook:
@@ -73,7 +73,7 @@ class _Keeper(NamedTuple):
     is_bare: bool
 
 
-class SlotOwners(PlanPart):
+class SlotOwners(PlanExtension):
     """Which optimizer or wrapper keeps each slot of a graph.
 
     Slots are found by their names, so that two optimizers with one variable would share them.
@@ -133,7 +133,7 @@ def check_bare_update(
     plan = StepPlan.of(variables[0].graph) if updates else None
     if plan is not None and not plan.is_held:  # or the wrapper checks itself
         written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
-        plan.part(SlotOwners).check(optimizer, written, variables, is_bare=True)
+        plan.extension(SlotOwners).check(optimizer, written, variables, is_bare=True)
 
 
 def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:

@@ -12,7 +12,7 @@ import gin
 from mtf_gradsync._common import check_flag, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.operations import on_mesh
-from mtf_gradsync.step import PartLowering, PlanPart, StepPlan
+from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.variables import root_scope
 
 # The last part of an accumulator's name.
@@ -300,14 +300,14 @@ def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
     # In a run without the wrapper every step was an update.
     counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
     plan = StepPlan.of(mesh.graph)
-    counters = plan.part(UpdateCounters)
+    counters = plan.extension(UpdateCounters)
     if counter not in counters.wanted:
         counters.wanted += (counter,)
     plan.adopt()  # so that the counter is checked in a graph without wrappers, too
     return counter
 
 
-class UpdateCounters(PlanPart):
+class UpdateCounters(PlanExtension):
     """The counters of updates in a graph.
 
     Attributes:
@@ -322,7 +322,7 @@ class UpdateCounters(PlanPart):
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
         return [mtf.assign(v, v.value + 1) for v in free]
 
-    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         """Raises ValueError for a counter that nothing advances in a graph that trains."""
         written = _written(lowering.graph)
         stay = [v.name for v in self.wanted if v.name not in written]
@@ -332,7 +332,7 @@ class UpdateCounters(PlanPart):
                 "it: call get_update_step before gradients are applied, by an optimizer of this "
                 "package, such as gs.CrossShardOptimizer(opt), or advance it by mtf.assign."
             )
-        return PartLowering()
+        return ExtensionLowering()
 
 
 def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:

@@ -132,7 +132,7 @@ class Values:
         """Returns the names of floating-point variables that are no optimizer's state."""
         found = {v for low in self._lowerings for v in low.graph.all_variables}
         plans = [StepPlan.of_graph(low.graph) for low in self._lowerings]
-        slots = {v.name for plan in plans if plan for v in plan.part(SlotOwners).slots()}
+        slots = {v.name for plan in plans if plan for v in plan.extension(SlotOwners).slots()}
         names = {name for v in found for name in getattr(v, "original_names", [v.name])}
         return sorted(
             name

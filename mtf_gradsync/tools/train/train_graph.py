@@ -173,7 +173,7 @@ def _update(
         if is_bare:  # wrappers do so themselves
             graph, meshes = variables[0].graph, {v.mesh for v in variables}
             plan = StepPlan.of_graph(graph)
-            updates += plan.part(UpdateCounters).advances(graph, meshes) if plan else []
+            updates += plan.extension(UpdateCounters).advances(graph, meshes) if plan else []
         return updates
 
     # On a placement mesh the updates of an optimizer without a wrapper race with reads.

@@ -170,7 +170,7 @@ class RecordedProgram:
             mean = mtf.reduce_sum(loss * weights) / mtf.reduce_sum(weights + loss * 0.0)
         elif loss.shape.dims:
             mean = mtf.reduce_mean(loss)
-        StepPlan.of(loss.graph).part(WeightsOfGradients).record_loss(loss, mean)
+        StepPlan.of(loss.graph).extension(WeightsOfGradients).record_loss(loss, mean)
         grads = mtf.gradients([mean], [v.value for v in variables])
         return list(zip(grads, variables))
 
@@ -225,7 +225,7 @@ class RecordedProgram:
             plan = StepPlan.of_graph(graph)
             if plan and self.stack:  # the wrappers that are gone would have advanced them
                 meshes = {v.mesh for v in variables}
-                operations += plan.part(UpdateCounters).advances(graph, meshes)
+                operations += plan.extension(UpdateCounters).advances(graph, meshes)
             return operations
 
         return gated_update(make, grads)
