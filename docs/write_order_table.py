@@ -9,7 +9,8 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import Wrapper
 from mtf_gradsync.optimizers.pipeline.forms import PerShard
-from mtf_gradsync.optimizers.pipeline.passes import why_not
+from mtf_gradsync.optimizers.pipeline.order import why_not
+from mtf_gradsync.optimizers.pipeline.stack import stages_of
 
 OUT = pathlib.Path(__file__).parent / "order.md"
 MESH = {
@@ -66,7 +67,7 @@ def table() -> dict[tuple[str, str], str | None]:
     found: dict[tuple[str, str], str | None] = {}
     for outer in WRAPPERS:
         for inner in WRAPPERS:
-            found[outer, inner] = why_not(made[outer].traits, made[inner].traits)
+            found[outer, inner] = why_not(stages_of(made[outer]), stages_of(made[inner]))
     return found
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "as_layout",
     "as_mesh_shape",
     "averaged_checkpoint",
+    "averages",
     "begin_anew",
     "check_averages_kept",
     "check_flag",
@@ -67,6 +68,7 @@ __all__ = [
     "is_number",
     "is_simd",
     "is_whole_number",
+    "keeps_outer_values",
     "late_configurable",
     "lazy_names",
     "load_configurables",
@@ -74,6 +76,7 @@ __all__ = [
     "mean_loss",
     "mixed",
     "mtf",
+    "needs_not_finite",
     "owner_of",
     "patch",
     "place_of",
@@ -82,11 +85,13 @@ __all__ = [
     "rate_at",
     "ref_variables_explained",
     "reported",
+    "schedules_updates",
+    "skips_not_finite",
     "some_lines",
     "some_of",
     "split_by_shard",
+    "stages_of",
     "tf",
-    "traits_of",
     "updates_before",
     "walk",
     "warn_of_unmatched",
@@ -144,7 +149,6 @@ if TYPE_CHECKING:
         gradient_noise_scale,
         reported,
         split_by_shard,
-        traits_of,
     )
     from mtf_gradsync.optimizers.average import (
         AVERAGE,
@@ -154,7 +158,15 @@ if TYPE_CHECKING:
     )
     from mtf_gradsync.optimizers.description import Description, describe
     from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
-    from mtf_gradsync.optimizers.pipeline.passes import why_not
+    from mtf_gradsync.optimizers.pipeline.order import (
+        averages,
+        keeps_outer_values,
+        needs_not_finite,
+        schedules_updates,
+        skips_not_finite,
+        why_not,
+    )
+    from mtf_gradsync.optimizers.pipeline.stack import stages_of
     from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
     from mtf_gradsync.optimizers.report import in_sums_now, weight_now
     from mtf_gradsync.optimizers.schedules import rate_at, updates_before
@@ -197,7 +209,8 @@ else:
         "mtf_gradsync.optimizers.average",
         "mtf_gradsync.optimizers.description",
         "mtf_gradsync.optimizers.interface",
-        "mtf_gradsync.optimizers.pipeline.passes",
+        "mtf_gradsync.optimizers.pipeline.order",
+        "mtf_gradsync.optimizers.pipeline.stack",
         "mtf_gradsync.optimizers.pipeline.weights",
         "mtf_gradsync.optimizers.report",
         "mtf_gradsync.optimizers.schedules",

@@ -1,4 +1,4 @@
-"""TensorFlow's variables: full names, and errors of ref variables."""
+"""What a program does about TensorFlow's ref variables."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from typing import Iterator
 
 from mtf_gradsync._common import counted
 from mtf_gradsync._private.libraries import tf
-
-
-@contextlib.contextmanager
-def root_scope() -> Iterator[None]:
-    """Makes variable names full names inside the block: the variable scope adds no prefix."""
-    root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
-    with tf.variable_scope(root, auxiliary_name_scope=False):
-        yield
-
 
 #: What a program does to have resource variables in their place.
 CURE = (

@@ -1,4 +1,4 @@
-"""Parts of TensorFlow without a public name that the core uses, one function each.
+"""Parts of TensorFlow without a public name, or use, that the core uses; one function each.
 
 All were read on TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each that fails where a
 version means something else.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
 from tensorflow.python.training import training_util
 
@@ -33,6 +33,12 @@ def advance_step_after_reads(graph: tf.Graph) -> None:
     of_hooks = training_util._get_or_create_global_step_read(graph).op
     reads = [op for op in step.handle.consumers() if op.type == "ReadVariableOp"]
     advance_step_after(step, [*reads, of_hooks])
+
+
+def root_scope() -> ContextManager[tf.VariableScope]:
+    """Makes variable names full names inside the block: the variable scope adds no prefix."""
+    root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
+    return tf.variable_scope(root, auxiliary_name_scope=False)
 
 
 # The attribute of a global step for the operations that its increments wait for.

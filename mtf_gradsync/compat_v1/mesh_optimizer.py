@@ -9,12 +9,12 @@ import gin
 
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import root_scope
 from mtf_gradsync.compat_v1.rules import NOT_GIVEN, V1OptimizerLike, given_optimizer
 from mtf_gradsync.compat_v1.update_rules import RULES, Rule, Slot, rule_of
 from mtf_gradsync.gradients.arguments import check_grads_and_variables
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.step import StepPlan, gated_update
-from mtf_gradsync.variables import root_scope
 
 
 class _MeshState(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -129,6 +130,48 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
             f"{' and '.join(map(repr, first.values()))} are on different ones: call it for those "
             "of each mesh."
         )
+
+
+class OwnArguments(NamedTuple):
+    """Arguments of `apply_grads` after gradients and variables, for the innermost optimizer."""
+
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}  # noqa: RUF012  # never changed
+
+    def check(self, opt: Any) -> None:
+        """Raises TypeError if the signature of an optimizer's `apply_grads` does not take these."""
+        try:
+            # The signature of a decorator counts, not that of the function inside.
+            signature = inspect.signature(opt.apply_grads, follow_wrapped=False)
+        except (TypeError, ValueError):
+            return
+        try:
+            signature.bind(None, None, *self.positional, **self.named)
+        except TypeError as error:
+            given = [*map(repr, self.positional), *(f"{k}={v!r}" for k, v in self.named.items())]
+            raise TypeError(
+                f"The optimizer {opt!r} cannot be called with "
+                f"apply_grads({', '.join(['grads', 'variables', *given])}): {error}. It takes "
+                f"apply_grads{signature}; wrappers pass on all arguments after grads and "
+                "variables."
+            ) from None
+
+    def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
+        """Gives the mesh tensors in arguments, and in lists and dictionaries, with names."""
+        for number, value in enumerate(self.positional):
+            yield from _tensors_in(f"positional argument {number + 3}", value)
+        for name, value in self.named.items():
+            yield from _tensors_in(name, value)
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, mtf.Tensor]]:
+    if isinstance(value, mtf.Variable):
+        value = value.value
+    if isinstance(value, mtf.Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(name, inner)
 
 
 def check_pairs(grads_and_vars: Any) -> GradsAndVars:

@@ -7,23 +7,22 @@ shards share. So they can run on each processor's partial sum, and the reduction
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections import Counter
-from typing import Any, Collection, Iterable, Iterator, NamedTuple, Sequence
+from typing import Collection, Iterable, NamedTuple, Sequence
 
-from mtf_gradsync._common import walk, warn_once
+from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import custom_gradient_results, loop_body
-from mtf_gradsync.gradients.layout import Axes, Layout
-from mtf_gradsync.gradients.linear import (
-    is_product_or_sum,
-    linear_positions,
-    passes_on,
-    runs_on_slices,
-    sums_before_broadcast,
+from mtf_gradsync._private.mesh_tensorflow import (
+    custom_gradient_results,
+    loop_body,
+    output_gradients,
+    reduction,
+    slice_function,
 )
-from mtf_gradsync.gradients.operations import GradientOperation, gradient_name
+from mtf_gradsync.gradients.layout import Axes, Layout, passes_on
+from mtf_gradsync.gradients.linear import linear_arguments
+from mtf_gradsync.gradients.operations import GradientOperation
 from mtf_gradsync.step.plan import flat
 
 
@@ -308,10 +307,20 @@ class Flow:
                 return Mixing(operation, cause)
         return None
 
-    @property
-    def any_gathers(self) -> bool:
-        """Whether some operation may gather values of all shards without a sum."""
-        return any(self._gathers(t) for operation in self.operations for t in operation.outputs)
+    def dropped_sums(
+        self, targets: Sequence[mtf.Tensor]
+    ) -> dict[mtf.Operation, tuple[Cause, mtf.Tensor]]:
+        """Returns operations that may drop a sum over the shards, with the cause and a target.
+
+        Operations of Mesh-TF that gather by themselves are none of them.
+        """
+        found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
+        if any(self._gathers(t) for operation in self.operations for t in operation.outputs):
+            for target in targets:
+                mixing = self.mixes_shards(target, (Cause.DROPS_SUM, Cause.GATHERS))
+                if mixing is not None and _is_suspect(mixing.operation, mixing.cause):
+                    found.setdefault(mixing.operation, (mixing.cause, target))
+        return found
 
     def _gathers(self, tensor: mtf.Tensor) -> bool:
         """Returns whether a tensor contains gathered values of all shards, without a sum."""
@@ -328,6 +337,14 @@ class Flow:
 def is_between_meshes(operation: mtf.Operation) -> bool:
     """Returns whether an operation's inputs and outputs are on different meshes."""
     return any(t.mesh is not operation.mesh for t in operation.inputs)
+
+
+def _is_suspect(operation: mtf.Operation, cause: Cause) -> bool:
+    if is_between_meshes(operation):
+        return False  # it communicates by itself, in a way that the dimensions do not show
+    of_mesh_tf = type(operation).__module__.startswith("mesh_tensorflow")
+    is_own = not of_mesh_tf and not isinstance(operation, GradientOperation)
+    return cause is Cause.DROPS_SUM or is_own
 
 
 def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
@@ -347,73 +364,96 @@ def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
     return operation.inputs
 
 
-# The methods that communicate; all others of `mtf.MeshImpl` are made of these.
-_COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_processors")
+# What operations of Mesh-TF do with sums.
+
+# Linear in all of their inputs together: each output is a sum of terms of one input each.
+_JOINTLY = (
+    mtf.AddOperation,
+    mtf.BroadcastOperation,
+    mtf.ConcatOperation,
+    mtf.Depend,
+    mtf.PadOperation,
+    mtf.ReshapeOperation,
+    mtf.ScalarAddOperation,  # what it adds is divided among the terms
+    mtf.ScalarMultiplyOperation,
+    mtf.ShiftOperation,
+    mtf.SliceOperation,
+    mtf.SplitOperation,
+    mtf.StackOperation,
+    mtf.UnstackOperation,
+)
+# Products: linear in each of their inputs while the others are factors.
+_IN_EACH = (
+    mtf.EinsumOperation,
+    mtf.Conv2dOperation,
+    mtf.Conv3dOperation,
+    mtf.Conv2dTransposeOperation,
+    mtf.Conv3dTransposeOperation,
+    mtf.Conv2or3dBackpropInputOperation,
+    mtf.Conv2or3dBackpropFilterOperation,
+)
 
 
-class MissingSumWarnings:
-    """Warnings of operations that drop the sum over the shards, before gradients."""
-
-    def __init__(self, flow: Flow, targets: Sequence[mtf.Tensor]):
-        """Looks for such operations before the targets, which are gradients."""
-        self._found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
-        for target in targets if flow.any_gathers else ():
-            mixing = flow.mixes_shards(target, (Cause.DROPS_SUM, Cause.GATHERS))
-            if mixing is not None and _is_suspect(mixing.operation, mixing.cause):
-                self._found.setdefault(mixing.operation, (mixing.cause, target))
-
-    @contextlib.contextmanager
-    def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Warns, unless the operation that is lowered inside the block sums by itself."""
-        if operation not in self._found:
-            yield
-            return
-        cause, target = self._found[operation]
-        with _noting_collectives(lowering.mesh_impl(operation)) as sent:
-            yield
-        is_left = any(
-            isinstance(lowering.tensors.get(t), mtf.LazyAllreduceSum) for t in operation.outputs
-        )
-        if cause is Cause.DROPS_SUM or not (sent or is_left):
-            warn_once(
-                f"unsummed {operation.name}",
-                "%s %r drops a dimension that the shards split, and nothing sums over it: each "
-                "shard has other values of %s, and the replicas of its variable differ after an "
-                "update. Give the result that dimension, of the size of its mesh axis, and sum "
-                "over it with mtf.reduce_sum.",
-                type(operation).__name__,
-                operation.name,
-                gradient_name(target),
-            )
+def is_product_or_sum(operation: mtf.Operation) -> bool:
+    """Returns whether an operation sums over the dimensions that its outputs lack."""
+    if isinstance(operation, mtf.ReduceOperation):
+        return reduction(operation) == "SUM"
+    return isinstance(operation, _IN_EACH)
 
 
-def _is_suspect(operation: mtf.Operation, cause: Cause) -> bool:
-    if is_between_meshes(operation):
-        return False  # it communicates by itself, in a way that the dimensions do not show
-    of_mesh_tf = type(operation).__module__.startswith("mesh_tensorflow")
-    is_own = not of_mesh_tf and not isinstance(operation, GradientOperation)
-    return cause is Cause.DROPS_SUM or is_own
+def runs_on_slices(operation: mtf.Operation) -> bool:
+    """Returns whether an operation runs on each processor's slices, without communication."""
+    return isinstance(
+        operation,
+        (mtf.SlicewiseOperation, mtf.GenericGradOperation, mtf.BinaryOpWithBroadcasting),
+    )
 
 
-@contextlib.contextmanager
-def _noting_collectives(mesh_impl: Any) -> Iterator[list[str]]:
-    """Lists the collectives that are made inside the block."""
-    sent: list[str] = []
+def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
+    """Returns the shape of an einsum's sum, if it then broadcasts to new dimensions."""
+    if not isinstance(operation, mtf.EinsumOperation):
+        return None
+    known = {d for t in operation.inputs for d in t.shape.dims}
+    (output,) = operation.outputs
+    kept = [d for d in output.shape.dims if d in known]
+    return mtf.Shape(kept) if kept != output.shape.dims else None
 
-    def noting(name: str) -> Any:
-        made = getattr(mesh_impl, name)
 
-        def make(*args: Any, **kwargs: Any) -> Any:
-            sent.append(name)
-            return made(*args, **kwargs)
+def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
+    """Returns the positions of inputs in which, together, an operation is linear.
 
-        return make
+    It is None if the operation is not known to be linear in the pending inputs. At least one input
+    is pending.
+    """
+    inputs = operation.inputs
+    if isinstance(operation, _IN_EACH):
+        return tuple(pending) if len(pending) == 1 else None
+    if isinstance(operation, mtf.GenericGradOperation):
+        found = range(len(inputs))[-len(output_gradients(operation)) :]
+    elif isinstance(operation, mtf.ReduceOperation):
+        found = range(1 if reduction(operation) == "SUM" else 0)
+    elif isinstance(operation, mtf.PoolBackPropOperation):
+        found = range(2, 3)
+    elif isinstance(operation, _JOINTLY):
+        found = range(len(inputs))
+    elif isinstance(operation, (mtf.SlicewiseOperation, mtf.BinaryOpWithBroadcasting)):
+        return _of_function(operation, pending)
+    else:
+        return None
+    return tuple(found) if set(found).issuperset(pending) else None
 
-    names = [name for name in _COLLECTIVES if hasattr(mesh_impl, name)]
-    for name in names:
-        vars(mesh_impl)[name] = noting(name)
-    try:
-        yield sent
-    finally:
-        for name in names:
-            del vars(mesh_impl)[name]
+
+def _of_function(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
+    shapes = [x.shape for x in operation.inputs]
+    if isinstance(operation, mtf.BinaryOpWithBroadcasting):
+        # The function gets slices that were broadcast to the output's shape.
+        shapes = [operation.outputs[0].shape] * 2
+    specs = [(s.to_integer_list, x.dtype) for s, x in zip(shapes, operation.inputs)]
+    floating = [i for i, x in enumerate(operation.inputs) if x.dtype.is_floating]
+    # The fewest inputs first: the others may be factors.
+    for found in (tuple(sorted(pending)), tuple(floating)):
+        if set(found).issuperset(pending) and linear_arguments(
+            slice_function(operation), specs, found
+        ):
+            return found
+    return None

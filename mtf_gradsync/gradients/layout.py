@@ -7,7 +7,6 @@ from typing import Callable, Collection, Iterable, NamedTuple, Sequence
 from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body, meshes_made
-from mtf_gradsync.gradients.linear import passes_on
 from mtf_gradsync.gradients.operations import GradientOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step import ValuesAfter
@@ -149,6 +148,15 @@ _TO_LOSS = (
     mtf.ScalarAddOperation,
     mtf.ScalarMultiplyOperation,
 )
+
+
+# Their outputs are the same lowered objects as their inputs, pending or not.
+_PASSES_ON = (mtf.StopGradient, mtf.CustomGradientOperation)
+
+
+def passes_on(operation: mtf.Operation) -> bool:
+    """Returns whether an operation's lowered outputs are its lowered inputs."""
+    return isinstance(operation, _PASSES_ON)
 
 
 class Split(NamedTuple):

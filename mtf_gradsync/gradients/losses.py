@@ -8,7 +8,7 @@ from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple, Seq
 from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Seed, computed_from, gradients_calls, loop_body
-from mtf_gradsync.gradients.linear import linear_positions
+from mtf_gradsync.gradients.flow import linear_positions
 from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh, on_present
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.plan import flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from typing import Any, Callable, Collection, ContextManager, NamedTuple, Sequence
@@ -13,9 +14,9 @@ from mtf_gradsync._private.mesh_tensorflow import (
     loop_condition,
     scalar_of,
 )
-from mtf_gradsync.gradients.flow import Flow, MissingSumWarnings, Use
+from mtf_gradsync.gradients.flow import Flow, Use, sums_before_broadcast
 from mtf_gradsync.gradients.layout import Axes, Layout, used_axes
-from mtf_gradsync.gradients.linear import sums_before_broadcast
+from mtf_gradsync.gradients.missing_sums import MissingSumWarnings
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     PartialSum,
@@ -53,13 +54,16 @@ class PendingLowering(ExtensionLowering):
         lowering: mtf.Lowering,
         flow: Flow,
         buckets: dict[mtf.Tensor, Bucket],
-        unsummed: MissingSumWarnings,
+        missing: MissingSumWarnings | None,
     ):
-        """Begins a lowering; `buckets`, which is changed, has the sums to reduce with others."""
+        """Begins a lowering; `buckets`, which is changed, has the sums to reduce with others.
+
+        `missing` warns of sums that operations drop; None if none of them can.
+        """
         self.flow = flow
         self._lowering = lowering
         self._buckets = buckets
-        self._unsummed = unsummed
+        self._missing = missing
         # Mesh axes that an operation was expected to leave pending, and has summed over.
         self._differs: dict[mtf.Operation, Axes] = {}
 
@@ -71,7 +75,8 @@ class PendingLowering(ExtensionLowering):
         if operation not in self.flow.operations:
             return self._lower_unfollowed(operation)
         shape = sums_before_broadcast(operation)
-        with self._unsummed.watching(operation, self._lowering):
+        missing = self._missing
+        with missing.watching(operation, self._lowering) if missing else contextlib.nullcontext():
             if shape is None:
                 self._lower(operation, self.flow.uses.get(operation))
             else:
@@ -383,9 +388,9 @@ class PendingSums(PlanExtension):
             return used_axes(graph, mesh, axis_of, [*targets, *sums], names)
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)
-        return PendingLowering(
-            lowering, flow, self._buckets(flow), MissingSumWarnings(flow, targets)
-        )
+        dropped = flow.dropped_sums(targets)
+        missing = MissingSumWarnings(dropped) if dropped else None
+        return PendingLowering(lowering, flow, self._buckets(flow), missing)
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
         """Returns the sums to reduce together, in the order in which they were declared."""

@@ -6,9 +6,15 @@ from typing import NoReturn, Sequence
 
 from mtf_gradsync._common import some_lines
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.flow import Cause, Flow, Mixing
-from mtf_gradsync.gradients.layout import Axes, Layout, check_batch_dims, names_of_batch, own_slices
-from mtf_gradsync.gradients.linear import linear_positions, passes_on
+from mtf_gradsync.gradients.flow import Cause, Flow, Mixing, linear_positions
+from mtf_gradsync.gradients.layout import (
+    Axes,
+    Layout,
+    check_batch_dims,
+    names_of_batch,
+    own_slices,
+    passes_on,
+)
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     MaybeGradients,

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scalar_of, slice_function
-from mtf_gradsync.gradients.linear import linear_positions
+from mtf_gradsync.gradients.flow import linear_positions
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     PendingSum,

@@ -10,8 +10,8 @@ from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
 from mtf_gradsync.optimizers.outer import OuterOptimizer
 from mtf_gradsync.optimizers.pipeline.forms import Form, PerShard
-from mtf_gradsync.optimizers.pipeline.passes import traits_of
-from mtf_gradsync.optimizers.pipeline.stack import Line, Stage
+from mtf_gradsync.optimizers.pipeline.stack import Stage
+from mtf_gradsync.optimizers.pipeline.words import Line
 from mtf_gradsync.optimizers.report import (
     NoiseScale,
     gradient_noise_scale,
@@ -81,5 +81,4 @@ __all__ = [
     "skip_not_finite",
     "skip_spikes",
     "split_by_shard",
-    "traits_of",
 ]

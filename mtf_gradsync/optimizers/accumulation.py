@@ -18,7 +18,7 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
-from mtf_gradsync.gradients.arguments import is_scalar
+from mtf_gradsync.gradients.arguments import OwnArguments, is_scalar
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.accumulators import (
@@ -29,17 +29,9 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
-from mtf_gradsync.optimizers.pipeline.passes import Traits
-from mtf_gradsync.optimizers.pipeline.stack import (
-    About,
-    Line,
-    OwnArguments,
-    Partition,
-    Place,
-    Stage,
-    nth,
-    told,
-)
+from mtf_gradsync.optimizers.pipeline.order import needs_not_finite, reduces
+from mtf_gradsync.optimizers.pipeline.stack import Partition, Place, Stage
+from mtf_gradsync.optimizers.pipeline.words import About, Line, nth
 from mtf_gradsync.optimizers.schedules import (
     Passes,
     check_passes,
@@ -422,7 +414,7 @@ class _Accumulate(Stage):
     @property
     def _divides(self) -> str:  # type: ignore[override]
         passes = self.wrapper.backward_passes_per_step
-        by = "their number of microbatch steps" if callable(passes) else told(passes)
+        by = "their number of microbatch steps" if callable(passes) else f"{passes:,}"
         return f"divide by {by}" if self.wrapper._average and passes != 1 else ""
 
     @property
@@ -629,8 +621,8 @@ def _why_synced(place: Place, is_known: bool) -> str:
 
     `is_known` says whether the replica axes are.
     """
-    kinds = [(one.wrapper, Traits.of(one.stages)) for one in place.around]
-    outer = next((name for name, x in kinds if x.reduces and not x.watches_not_finite), None)
+    kinds = [(one.wrapper, one.stages) for one in place.around]
+    outer = next((name for name, x in kinds if reduces(x) and not needs_not_finite(x)), None)
     if outer is not None:
         return f", because {outer} around it does so: turn them round, to reduce once an update"
     assert place.program is not None

@@ -14,14 +14,15 @@ import gin
 
 from mtf_gradsync._common import is_number, is_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import moving_average_settings
+from mtf_gradsync._private.tensorflow import moving_average_settings, root_scope
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.arguments import Bounds, check_variables, is_scalar, scalar_of_step
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
-from mtf_gradsync.optimizers.pipeline.stack import About, Line, Place, Stage, told
+from mtf_gradsync.optimizers.pipeline.stack import Place, Stage
+from mtf_gradsync.optimizers.pipeline.words import About, Line, told
 from mtf_gradsync.optimizers.state.beginning import derived_variable, is_marked
 from mtf_gradsync.optimizers.state.checkpoints import Saved, write_changed
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
@@ -29,7 +30,6 @@ from mtf_gradsync.optimizers.state.variables import note_state, unstacked, updat
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import WriteInPlace
-from mtf_gradsync.variables import root_scope
 
 # The last part of an average's name, as TensorFlow has it.
 AVERAGE = "ExponentialMovingAverage"

@@ -12,7 +12,8 @@ from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.stack import About, Line, Place, Stage, told
+from mtf_gradsync.optimizers.pipeline.stack import Place, Stage
+from mtf_gradsync.optimizers.pipeline.words import About, Line, told
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 

@@ -19,11 +19,11 @@ from mtf_gradsync.mesh.axes import (
     as_mesh_shape,
     axes_by_names,
 )
-from mtf_gradsync.optimizers.pipeline.passes import completed
-from mtf_gradsync.optimizers.pipeline.stack import About, Line, Program
+from mtf_gradsync.optimizers.pipeline.stack import Program, completed
+from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
-from mtf_gradsync.reduce.packs import plan_buckets
+from mtf_gradsync.reduce.sums import plan_buckets
 
 
 class DescribedLine(NamedTuple):

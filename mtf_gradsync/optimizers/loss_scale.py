@@ -10,14 +10,16 @@ import gin
 from mtf_gradsync._common import check_whole_number, is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.passes import Traits, traits_of
-from mtf_gradsync.optimizers.pipeline.stack import About, Line, OwnArguments, Place, Stage
+from mtf_gradsync.optimizers.pipeline.order import needs_shards, skips_not_finite
+from mtf_gradsync.optimizers.pipeline.stack import Place, Stage, stages_of
+from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
     Skips,
@@ -208,7 +210,7 @@ class LossScaleOptimizer(ReportsSkips):
         self._wrap(opt, common)
         self._limit = check_limit(max_steps_without_update)
         self._check_order()
-        skipping = [x for x in self.inner_stack() if traits_of(x).skips_not_finite]
+        skipping = [x for x in self.inner_stack() if skips_not_finite(stages_of(x))]
         if self._limit and skipping:
             kind = type(skipping[0]).__name__
             raise ValueError(
@@ -297,33 +299,31 @@ class _SkipNotFinite(Stage):
 
     Attributes:
       wrapper: the wrapper.
-      inside: what is inside of it in a stack; None before that is known.
+      inside: the stages inside of it in a stack, those in optimizers of other libraries, too.
       is_told: whether a stage inside knows which gradients count (`StepBuilder.tell_finite`).
     """
 
     wrapper: LossScaleOptimizer
-    inside: Traits | None = None
+    inside: tuple[Stage, ...] = ()
     is_told: bool = False
     finite, _sums_in = "needs", "wide"
 
     @property
+    def _is_beside(self) -> bool:
+        """Whether a stage inside skips what is not finite, so that this one changes the scale."""
+        return any(stage.finite == "skips" for stage in self.inside)
+
+    @property
     def takes(self) -> Form | None:  # type: ignore[override]
         """See `Stage.takes`."""
-        inside = self.inside or Traits()
         # The sum can overflow even if no shard's gradient does.
-        needs_shards = inside.skips_not_finite and inside.needs_shards
-        return None if self.is_told or needs_shards else Form.REDUCED
+        by_shard = self._is_beside and needs_shards(self.inside)
+        return None if self.is_told or by_shard else Form.REDUCED
 
-    def within(self, inside: Sequence[Stage], others: Sequence[Any]) -> Stage:
+    def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
         """See `Stage.within`."""
-        own, more = Traits.of(inside), [traits_of(x) for x in others]
-        together = own._replace(
-            squares=any(x.squares for x in (own, *more)),
-            skips_not_finite=any(x.skips_not_finite for x in (own, *more)),
-            needs_shards=any(x.needs_shards for x in (own, *more)),
-        )
         is_told = any(stage._tells_finite for stage in inside)
-        return dataclasses.replace(self, inside=together, is_told=is_told)
+        return dataclasses.replace(self, inside=(*inside, *others), is_told=is_told)
 
     def check(
         self,
@@ -339,13 +339,13 @@ class _SkipNotFinite(Stage):
         rule = self.wrapper._rule
         kind = "dynamic, at first" if rule.is_dynamic else "fixed,"
         lines = [Line(f"divide by the loss scale, {kind} {rule.initial:,.6g}", first=True)]
-        if self.is_told or (self.inside and self.inside.skips_not_finite):
+        if self.is_told or self._is_beside:
             return [*lines, Line("change the scale by what those inside skip")]
         return [*lines, Line("skip where not finite")]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """See `Stage.apply`."""
-        wrapper, inside = self.wrapper, self.inside or Traits()
+        wrapper = self.wrapper
         losses = step.plan.extension(ScaledLosses)
         if wrapper.name in losses.applied:
             raise ValueError(
@@ -365,14 +365,12 @@ class _SkipNotFinite(Stage):
                 )
             )
             return gradients
-        # If a wrapper inside skips gradients that are not finite, this one only changes the scale.
-        is_beside = inside.skips_not_finite
         passed_on, axes = gradients, step.axes_now(given.present)
         has_data: mtf.Tensor | None = None
         if gradients.weights is not None:
             has_data = step.agreed(mtf.greater(gradients.weights.total, 0.0), True)
         if passed_on.form.is_reduced:
-            if inside.squares:
+            if any(stage.squares for stage in self.inside):
                 # The norm of finite gradients may be infinite, and a clip by it would make NaNs.
                 norm = global_norm(passed_on.present, wrapper.reducer)
                 finite = mtf.less(norm, float("inf"))
@@ -385,9 +383,9 @@ class _SkipNotFinite(Stage):
         else:
             found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
-        held = [] if is_beside else passed_on.present
+        held = [] if self._is_beside else passed_on.present
         gate = self._change_scale(before, finite, has_data, held, given, passed_on, shards, step)
-        if not is_beside:
+        if not self._is_beside:
             step.only_when(finite, gate, as_call=False)
         return passed_on
 

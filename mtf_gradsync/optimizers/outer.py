@@ -17,24 +17,23 @@ import gin
 from mtf_gradsync._common import check_flag, check_number, check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.recoverable import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer_steps import OuterSettings, StepsOfIslands
 from mtf_gradsync.optimizers.outer_values import OuterVariable
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
-from mtf_gradsync.optimizers.pipeline.passes import ONE_FOR_EACH_MESH
+from mtf_gradsync.optimizers.pipeline.order import averages
 from mtf_gradsync.optimizers.pipeline.stack import (
-    About,
+    ONE_FOR_EACH_MESH,
     IslandAxes,
-    Line,
-    OwnArguments,
     Place,
     Reduction,
     Stage,
-    nth,
-    told,
+    stages_of,
 )
+from mtf_gradsync.optimizers.pipeline.words import About, Line, nth, told
 from mtf_gradsync.optimizers.skips import ReportsSkips, check_limit
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
@@ -255,7 +254,7 @@ class OuterOptimizer(ReportsSkips):
         self._limit = limit if leave_out_not_finite else None
         self._check_order()
         for inner in self._wrappers()[1:]:
-            if inner.traits.averages and inner not in self._segment()[0]:
+            if averages(stages_of(inner)) and inner not in self._segment()[0]:
                 raise ValueError(
                     f"{inner.name} inside an optimizer of another library would average the values "
                     f"of each island: put {type(inner).__name__} directly inside {self.name}, or "

@@ -14,6 +14,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     keep_unstacked,
     master_of,
 )
+from mtf_gradsync._private.tensorflow import root_scope
 from mtf_gradsync.gradients.losses import losses_behind
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.operations import (
@@ -37,7 +38,6 @@ from mtf_gradsync.optimizers.state.variables import (
 )
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import IslandVariables, StepPlan, ValuesAfter
-from mtf_gradsync.variables import root_scope
 
 # The number of a layer in a variable's name, as in "decoder/layer_003/kernel" or "h3/w".
 _NUMBER = re.compile(r"\d+(?=/)")

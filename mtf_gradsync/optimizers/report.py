@@ -21,6 +21,7 @@ from mtf_gradsync.gradients.shards import per_shard, shard_dims_in, split_into_s
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduced
+from mtf_gradsync.optimizers.pipeline.stack import stages_of
 from mtf_gradsync.optimizers.state.variables import check_name, named_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -256,7 +257,7 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "graph; give apply_grads all variables at once."
         )
     wrappers = opt._wrappers()
-    skips = next((w for w in wrappers if w.traits.skips_shards), None)
+    skips = next((w for w in wrappers if any(s._skips_shards for s in stages_of(w))), None)
     if skips is not None:
         raise ValueError(
             f"{type(skips).__name__} skips gradients of some replicas on some steps, so that norms "

@@ -15,19 +15,13 @@ from mtf_gradsync._common import check_whole_number, counted
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import sharded_variables
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.passes import ONE_FOR_EACH_MESH
-from mtf_gradsync.optimizers.pipeline.stack import (
-    About,
-    Line,
-    OwnArguments,
-    Partition,
-    Place,
-    Stage,
-)
+from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Partition, Place, Stage
+from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.sharded_variables import (
     MIN_SIZE,
     PartOfVariable,

@@ -19,9 +19,8 @@ from mtf_gradsync._private.mesh_tensorflow import (
     reassign,
     take_over,
 )
-from mtf_gradsync.gradients.flow import Flow
+from mtf_gradsync.gradients.flow import Flow, is_product_or_sum
 from mtf_gradsync.gradients.layout import Layout
-from mtf_gradsync.gradients.linear import is_product_or_sum
 from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts, TakePart

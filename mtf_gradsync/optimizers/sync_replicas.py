@@ -13,6 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients import arguments
+from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.recoverable import MadeOfSums, check_recoverable
 from mtf_gradsync.gradients.shards import SumGradients, split_into_shards
@@ -29,8 +30,8 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
-from mtf_gradsync.optimizers.pipeline.passes import ONE_FOR_EACH_MESH
-from mtf_gradsync.optimizers.pipeline.stack import About, Line, OwnArguments, Place, Stage
+from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage
+from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.replicas import (
     ReplicaState,
     ReplicaSummaries,

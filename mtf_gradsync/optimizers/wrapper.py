@@ -16,22 +16,24 @@ from mtf_gradsync._private.mesh_tensorflow import scale_setting
 from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import arguments
+from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, without_frozen
-from mtf_gradsync.optimizers.pipeline.passes import Traits, check_meshes, check_order, completed
+from mtf_gradsync.optimizers.pipeline.order import check_order
 from mtf_gradsync.optimizers.pipeline.stack import (
     IslandAxes,
-    OwnArguments,
     Place,
     Program,
     Reduction,
     Segment,
     Stack,
     Stage,
+    check_meshes,
+    completed,
     shard_names,
 )
 from mtf_gradsync.optimizers.pipeline.weights import (
@@ -359,11 +361,6 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     def _check_arguments(self, own: OwnArguments) -> None:
         own.check(self._segment()[0][-1].opt)
-
-    @property
-    def traits(self) -> Traits:
-        """What its stages mean for the wrappers around and inside of it."""
-        return Traits.of(self.stages(self._place(None, (), None)))
 
     def _place(
         self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None

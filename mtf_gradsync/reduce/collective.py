@@ -14,8 +14,15 @@ from mtf_gradsync._private.tensorflow import collective_sum, control_flow_contex
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import full_name, kind_of, place_of
 from mtf_gradsync.reduce.one_level import OneLevel
-from mtf_gradsync.reduce.packs import Packs, Planner, alone, packs_of_groups
-from mtf_gradsync.reduce.sums import NARROW_FLOATS, GroupSum, add_n
+from mtf_gradsync.reduce.sums import (
+    NARROW_FLOATS,
+    GroupSum,
+    Packs,
+    Planner,
+    add_n,
+    alone,
+    packs_of_groups,
+)
 
 # The dtypes of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 are sent as
 # float32.

@@ -12,17 +12,19 @@ from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.mesh.axes import ProcessorGroups, axis_number, is_simd
 from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.reduce.one_level import warn_algorithm_on_simd
-from mtf_gradsync.reduce.packs import Packer, Packs, packed_all_reduce, split_pack
+from mtf_gradsync.reduce.packs import Packer, split_pack
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums import (
     ALGORITHMS,
     GroupSum,
+    Packs,
     SumFn,
     all_reduce_fn,
     check_algorithm,
     check_values,
     group_sum_dtype,
     in_turns,
+    packed_all_reduce,
     positions,
     simd_all_reduce,
     simd_wire_dtype,

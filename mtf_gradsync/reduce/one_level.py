@@ -10,15 +10,7 @@ from mtf_gradsync._common import check_whole_number, warn_once
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import canonical_device, place_of
-from mtf_gradsync.reduce.packs import (
-    Packer,
-    Packs,
-    Planner,
-    alone,
-    packed_all_reduce,
-    packs_of_groups,
-    plan_buckets,
-)
+from mtf_gradsync.reduce.packs import Packer
 from mtf_gradsync.reduce.parts import Cuts, one_memory
 from mtf_gradsync.reduce.scatter_gather import SIMD_BUCKET_BYTES, reduce_scatter
 from mtf_gradsync.reduce.strategy import Strategy
@@ -26,11 +18,17 @@ from mtf_gradsync.reduce.sums import (
     ALGORITHMS,
     Algorithm,
     GroupSum,
+    Packs,
+    Planner,
     add_n,
     all_reduce_fn,
+    alone,
     check_algorithm,
     check_values,
     group_sum_dtype,
+    packed_all_reduce,
+    packs_of_groups,
+    plan_buckets,
     ring,
     sum_on_one_device,
 )

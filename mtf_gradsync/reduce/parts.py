@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.reduce.packs import plan_buckets
+from mtf_gradsync.reduce.sums import plan_buckets
 
 
 class Cut(NamedTuple):

@@ -15,7 +15,6 @@ from mtf_gradsync._private.tensorflow import (
 )
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.reduce.packs import pack, unpack
 from mtf_gradsync.reduce.parts import (
     Cuts,
     all_parts,
@@ -30,10 +29,12 @@ from mtf_gradsync.reduce.parts import (
     to_rows,
 )
 from mtf_gradsync.reduce.sums import (
+    pack,
     physical_groups,
     simd_all_reduce,
     simd_wire_dtype,
     sum_on_one_device,
+    unpack,
 )
 
 # A tile of a TPU's memory: 8 sublanes of 128 lanes. Smaller parts share an all-gather.

@@ -4,15 +4,12 @@ from mtf_gradsync.step.branch import (
     Branch,
     Conditional,
     DeferredUpdate,
-    StandIn,
     ValuesAfter,
-    build_deferred,
-    built,
     values_after,
 )
 from mtf_gradsync.step.island_variables import HeldSlices, IslandVariables
 from mtf_gradsync.step.outcomes import WATCHED, Watch, Watched, WatchHook
-from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StepPlan
+from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StandIn, StepPlan, built
 from mtf_gradsync.step.writes import (
     AdvanceStep,
     Gate,
@@ -52,7 +49,6 @@ __all__ = [
     "advance_step",
     "after_lowering",
     "before_lowering",
-    "build_deferred",
     "built",
     "gated_update",
     "is_advanced",

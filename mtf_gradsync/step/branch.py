@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs
 from mtf_gradsync._private.tensorflow import control_flow_v1, replace_capture, set_attr
 from mtf_gradsync.mesh.devices import check_writers, process_of, writing
-from mtf_gradsync.step.plan import StepPlan, unstackings
+from mtf_gradsync.step.plan import StandIn, StepPlan, unstackings
 
 if TYPE_CHECKING:
     from mtf_gradsync.step.writes import Gate
@@ -213,21 +213,6 @@ def _no_summaries() -> Iterator[None]:
         del summaries[before:]
 
 
-class StandIn(mtf.Operation):
-    """A stand-in for the operations of a step that is built later."""
-
-    def __init__(self, update: DeferredUpdate, mesh: mtf.Mesh, name: str):
-        super().__init__([], mesh=mesh, name=name)
-        self.update = update
-
-    def lower(self, lowering: mtf.Lowering) -> None:
-        first = self.update.stand_ins[0]
-        if first not in lowering.operations:
-            done = [lowering.operations[op] for op in self.update.build()]
-            lowering.operations[first] = tf.group(*done)
-        lowering.operations[self] = lowering.operations[first]
-
-
 class DeferredUpdate:
     """Operations that are built on demand, or when the graph is lowered; a subclass has `make`."""
 
@@ -269,22 +254,6 @@ class DeferredUpdate:
         end = max((i for i, op in enumerate(others, 1) if op in needed), default=0)
         first = [op for op in others[:end] if op not in own]
         listed[:] = first + made + self.stand_ins + others[end:]
-
-
-def build_deferred(graph: mtf.Graph) -> None:
-    """Builds all steps of a graph that are still to be built."""
-    plan = StepPlan.of_graph(graph)
-    while plan is not None and plan.deferred:
-        plan.deferred[0].build()
-
-
-def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-    """Returns operations with stand-ins replaced by their steps' operations, built if needed."""
-    result: dict[mtf.Operation, None] = {}
-    for operation in operations:
-        is_stand_in = isinstance(operation, StandIn)
-        result.update(dict.fromkeys(operation.update.build() if is_stand_in else [operation]))
-    return list(result)
 
 
 class ValuesAfter(mtf.Operation):

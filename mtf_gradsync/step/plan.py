@@ -78,6 +78,30 @@ def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
     return found
 
 
+class StandIn(mtf.Operation):
+    """A stand-in for the operations of a step that is built later (a `DeferredUpdate`)."""
+
+    def __init__(self, update: Any, mesh: mtf.Mesh, name: str):
+        super().__init__([], mesh=mesh, name=name)
+        self.update = update
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        first = self.update.stand_ins[0]
+        if first not in lowering.operations:
+            done = [lowering.operations[op] for op in self.update.build()]
+            lowering.operations[first] = tf.group(*done)
+        lowering.operations[self] = lowering.operations[first]
+
+
+def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
+    """Returns operations with stand-ins replaced by their steps' operations, built if needed."""
+    result: dict[mtf.Operation, None] = {}
+    for operation in operations:
+        is_stand_in = isinstance(operation, StandIn)
+        result.update(dict.fromkeys(operation.update.build() if is_stand_in else [operation]))
+    return list(result)
+
+
 class ExtensionLowering:
     """An extension's work in one lowering; the base class does nothing."""
 
@@ -343,6 +367,11 @@ class StepPlan:
             raise
 
     # The lowering.
+
+    def build_deferred(self) -> None:
+        """Builds all steps of the graph that are still to be built."""
+        while self.deferred:
+            self.deferred[0].build()
 
     def adopt(self) -> list[mtf.Operation]:
         """Lets this plan lower all operations of the graph; returns those that are new to it."""

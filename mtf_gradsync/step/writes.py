@@ -10,8 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import check_writers, writers_of, writing
-from mtf_gradsync.step.branch import build_deferred, built
-from mtf_gradsync.step.plan import ControlInputs, ExtensionLowering, PlanExtension, StepPlan
+from mtf_gradsync.step.plan import ControlInputs, ExtensionLowering, PlanExtension, StepPlan, built
 from mtf_gradsync.variables import CURE, ref_variables_explained
 
 
@@ -109,6 +108,7 @@ class WriteInPlace(mtf.Operation):
         self.variables, self._write = list(variables), write
 
     def lower(self, lowering: mtf.Lowering) -> None:
+
         def write(variable: Any, slice_variable: Any, given: tuple[tf.Tensor, ...]) -> Any:
             return self._write(slice_variable, *given)
 
@@ -411,7 +411,9 @@ def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operatio
 
 def before_lowering(graph: mtf.Graph) -> None:
     """Builds the steps that are not built yet, and orders each assignment's writes."""
-    build_deferred(graph)
+    plan = StepPlan.of_graph(graph)
+    if plan is not None:
+        plan.build_deferred()
     for operation in list(graph.operations):
         variables = operation.variables if isinstance(operation, mtf.Assign) else ()
         if len(set(variables)) < len(variables):

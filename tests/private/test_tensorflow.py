@@ -27,6 +27,7 @@ from mtf_gradsync._private.tensorflow import (
     moving_average_settings,
     number_of_tpu_shards,
     replace_capture,
+    root_scope,
     set_attr,
     trace_function,
     variables_of_saver,
@@ -55,6 +56,16 @@ def test_attributes_are_set_in_the_graph(fresh_graph):
     assert node.attr["_ours"].i == 7
     set_attr(operation, "_ours", tf.AttrValue(i=8))
     assert operation.get_attr("_ours") == 8
+
+
+def test_names_in_the_root_scope_are_full_names(fresh_graph):
+    with tf.variable_scope("model"):
+        with root_scope():
+            made = tf.get_variable("step", [])
+        with tf.variable_scope(tf.get_variable_scope(), reuse=True), root_scope():
+            again = tf.get_variable("step", [])
+    assert made.op.name == "step"
+    assert again is made
 
 
 def test_branches_and_loops_have_contexts_of_their_own(fresh_graph):

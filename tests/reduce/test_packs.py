@@ -7,15 +7,12 @@ from hypothesis import strategies as st
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.reduce.packs import (
-    Packer,
+from mtf_gradsync.reduce.packs import Packer, plan_packs, plan_small_groups, split_pack
+from mtf_gradsync.reduce.sums import (
     pack,
     packed_all_reduce,
     packs_of_groups,
     plan_buckets,
-    plan_packs,
-    plan_small_groups,
-    split_pack,
     unpack,
 )
 from tests.reduce import on_mesh

@@ -8,6 +8,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from mtf_gradsync._common import counted, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.flow import Cause
 from mtf_gradsync.gradients.operations import dims_to_sum
 from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
@@ -23,7 +24,7 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     gathered,
     in_dtypes_of,
 )
-from mtf_gradsync.optimizers.pipeline.stack import OwnArguments, Partition, Reduction, Stack
+from mtf_gradsync.optimizers.pipeline.stack import Partition, Reduction, Stack
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners, tell_of_names_and_dtypes
@@ -353,8 +354,8 @@ class StepBuilder(StepConditions):
         """
         given, unreduced = gradients.present, gradients
         if gradients.form is Form.PART:
-            parts = finished(gradients, self.stack.opt)
-            return parts if partition is not None else gathered(parts)
+            of_sums = finished(gradients, self.stack.opt)
+            return of_sums if partition is not None else gathered(of_sums)
         if partition is None:
             strategy = reduction.strategy
             gradients = self.reduce_now(gradients, reduction)

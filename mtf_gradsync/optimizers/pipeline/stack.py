@@ -1,96 +1,29 @@
 """A stack of wrappers as a value: what its step does to gradients, before anything is built.
 
 Each wrapper gives its stages, frozen values that say what they take and give. `completed` makes one
-value of those of a stack (`passes`), of which `StepBuilder` makes the operations in order, and
-which `mtf_gradsync.describe` prints.
+value of them, of which `StepBuilder` makes the operations in order, and which
+`mtf_gradsync.describe` prints:
+
+1. From the outside in, each wrapper gives its stages for its place: its replica axes there, the
+   islands around it, the stages around it.
+2. Stages that depend on those inside of them (a loss scale's) are told these.
+3. Where a stage takes another form of gradients than it gets, one that converts is put before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import is_number
+from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
+from mtf_gradsync.optimizers.pipeline.words import About, Line, bytes_told, over, strategy_told
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-
-
-class Line(NamedTuple):
-    """What a stage does, in words.
-
-    Attributes:
-      what: for example "clip to a global norm of 1".
-      when: on which steps, if that is not where the stage stands; "" if it is.
-      after: whether it comes after the update.
-      first: whether it comes before all stages, on every step.
-    """
-
-    what: str
-    when: str = ""
-    after: bool = False
-    first: bool = False
-
-
-class About(NamedTuple):
-    """What is known of a program when its stack is described.
-
-    Attributes:
-      axes: the replica axes of the stage; None if they are not known.
-      variables: the variables that get gradients; () if they are not known.
-      num_bytes: returns the bytes of a core's gradients of these variables, in a dtype or in their
-        own, and the number of groups in which they are reduced; None if they are not known.
-    """
-
-    axes: ReplicaAxes | None
-    variables: tuple[mtf.Variable, ...]
-    num_bytes: Callable[[Any], tuple[int, int] | None]
-
-
-class OwnArguments(NamedTuple):
-    """Arguments of `apply_grads` after gradients and variables, for the innermost optimizer."""
-
-    positional: tuple[Any, ...] = ()
-    named: dict[str, Any] = {}  # noqa: RUF012  # never changed
-
-    def check(self, opt: Any) -> None:
-        """Raises TypeError if the signature of an optimizer's `apply_grads` does not take these."""
-        try:
-            # The signature of a decorator counts, not that of the function inside.
-            signature = inspect.signature(opt.apply_grads, follow_wrapped=False)
-        except (TypeError, ValueError):
-            return
-        try:
-            signature.bind(None, None, *self.positional, **self.named)
-        except TypeError as error:
-            given = [*map(repr, self.positional), *(f"{k}={v!r}" for k, v in self.named.items())]
-            raise TypeError(
-                f"The optimizer {opt!r} cannot be called with "
-                f"apply_grads({', '.join(['grads', 'variables', *given])}): {error}. It takes "
-                f"apply_grads{signature}; wrappers pass on all arguments after grads and "
-                "variables."
-            ) from None
-
-    def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
-        """Gives the mesh tensors in arguments, and in lists and dictionaries, with names."""
-        for number, value in enumerate(self.positional):
-            yield from _tensors_in(f"positional argument {number + 3}", value)
-        for name, value in self.named.items():
-            yield from _tensors_in(name, value)
-
-
-def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, mtf.Tensor]]:
-    if isinstance(value, mtf.Variable):
-        value = value.value
-    if isinstance(value, mtf.Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(name, inner)
 
 
 class Stage:
@@ -141,8 +74,11 @@ class Stage:
     # What to do about gradients of several meshes, for an error; "" if it takes them.
     _one_mesh: str = ""
 
-    def within(self, inside: Sequence[Stage], others: Sequence[Any]) -> Stage:
-        """Returns the stage for a stack with some stages, and other optimizers, inside of it."""
+    def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
+        """Returns the stage for a stack with some stages inside of it.
+
+        `others` are those inside of an optimizer of another library, and of that itself.
+        """
         del inside, others
         return self
 
@@ -335,6 +271,20 @@ class Stack(NamedTuple):
         return around.axes, around.inside.num_shards > 1
 
 
+class _SkipsNotFinite(Stage):
+    """What is known of an optimizer of a user that says `skips_not_finite` (docs/training.md)."""
+
+    finite = "skips"
+    takes_parts = True
+
+
+def stages_of(opt: Any) -> tuple[Stage, ...]:
+    """Returns the stages of a wrapper that stands alone; those of other optimizers are empty."""
+    if hasattr(opt, "_place"):
+        return tuple(opt.stages(opt._place(None, (), None)))
+    return (_SkipsNotFinite(),) if getattr(opt, "skips_not_finite", False) else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Reduce(Stage):
     """Reduces gradients over the mesh, and divides them; to parts if there is a partition.
@@ -370,7 +320,7 @@ class Reduce(Stage):
     def _reduces(self, about: About) -> str:
         used = self.reduction if self.partition is None else self.partition
         how = "reduce" if self.partition is None else "reduce, each replica its part,"
-        what = f"{how} over {_over(about.axes)}: {strategy_told(used.strategy)}"
+        what = f"{how} over {over(about.axes)}: {strategy_told(used.strategy)}"
         found = about.num_bytes(None if self.partition else self.reduction.strategy)
         if found is None:
             return what
@@ -390,53 +340,104 @@ class SplitByShard(Stage):
         return step.split_by_shard(gradients, self.reduction, self.request)
 
 
-def _over(axes: ReplicaAxes | None) -> str:
-    if axes is None:
-        return "the replica axes"
-    if not axes.shard_dims:
-        return "the mesh, 1 shard"
-    names = ", ".join(d.name for d in axes.shard_dims)
-    return f"{names}, {axes.num_shards} shard{'s' * (axes.num_shards != 1)}"
+# The passes that complete a stack. They change nothing and build nothing.
 
 
-def told(value: Any) -> str:
-    """Returns a setting as lines have it: a number, or what a tensor is called."""
-    if value is None or isinstance(value, (bool, str)):
-        return str(value)
-    if is_number(value):
-        return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-    return f"the value of {getattr(value, 'name', type(value).__name__)}"
+def completed(
+    wrappers: Sequence[Any],
+    inside: Sequence[Any],
+    program: Program | None,
+    islands: IslandAxes | None = None,
+) -> Stack:
+    """Returns the stack of some wrappers, from the outside in.
+
+    Args:
+      wrappers: the wrappers up to the first optimizer of another library.
+      inside: the optimizers inside of the last of them, the first of which it wraps.
+      program: what is known of the program; None for nothing.
+      islands: the islands that they are inside of; None outside of any.
+    """
+    # 1. Each wrapper's stages, for its place.
+    segments: list[Segment] = []
+    for wrapper in wrappers:
+        place = wrapper._place(islands, segments, program)
+        stages = tuple(wrapper.stages(place))
+        own = next((s.axes for s in stages if s.axes is not None), None)
+        reduction = wrapper._gradient_reduction(place, own)
+        segments.append(Segment(type(wrapper).__name__, stages, reduction, islands))
+        # Islands inside of islands are refused.
+        islands = islands or next((s._islands for s in stages if s._islands is not None), None)
+    # 2. What those inside mean for those around.
+    others = [stage for opt in inside for stage in stages_of(opt)]
+    for number, segment in enumerate(segments):
+        inner = [s for one in segments[number + 1 :] for s in one.stages]
+        stages = tuple(s.within(inner, others) for s in segment.stages)
+        segments[number] = segment._replace(stages=stages)
+    # 3. Conversions.
+    more = [opt._place(islands, (), program) for opt in inside if hasattr(opt, "_place")]
+    axes = next((place.axes for place in more if place.axes), None)
+    return Stack(with_conversions(segments, bool(more)), inside[0], axes, islands)
 
 
-def strategy_told(strategy: Any) -> str:
-    """Returns how a strategy reduces, in words."""
-    name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
-    narrow = getattr(strategy, "compressed_dtype", None)
-    if narrow is not None:
-        return f"{strategy_told(inner)}, sent in {narrow.name}"
-    how = {
-        "FusedAllReduce": "fused",
-        "QuantizedAllReduce": f"quantized to {getattr(strategy, 'bits', '')} bits",
-        "LowRankAllReduce": f"low rank, {getattr(strategy, 'rank', '')}",
-    }
-    return how.get(name, f"by {name}")
+def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[Segment, ...]:
+    """Puts a stage that converts wherever a stage takes another form than it gets.
+
+    `takes_pending` says whether the optimizer inside takes gradients that are not reduced: a
+    wrapper inside of an optimizer of another library reduces by itself.
+    """
+    left = [stage for segment in segments for stage in segment.stages]
+    of_updates = next((s._partition for s in left if s._partition is not None), None)
+
+    def reduction_of(
+        form: Form, by: Reduction, given: Form | None = None, divides: str = ""
+    ) -> list[Reduce]:
+        # Who adds up reduced gradients says whether it needs all of each, or parts.
+        adds_up = next((stage for stage in left if stage._wants_reduced), None)
+        made = Reduce(by, adds_up._parts if adds_up else of_updates, divides, given or form)
+        return [] if form is made.form and given is None else [made]
+
+    form, result = Form.PENDING, []
+    for number, segment in enumerate(segments):
+        stages: list[Stage] = []
+        for stage in segment.stages:
+            before: list[Any] = []
+            if isinstance(stage.takes, PerShard):
+                before, form = [SplitByShard(segment.reduction, stage.takes)], Form.PER_SHARD
+            elif stage.takes in (Form.REDUCED, Form.PART):
+                before = reduction_of(form, segment.reduction)
+                form = before[0].form if before else form
+            left.pop(0)
+            after: list[Reduce] = []
+            # Sums of reduced gradients are reduced, and still to be divided.
+            given = form if stage._wants_reduced and form.is_reduced else stage._leaves
+            form = stage._leaves or form
+            if stage.gives is Form.REDUCED:
+                after = reduction_of(form, segment.reduction, given, stage._divides)
+                form = after[0].form if after else form
+            stages += [*before, stage, *after]
+        if number == len(segments) - 1 and not takes_pending:
+            stages += reduction_of(form, segment.reduction)
+        result.append(segment._replace(stages=tuple(stages)))
+    return tuple(result)
 
 
-def nth(count: Any) -> str:
-    """Returns on which steps something happens that does so once in some steps."""
-    if not isinstance(count, int):
-        return "when due"
-    if count == 1:
-        return "every step"
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(count % 10 if count % 100 not in (11, 12, 13) else 0)
-    return f"every {count:,}{ending or 'th'}"
+#: What to do about gradients of several meshes.
+ONE_FOR_EACH_MESH = "Make one for the variables of each mesh, each with a name= of its own"
 
 
-def bytes_told(count: int) -> str:
-    """Returns a number of bytes as people write it, such as "12.3 MB"."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return (
-                f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count // size:,} {unit}"
-            )
-    return f"{count} bytes"
+def check_meshes(
+    stack: Stack, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+) -> None:
+    """Raises ValueError if gradients are on several meshes and a wrapper needs those of one."""
+    first: dict[mtf.Mesh, mtf.Variable] = {}
+    for grad, variable in zip(grads, variables):
+        if grad is not None:
+            first.setdefault(variable.mesh, variable)
+    cures = [(one.wrapper, s._one_mesh) for one in stack.segments for s in one.stages]
+    needs_one = next(((name, cure) for name, cure in cures if cure), None)
+    if len(first) > 1 and needs_one is not None:
+        raise ValueError(
+            f"{needs_one[0]} needs to know the shards, and shards are of one mesh, but "
+            f"the variables {some_of([repr(v.name) for v in first.values()])} are on different "
+            f"ones. {needs_one[1]}."
+        )

@@ -11,9 +11,9 @@ import gin
 
 from mtf_gradsync._common import check_flag, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import root_scope
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
-from mtf_gradsync.variables import root_scope
 
 # The last part of an accumulator's name.
 ACCUMULATOR = "gradient_accumulator"

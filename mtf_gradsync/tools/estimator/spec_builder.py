@@ -20,9 +20,10 @@ from mtf_gradsync.extension import (
     mtf,
     placement_mesh_impl,
     reported,
+    schedules_updates,
     split_by_shard,
+    stages_of,
     tf,
-    traits_of,
     weight_now,
 )
 from mtf_gradsync.runtimes import simd
@@ -337,7 +338,7 @@ def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, t
 
 def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
     """Returns the bytes that devices receive in a step, by name; {} where they are not known."""
-    skips = traits_of(optimizer).schedules_updates
+    skips = schedules_updates(stages_of(optimizer))
     if skips and has_calls(tf.get_default_graph()):
         return {}
     try:

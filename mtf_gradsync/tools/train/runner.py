@@ -10,7 +10,15 @@ from typing import Any, Callable, ClassVar, Iterator, Sequence, get_args
 
 import numpy as np
 
-from mtf_gradsync.extension import OuterOptimizer, ReportsSkips, mtf, tf, traits_of
+from mtf_gradsync.extension import (
+    OuterOptimizer,
+    ReportsSkips,
+    mtf,
+    needs_not_finite,
+    skips_not_finite,
+    stages_of,
+    tf,
+)
 from mtf_gradsync.runtimes import sessions, simd, xla
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes.copy_checks import watch_copies
@@ -97,10 +105,9 @@ def training_graph(
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
     """Returns whether an optimizer of a stack skips, or requires, not-finite values."""
-    return any(
-        traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite or skips_islands(opt)
-        for opt in optimizers
-    )
+    stacks = map(stages_of, optimizers)
+    by_stages = any(skips_not_finite(some) or needs_not_finite(some) for some in stacks)
+    return by_stages or any(map(skips_islands, optimizers))
 
 
 def skips_islands(opt: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable, Iterable, NamedTuple
 
-from mtf_gradsync.extension import mtf, tf, traits_of
+from mtf_gradsync.extension import mtf, schedules_updates, stages_of, tf
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.simd import CommunicationReport
 from mtf_gradsync.runtimes.simd.communication import has_calls
@@ -140,7 +140,7 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
         report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
     except (simd.UnsupportedProgramError, ValueError):
         return None
-    skips = any(traits_of(opt).schedules_updates for opt in graph.optimizers)
+    skips = any(schedules_updates(stages_of(opt)) for opt in graph.optimizers)
     return _totals(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
 
 

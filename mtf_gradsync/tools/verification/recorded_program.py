@@ -24,12 +24,15 @@ from mtf_gradsync.extension import (
     UpdateCounters,
     WeightsOfGradients,
     Wrapper,
+    averages,
     gated_update,
     is_number,
     is_simd,
+    keeps_outer_values,
     mtf,
+    schedules_updates,
+    stages_of,
     tf,
-    traits_of,
     why_not,
 )
 from mtf_gradsync.tools.verification.causes import random_operations, statistics_of
@@ -123,12 +126,12 @@ class RecordedProgram:
     @property
     def schedulers(self) -> tuple[str, ...]:
         """The labels of the wrappers that may join several steps in an update."""
-        return tuple(k for k, w in self.wrappers.items() if w.traits.schedules_updates)
+        return tuple(k for k, w in self.wrappers.items() if schedules_updates(stages_of(w)))
 
     @property
     def islands(self) -> tuple[str, ...]:
         """The labels of the wrappers that train islands apart."""
-        return tuple(k for k, w in self.wrappers.items() if w.traits.keeps_outer_values)
+        return tuple(k for k, w in self.wrappers.items() if keeps_outer_values(stages_of(w)))
 
     @property
     def averages(self) -> set[str]:
@@ -139,8 +142,8 @@ class RecordedProgram:
 
     def keeps_averages(self, label: str) -> bool:
         """Returns whether a wrapper keeps averages, and does nothing else."""
-        traits = self.wrappers[label].traits
-        return traits.averages and not traits.schedules_updates
+        stages = stages_of(self.wrappers[label])
+        return averages(stages) and not schedules_updates(stages)
 
     @property
     def is_simd(self) -> bool:
@@ -344,7 +347,7 @@ class RecordedProgram:
             except ValueError:
                 continue
             around = [one for one in left[:number] if isinstance(one, Wrapper)]
-            if any(why_not(traits_of(one), made.traits) for one in around):
+            if any(why_not(stages_of(one), stages_of(made)) for one in around):
                 continue
             if number:
                 self._put(left[number - 1], made)

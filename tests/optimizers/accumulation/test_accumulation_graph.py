@@ -8,6 +8,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.pipeline.stack import stages_of
 from tests import harness, models, reference
 from tests.optimizers.accumulation.accumulation_runs import (
     LAYOUT,
@@ -79,7 +80,8 @@ def test_where_a_copy_accumulates_is_decided_anew():
     copied, given = copy.copy(made[0]), copy.deepcopy(local(mtf.optimize.SgdOptimizer(0.1)))
     assert (made[0].accumulate, made[0].axes.num_shards) == ("local", 2)
     assert (copied.accumulate, copied.axes) == (None, None)
-    assert copied.traits == on_its_own().traits
+    (stage,), (other,) = stages_of(copied), stages_of(on_its_own())
+    assert (stage.where, stage.axes, stage.takes) == (other.where, other.axes, other.takes)
     assert (given.accumulate, given.axes.num_shards) == ("local", 2)
 
 

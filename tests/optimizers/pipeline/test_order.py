@@ -10,6 +10,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.pipeline.order import needs_shards
+from mtf_gradsync.optimizers.pipeline.stack import stages_of
 from tests import harness, wrappers
 from tests.wrappers import BATCH_DIMS, LAYOUT, ROOT, SHAPE, TABLE, order_table
 
@@ -60,7 +62,8 @@ def test_what_the_table_refuses_is_refused_in_its_words(outer, inner):
     make = order_table.WRAPPERS
     one = make[inner](order_table.plain())
     names = {"outer": outer.split(",")[0], "inner": inner.split(",")[0]}
-    reason = TABLE[outer, inner].format(**names, or_else=one.traits.or_else)
+    request = needs_shards(stages_of(one))
+    reason = TABLE[outer, inner].format(**names, or_else=request.or_else if request else "")
     with pytest.raises(ValueError, match=re.escape(reason)):
         make[outer](one)
 

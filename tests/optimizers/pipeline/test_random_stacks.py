@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.pipeline.passes import why_not
+from mtf_gradsync.optimizers.pipeline.order import needs_shards, why_not
+from mtf_gradsync.optimizers.pipeline.stack import stages_of
 from tests import harness, models
 from tests.optimizers.pipeline import stack_reference
 from tests.optimizers.pipeline.stack_reference import BATCH, HIDDEN, INPUTS, Spec
@@ -85,13 +86,16 @@ def make(spec, inside, name="wrapper", mesh="2", variables=(), contributes=None)
 
 def reason(stack, variables):
     """Why a stack is refused when it is made from the inside out, in full; None where it is not."""
-    alone = [make(spec, models.OPTIMIZERS["sgd"](), variables=variables) for spec in stack]
+    alone = [
+        stages_of(make(spec, models.OPTIMIZERS["sgd"](), variables=variables)) for spec in stack
+    ]
     for outer in reversed(range(len(stack))):
         for inner in range(outer + 1, len(stack)):
-            why = why_not(alone[outer].traits, alone[inner].traits)
+            why = why_not(alone[outer], alone[inner])
             if why is not None:
                 names = {"outer": stack[outer].kind, "inner": stack[inner].kind}
-                return why.format(**names, or_else=alone[inner].traits.or_else)
+                request = needs_shards(alone[inner])
+                return why.format(**names, or_else=request.or_else if request else "")
     return None
 
 

@@ -2,7 +2,7 @@
 
 The graph has said which of them are one group (`summed_together`), and nothing is planned here:
 those of a group that do not depend on each other become one, in the order of the program. Which
-tensors a strategy packs itself is in `mtf_gradsync.reduce.packs`. Large ones are written piece by
+tensors a strategy packs itself is in `mtf_gradsync.reduce.sums`. Large ones are written piece by
 piece, in place of a slow concatenation.
 """
 

@@ -1,0 +1,182 @@
+"""Which wrappers may stand around which, from what their stages take and give."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Sequence
+
+from mtf_gradsync.optimizers.pipeline.forms import Form, PerShard
+from mtf_gradsync.optimizers.pipeline.stack import Segment, Stage, stages_of, with_conversions
+from mtf_gradsync.optimizers.pipeline.words import About
+
+Stages = Sequence[Stage]
+
+
+# What some stages together mean for those around and inside of them.
+
+
+def reduces(stages: Stages) -> bool:
+    """Whether those inside get reduced gradients."""
+    return any(Form.REDUCED in (s.takes, s.gives) for s in stages)
+
+
+def needs_shards(stages: Stages) -> PerShard | None:
+    """Returns the request for per-shard gradients that no wrapper around may have reduced."""
+    requests = [s.takes for s in stages if isinstance(s.takes, PerShard)]
+    return next((r for r in requests if r.or_else is not None), None)
+
+
+def schedules_updates(stages: Stages) -> bool:
+    """Whether they decide on which steps there is an update."""
+    return any(s.due for s in stages)
+
+
+def skips_not_finite(stages: Stages) -> bool:
+    """Whether those inside get no gradients that are not finite."""
+    return any(s.finite == "skips" for s in stages)
+
+
+def needs_not_finite(stages: Stages) -> bool:
+    """Whether they need gradients that are not finite, to change the loss scale."""
+    return any(s.finite == "needs" for s in stages)
+
+
+def shards_updates(stages: Stages) -> bool:
+    """Whether those inside get parts of variables."""
+    return any(s._partition is not None for s in stages)
+
+
+def averages(stages: Stages) -> bool:
+    """Whether they keep moving averages of variables."""
+    return any(s._averages for s in stages)
+
+
+def keeps_outer_values(stages: Stages) -> bool:
+    """Whether they train other values of variables than those that programs see."""
+    return any(s._keeps_outer_values for s in stages)
+
+
+def makes_islands(stages: Stages) -> bool:
+    """Whether they give each of several islands its own values of variables and slots."""
+    return any(s._islands is not None for s in stages)
+
+
+def counts_shards(stages: Stages) -> bool:
+    """Whether they count which shards contribute, to decide when there is an update."""
+    return any(s._counts_shards for s in stages)
+
+
+class OrderRule(NamedTuple):
+    """An order that makes no sense; `forbids` gets the stages of outer and inner wrapper.
+
+    `why` is the error, with fields {outer}, {inner} and {or_else}.
+    """
+
+    forbids: Callable[[Stages, Stages], object]
+    why: str
+
+
+RULES = (
+    OrderRule(
+        lambda outer, inner: keeps_outer_values(outer) and keeps_outer_values(inner),
+        "{inner} inside {outer} would make islands of islands; use one.",
+    ),
+    OrderRule(
+        lambda outer, inner: (
+            (makes_islands(outer) and counts_shards(inner))
+            or (counts_shards(outer) and makes_islands(inner))
+        ),
+        "{outer} cannot be around {inner}: islands update in lock step, but the shards of one "
+        "could have contributed enough when those of another have not. To accumulate, and to skip "
+        "what is not finite, use OuterOptimizer(GradientAccumulationOptimizer(opt, passes, "
+        "should_skip_update_fn=skip_not_finite), ..., leave_out_not_finite=True).",
+    ),
+    OrderRule(
+        lambda outer, inner: (
+            makes_islands(inner)
+            and (reduces(outer) or needs_shards(outer) or needs_not_finite(outer))
+        ),
+        "{outer} around {inner} would reduce gradients over the islands, which {inner} trains "
+        "separately: turn them round, {inner}({outer}(opt, ...), ...).",
+    ),
+    OrderRule(
+        lambda outer, inner: averages(outer) and averages(inner),
+        "{outer} and {inner} would update the same averages of variables twice; use one.",
+    ),
+    OrderRule(
+        lambda outer, inner: shards_updates(outer) and shards_updates(inner),
+        "{inner} inside {outer} would shard updates that are sharded already; use one.",
+    ),
+    OrderRule(
+        lambda outer, inner: needs_not_finite(outer) and needs_not_finite(inner),
+        "A {inner} inside a {outer} would scale the loss twice; use one.",
+    ),
+    OrderRule(
+        lambda outer, inner: schedules_updates(outer) and schedules_updates(inner),
+        "{inner} cannot be inside {outer}: each decides by itself when there is an update, so "
+        "that one would count the updates of the other as steps. Use one: "
+        "GradientAccumulationOptimizer with the product of both backward_passes_per_step, or "
+        "SyncReplicasOptimizer with replicas_to_aggregate=K * num_shards.",
+    ),
+    OrderRule(
+        lambda outer, inner: skips_not_finite(outer) and needs_not_finite(inner),
+        "{outer} skips gradients that are not finite, so that {inner} inside it cannot find that "
+        "its scale is too large: turn them round, {inner}({outer}(opt, ...)), or skip nothing in "
+        "{outer}.",
+    ),
+    OrderRule(
+        lambda outer, inner: (
+            needs_not_finite(outer) and schedules_updates(inner) and not skips_not_finite(inner)
+        ),
+        "{outer} around {inner} needs {inner} to skip microbatch steps that are not finite: turn "
+        "them round, {inner}({outer}(opt), ...), which skips whole updates, or give {inner} "
+        "should_skip_update_fn=skip_not_finite.",
+    ),
+    OrderRule(
+        lambda outer, inner: shards_updates(outer) and not all(s.takes_parts for s in inner),
+        "{inner} cannot be inside {outer}, whose inner optimizer gets parts of variables: turn "
+        "them round, {inner}({outer}(opt), ...).",
+    ),
+    OrderRule(
+        lambda outer, inner: reduces(outer) and needs_shards(inner) and not needs_not_finite(outer),
+        "{outer} around {inner} would reduce gradients over the mesh on every step, but {inner} "
+        "needs per-shard gradients: turn them round, {inner}({outer}(opt), ...), or {or_else}.",
+    ),
+)
+
+
+def why_not(outer: Stages, inner: Stages) -> str | None:
+    """Returns why a wrapper must not be around another one, with fields; None if it may."""
+    return next((rule.why for rule in RULES if rule.forbids(outer, inner)), None)
+
+
+def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
+    """Raises ValueError if a wrapper must not be around one of the optimizers inside it."""
+    own = stages_of(outer)
+    for inner in inner_stack:
+        stages = stages_of(inner)
+        why = why_not(own, stages)
+        if why is not None:
+            request = needs_shards(stages)
+            raise ValueError(
+                why.format(
+                    outer=type(outer).__name__,
+                    inner=type(inner).__name__,
+                    or_else=request.or_else if request else "",
+                )
+                + "".join(f"\n  {line}" for line in map(_line_of, (outer, inner)) if line)
+            )
+
+
+def _line_of(wrapper: Any) -> str:
+    """Returns what a wrapper does by itself, for an error; "" for other optimizers."""
+    if not hasattr(wrapper, "_place"):
+        return ""
+    stages = stages_of(wrapper)
+    alone = Segment("", stages, wrapper._gradient_reduction())
+    (segment,) = with_conversions([alone], takes_pending=True)
+    about = About(segment.reduction.axes, (), lambda strategy: None)
+    lines = [line for stage in segment.stages for line in stage.describe(about)]
+    lines.sort(key=lambda line: not line.first)
+    what = "; ".join(f"{line.when} {line.what}".lstrip() for line in lines)
+    due = "".join(f" ({stage.due})" for stage in stages if stage.due)
+    return f"{wrapper.name}{due}: {what}"

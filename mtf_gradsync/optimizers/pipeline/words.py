@@ -1,0 +1,93 @@
+"""What stages do, in words: lines for `mtf_gradsync.describe`, and how they tell settings."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple
+
+from mtf_gradsync._common import is_number
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.mesh.axes import ReplicaAxes
+
+
+class Line(NamedTuple):
+    """What a stage does, in words.
+
+    Attributes:
+      what: for example "clip to a global norm of 1".
+      when: on which steps, if that is not where the stage stands; "" if it is.
+      after: whether it comes after the update.
+      first: whether it comes before all stages, on every step.
+    """
+
+    what: str
+    when: str = ""
+    after: bool = False
+    first: bool = False
+
+
+class About(NamedTuple):
+    """What is known of a program when its stack is described.
+
+    Attributes:
+      axes: the replica axes of the stage; None if they are not known.
+      variables: the variables that get gradients; () if they are not known.
+      num_bytes: returns the bytes of a core's gradients of these variables, in a dtype or in their
+        own, and the number of groups in which they are reduced; None if they are not known.
+    """
+
+    axes: ReplicaAxes | None
+    variables: tuple[mtf.Variable, ...]
+    num_bytes: Callable[[Any], tuple[int, int] | None]
+
+
+def over(axes: ReplicaAxes | None) -> str:
+    """Returns which shards something is reduced over, in words."""
+    if axes is None:
+        return "the replica axes"
+    if not axes.shard_dims:
+        return "the mesh, 1 shard"
+    names = ", ".join(d.name for d in axes.shard_dims)
+    return f"{names}, {axes.num_shards} shard{'s' * (axes.num_shards != 1)}"
+
+
+def told(value: Any) -> str:
+    """Returns a setting as lines have it: a number, or what a tensor is called."""
+    if value is None or isinstance(value, (bool, str)):
+        return str(value)
+    if is_number(value):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    return f"the value of {getattr(value, 'name', type(value).__name__)}"
+
+
+def strategy_told(strategy: Any) -> str:
+    """Returns how a strategy reduces, in words."""
+    name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
+    narrow = getattr(strategy, "compressed_dtype", None)
+    if narrow is not None:
+        return f"{strategy_told(inner)}, sent in {narrow.name}"
+    how = {
+        "FusedAllReduce": "fused",
+        "QuantizedAllReduce": f"quantized to {getattr(strategy, 'bits', '')} bits",
+        "LowRankAllReduce": f"low rank, {getattr(strategy, 'rank', '')}",
+    }
+    return how.get(name, f"by {name}")
+
+
+def nth(count: Any) -> str:
+    """Returns on which steps something happens that does so once in some steps."""
+    if not isinstance(count, int):
+        return "when due"
+    if count == 1:
+        return "every step"
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(count % 10 if count % 100 not in (11, 12, 13) else 0)
+    return f"every {count:,}{ending or 'th'}"
+
+
+def bytes_told(count: int) -> str:
+    """Returns a number of bytes as people write it, such as "12.3 MB"."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return (
+                f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count // size:,} {unit}"
+            )
+    return f"{count} bytes"
