@@ -75,7 +75,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     # Building a graph makes many objects and no garbage.
-    gc.set_threshold(100_000, 20, 20)
+    gc.set_threshold(1_000_000, 10, 10)
 
 
 def pytest_sessionfinish():

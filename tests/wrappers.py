@@ -7,6 +7,8 @@ test fails by its name. What is parametrized by `REGISTRY` or `WRAPPERS` is then
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import math
 import pathlib
 import types
 from typing import Any, Callable, Mapping, NamedTuple
@@ -108,6 +110,68 @@ def around(shape: str, layout: str) -> dict[str, tuple[Callable[[Any], Wrapper],
         "sharded sums(sharded)": (sums_and_updates, 2),
         "one island": (lambda opt: gs.OuterOptimizer(opt, 1, 1.0, 0.0, outer_dims=()), 1),
     }
+
+
+class Kind(NamedTuple):
+    """A wrapper as stacks are made of it, which leaves an optimizer's updates as they are.
+
+    Attributes:
+      name: of its class.
+      given: what it is made with, but for what a stack is given.
+      needs_mesh: whether it is given the mesh.
+      passes: how many steps make an update, which is that of their mean.
+    """
+
+    name: str
+    given: Mapping[str, Any] = NOTHING
+    needs_mesh: bool = False
+    passes: int = 1
+
+
+_MEANS = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+# Each wrapper is among them, which a test holds them to.
+KINDS = {
+    "cross_shard": Kind("CrossShardOptimizer"),
+    "clip": Kind("ClipByGlobalNormOptimizer", {"clip_norm": 1e9}),
+    "loss_scale": Kind("LossScaleOptimizer"),
+    "average": Kind("AverageOptimizer", {"decay": 0.5}),
+    "sharded": Kind("ShardedUpdateOptimizer", {"min_size": 1}, True),
+    "replicas": Kind("SyncReplicasOptimizer", {"replicas_to_aggregate": 1}, True),
+    "local": Kind("GradientAccumulationOptimizer", {**_MEANS, "accumulate": "local"}, True, 2),
+    "synced": Kind("GradientAccumulationOptimizer", {**_MEANS, "accumulate": "synced"}, False, 2),
+    "islands": Kind("OuterOptimizer", {"inner_steps": 2}, True),
+    "one island": Kind(
+        "OuterOptimizer",
+        {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "outer_dims": ()},
+    ),
+}
+
+
+def parts(stack: str) -> list[str]:
+    """Returns the names in `KINDS` that a stack is made of, the outermost first."""
+    return stack.rstrip(")").split("(")
+
+
+def wrap(stack: str, opt: Any, axes: Mapping[str, Any] = NOTHING, **given: Any) -> Any:
+    """Makes wrappers around an optimizer.
+
+    Args:
+      stack: names in `KINDS`, around each other: `"loss_scale(local)"`.
+      opt: the optimizer.
+      axes: the mesh, for those that need it.
+      given: arguments, for those of the wrappers that have them.
+    """
+    for kind in (KINDS[part] for part in reversed(parts(stack))):
+        made = getattr(gs, kind.name)
+        mesh = axes if kind.needs_mesh else NOTHING
+        its_own = {k: x for k, x in given.items() if k in inspect.signature(made).parameters}
+        opt = made(opt, **{**kind.given, **mesh, **its_own})
+    return opt
+
+
+def passes(stack: str) -> int:
+    """Returns how many steps make an update of a stack."""
+    return math.prod(KINDS[part].passes for part in parts(stack))
 
 
 def exported() -> set[str]:

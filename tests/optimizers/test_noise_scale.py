@@ -6,9 +6,9 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
+from tests.wrappers import wrap
 
 INPUTS, NOISE = 6, 2.0
-SUM = tf.losses.Reduction.SUM
 OFFSET = np.array([1.0, -0.5, 0.8, 0.3, -1.2, 0.6])  # w - w*
 # For x ~ N(0, I), y = x w* + noise, the gradient of (x w - y)^2 / 2 by one example has the mean
 # OFFSET and a covariance of this trace (Isserlis' theorem for the fourth moments of x).
@@ -45,29 +45,31 @@ def still():
     return mtf.optimize.SgdOptimizer(0.0)
 
 
+# Stacks, and arguments of theirs. With a sum, the losses of the examples are given. Of synced
+# accumulation it is the noise of its steps.
 STACKS = {
-    "cross shard": lambda axes: gs.CrossShardOptimizer(still()),
-    "sharded": lambda axes: gs.ShardedUpdateOptimizer(still(), axes=axes, min_size=1),
-    "sums": lambda axes: gs.LossScaleOptimizer(gs.CrossShardOptimizer(still(), SUM)),
-    "scaled": lambda axes: gs.LossScaleOptimizer(gs.CrossShardOptimizer(still())),
-    "clipped": lambda axes: gs.ClipByGlobalNormOptimizer(still(), 0.01),
-    "local": lambda axes: gs.GradientAccumulationOptimizer(still(), 2, axes=axes),
-    "averaged": lambda axes: gs.GradientAccumulationOptimizer(
-        still(), 2, average_aggregated_gradients=True, axes=axes
-    ),
-    "synced": lambda axes: gs.GradientAccumulationOptimizer(
-        still(), 2, accumulate="synced", axes=axes
-    ),
+    "cross_shard": {},
+    "sharded": {},
+    "sum of loss_scale(cross_shard)": {"reduction": tf.losses.Reduction.SUM},
+    "loss_scale(cross_shard)": {},
+    "clip": {"clip_norm": 0.01},
+    "sum of local": {"average_aggregated_gradients": False},
+    "local": {},
+    "synced": {"average_aggregated_gradients": False},
 }
-PASSES = {"local": 2, "averaged": 2}
+
+
+def passes_of(stack):
+    return 2 if "local" in stack else 1
 
 
 def build(stack, axes, batch, decay):
     def step(mesh, inputs):
-        optimizer = STACKS[stack](axes)
-        loss = (losses if stack == "sums" else regression)(mesh, inputs, batch)
+        given = STACKS[stack]
+        optimizer = wrap(stack.removeprefix("sum of "), still(), {"axes": axes}, **given)
+        loss = (losses if "reduction" in given else regression)(mesh, inputs, batch)
         updates = optimizer.minimize(loss)
-        noise = gs.gradient_noise_scale(optimizer, batch * PASSES.get(stack, 1), decay, axes=axes)
+        noise = gs.gradient_noise_scale(optimizer, batch * passes_of(stack), decay, axes=axes)
         return [*updates, *noise.updates], {"noise": noise.value}
 
     return step
@@ -101,7 +103,7 @@ def test_the_analytic_value():
     steps, batch = 600, 128
     feeds = list(batches(steps, batch))
     # An average over all steps, nearly: the estimate's own error is then about 1%.
-    step = build("cross shard", gs.ReplicaAxes(*layout), batch, 0.998)
+    step = build("cross_shard", gs.ReplicaAxes(*layout), batch, 0.998)
     result = harness.run("placement", *layout, step, feeds)
     assert abs(result.fetched[-1]["noise"] / EXPECTED - 1) < 0.05
 
@@ -110,11 +112,11 @@ def test_the_analytic_value():
     ("kind", "stack"),
     [
         *(("simd", stack) for stack in STACKS),
-        ("placement", "cross shard"),
-        ("placement", "local"),
+        ("placement", "cross_shard"),
+        ("placement", "sum of local"),
         ("placement", "sharded"),
-        ("xla", "local"),
-        ("xla", "scaled"),
+        ("xla", "sum of local"),
+        ("xla", "loss_scale(cross_shard)"),
     ],
 )
 @pytest.mark.mostly_slow
@@ -124,7 +126,7 @@ def test_every_step(kind, stack):
     feeds = list(batches(5, 8))
     result = harness.run(kind, shape, layout, build(stack, axes, 8, 0.9), feeds)
     found = [float(step["noise"]) for step in result.fetched]
-    expected = by_hand(feeds, 2, 0.9, PASSES.get(stack, 1))
+    expected = by_hand(feeds, 2, 0.9, passes_of(stack))
     # Differences of squared norms lose a digit or two of float32's seven.
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
@@ -135,7 +137,9 @@ def test_steps_that_are_not_finite_do_not_count():
     feeds = list(batches(5, 8))
     bad = [dict(feed) for feed in feeds]
     bad[2]["y"] = np.full(8, np.inf, "f")
-    found = harness.run("simd", shape, layout, build("scaled", axes, 8, 0.9), bad).fetched
+    found = harness.run(
+        "simd", shape, layout, build("loss_scale(cross_shard)", axes, 8, 0.9), bad
+    ).fetched
     expected = by_hand([*feeds[:2], *feeds[3:]], 2, 0.9, 1)
     np.testing.assert_allclose(found[-1]["noise"], expected[-1], rtol=1e-4)
 

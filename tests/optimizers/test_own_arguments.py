@@ -1,11 +1,13 @@
 """An optimizer whose apply_grads takes more than gradients and variables gets what was given."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, models, reference
+from tests import harness, models, reference, wrappers
 
 SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -26,23 +28,26 @@ class Divides:
         ]
 
 
-# name -> the wrapper, the steps to an update, what these add up to, and how the scale is given.
-WRAPPERS = {
-    "cross_shard": (gs.CrossShardOptimizer, 1, 1.0, "mesh tensor"),
-    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, NORM * SCALE), 1, 1.0, "tf tensor"),
-    "average": (lambda opt: gs.AverageOptimizer(opt, 0.9), 1, 1.0, "pending"),
-    "sharded": (lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=1, **AXES), 1, 1.0, "pending"),
-    "loss_scale": (lambda opt: gs.LossScaleOptimizer(opt, 64.0), 1, 1.0, "mesh tensor"),
-    "local": (
-        lambda opt: gs.GradientAccumulationOptimizer(opt, 2, accumulate="local", **AXES),
-        2, 1.0, "pending",
-    ),
-    "synced": (
-        lambda opt: gs.GradientAccumulationOptimizer(opt, 2, accumulate="synced"),
-        2, 1.0, "tf tensor",
-    ),
-    "sync_replicas": (lambda opt: gs.SyncReplicasOptimizer(opt, 4, **AXES), 2, 0.5, "mesh tensor"),
-}  # fmt: skip
+# How the scale is given, by turns. Islands would each have a scale of their own.
+WRAPPERS = dict(
+    zip(
+        sorted({*wrappers.KINDS} - {"islands"}),
+        itertools.cycle(["pending", "tf tensor", "mesh tensor"]),
+    )
+)
+
+
+def wrap(name, opt):
+    """Makes a wrapper whose update is of the sum of its steps, or of replicas the mean."""
+    return wrappers.wrap(
+        name,
+        opt,
+        AXES,
+        clip_norm=NORM * SCALE,
+        loss_scale=64.0,
+        average_aggregated_gradients=False,
+        replicas_to_aggregate=4,
+    )
 
 
 def given(form, mesh, weights):
@@ -77,12 +82,12 @@ CASES.append(pytest.param("xla", "loss_scale", marks=pytest.mark.xla))
 @pytest.mark.parametrize(("kind", "name"), CASES)
 @pytest.mark.mostly_slow(every=5)
 def test_an_update_uses_the_argument_of_its_step(kind, name):
-    wrap, every, share, form = WRAPPERS[name]
+    every = 2 if name == "replicas" else wrappers.passes(name)
 
     def build(mesh, inputs):
         loss = models.mlp_loss(mesh, inputs, BATCH_DIMS) * SCALE
-        grad_scale = given(form, mesh, inputs["weights"])
-        return wrap(Divides()).minimize(
+        grad_scale = given(WRAPPERS[name], mesh, inputs["weights"])
+        return wrap(name, Divides()).minimize(
             loss, tf.train.get_or_create_global_step(), grad_scale=grad_scale
         ), {}
 
@@ -93,6 +98,7 @@ def test_an_update_uses_the_argument_of_its_step(kind, name):
     made = harness.built(kind, SHAPE, LAYOUT, build, feeds[0])
     assert kind != "placement" or not made.races()
     found = made.run(feeds).variables
+    share = 0.5 if name == "replicas" else 1.0
     for variable, value in expected(every, share, name == "clip").items():
         np.testing.assert_allclose(
             found[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
@@ -118,21 +124,20 @@ class Keeps:
 @pytest.mark.parametrize("name", sorted(WRAPPERS))
 def test_arguments_by_position_and_by_name_in_every_call(name):
     inner = Keeps()
-    wrap = WRAPPERS[name][0]
     with tf.Graph().as_default():
         _, grads, variables = parts()
-        wrap(inner).apply_grads(grads, variables, 2.0, rate=3.0)
+        wrap(name, inner).apply_grads(grads, variables, 2.0, rate=3.0)
     assert inner.got == (2.0, 3.0)
     with tf.Graph().as_default():
         _, grads, variables = parts()
-        optimizer = wrap(inner)
+        optimizer = wrap(name, inner)
         optimizer.apply_grad(grads[0], variables[0], 4.0)
         assert optimizer.step is not None  # what the pairs so far come to
     assert inner.got == (4.0, 0.1)
     with tf.Graph().as_default():
         mesh, grads, variables = parts()
         count = mtf.get_variable(mesh, "count", mtf.Shape([]), dtype=tf.int32, trainable=False)
-        wrap(inner).apply_gradients(list(zip(grads, variables)), count, rate=5.0)
+        wrap(name, inner).apply_gradients(list(zip(grads, variables)), count, rate=5.0)
     assert inner.got == (1.0, 5.0)
 
 
@@ -169,7 +174,7 @@ def test_what_the_optimizer_does_not_take_is_an_error(call, words):
 
 def test_a_tensor_of_a_split_dimension_is_refused_by_sharded_updates():
     _, grads, variables = parts()
-    opt = WRAPPERS["sharded"][0](Keeps())
+    opt = wrap("sharded", Keeps())
     with pytest.raises(ValueError, match=r"argument grad_scale of shape Shape\[d=8\]"):
         opt.apply_grads(grads, variables, grad_scale={"w": grads[0]})
     assert not hasattr(opt.opt, "got")

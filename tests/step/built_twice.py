@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import tf
 from tests import harness, models
 from tests.step.stacks import LAYOUT, MESH, mlp_step, stacked
 
-STACKS = (["cross_shard"], ["local", "clip"], ["sync_replicas"])
+STACKS = (["cross_shard"], ["local", "clip"], ["replicas"])
 
 
 def digest(names: list[str], kind: str, autostack: bool) -> str:
@@ -44,11 +44,11 @@ def digest(names: list[str], kind: str, autostack: bool) -> str:
 
 def digests() -> list[str]:
     """One for each stack of wrappers, on some mesh, with or without stacked variables."""
-    cross_shard, accumulation, sync_replicas = STACKS
+    cross_shard, accumulation, replicas = STACKS
     return [
         digest(cross_shard, "placement", autostack=False),
         digest(accumulation, "placement", autostack=True),
-        digest(sync_replicas, "simd", autostack=True),
+        digest(replicas, "simd", autostack=True),
     ]
 
 

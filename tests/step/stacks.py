@@ -1,8 +1,8 @@
 """Stacks whose steps are known, of the small model."""
 
-import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from tests import harness, models
+from tests.wrappers import wrap
 
 MESH, LAYOUT, _ = harness.MESHES["2"]
 
@@ -11,23 +11,14 @@ AXES = {"mesh_shape": MESH, "layout": LAYOUT}
 
 
 # Each leaves an update with all gradients as it is, or makes it of two equal micro steps.
-WRAPPERS = {
-    "cross_shard": lambda opt, name: gs.CrossShardOptimizer(opt, name=name),
-    "clip": lambda opt, name: gs.ClipByGlobalNormOptimizer(opt, 1e9, name=name),
-    "local": lambda opt, name: gs.GradientAccumulationOptimizer(
-        opt, 2, average_aggregated_gradients=True, name=name, **AXES
-    ),
-    "synced": lambda opt, name: gs.GradientAccumulationOptimizer(
-        opt, 2, average_aggregated_gradients=True, name=name
-    ),
-    "sync_replicas": lambda opt, name: gs.SyncReplicasOptimizer(opt, 2, name=name, **AXES),
-}
+WRAPPERS = ("cross_shard", "clip", "local", "synced", "replicas")
 
 
 def stacked(names, inner=None, prefix=""):
     opt = inner or mtf.optimize.SgdOptimizer(0.1)
     for number, name in enumerate(reversed(names)):
-        opt = WRAPPERS[name](opt, f"{prefix}{name}_{number}")
+        own_name = f"{prefix}{name}_{number}"
+        opt = wrap(name, opt, AXES, replicas_to_aggregate=2, name=own_name)
     return opt
 
 

@@ -31,12 +31,12 @@ def micro_steps(names):
 def sensible(names):
     """Whether a stack trains; else it is refused, when it is made or when it gets gradients."""
     accumulates = [n for n in names if n in ("local", "synced")]
-    if len(accumulates) > 1 or ("sync_replicas" in names and accumulates):
+    if len(accumulates) > 1 or ("replicas" in names and accumulates):
         return False
-    if names.count("sync_replicas") > 1:
+    if names.count("replicas") > 1:
         return False
     # Something around local accumulation or synchronous replicas would sum for nothing.
-    return not any(n in ("local", "sync_replicas") for n in names[1:])
+    return not any(n in ("local", "replicas") for n in names[1:])
 
 
 @functools.lru_cache(maxsize=None)
@@ -173,7 +173,7 @@ class _Fails(mtf.optimize.SgdOptimizer):
     ("mesh_kind", "names"),
     harness.pairs(
         ["placement", "simd"],
-        [["cross_shard"], ["clip"], ["local", "clip"], ["synced"], ["sync_replicas"]],
+        [["cross_shard"], ["clip"], ["local", "clip"], ["synced"], ["replicas"]],
     ),
     indirect=["mesh_kind"],
 )

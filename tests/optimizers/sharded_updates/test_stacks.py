@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, wrappers
 from tests.optimizers.sharded_updates import small_model
 from tests.optimizers.sharded_updates.small_model import (
     OPTIMIZERS,
@@ -33,38 +33,36 @@ CLIPPED = {
         sharded(OPTIMIZERS[optimizer](), MESH), NORM
     ),
 }
-WRAPPED = {
-    "none": lambda opt, axes: opt,
-    "accumulation": lambda opt, axes: gs.GradientAccumulationOptimizer(
-        opt, 2, average_aggregated_gradients=True, axes=axes
-    ),
-    "sync_replicas": lambda opt, axes: gs.SyncReplicasOptimizer(opt, 2, axes=axes),
-    "cross_shard": lambda opt, axes: gs.CrossShardOptimizer(opt, axes=axes),
-    "loss_scale": lambda opt, axes: gs.LossScaleOptimizer(opt, initial_scale=8.0, axes=axes),
-}
+
+
+def wrap(outer, opt, axes):
+    given = {"replicas_to_aggregate": 2, "initial_scale": 8.0}
+    return wrappers.wrap(outer, opt, {"axes": axes}, **given) if outer else opt
 
 
 @pytest.mark.parametrize(
     ("kind", "outer", "clipped", "optimizer"),
     [
-        ("simd", "accumulation", "around", "adam"),
-        ("simd", "sync_replicas", "around", "sgd"),
+        ("simd", "local", "around", "adam"),
+        ("simd", "replicas", "around", "sgd"),
         ("simd", "cross_shard", "inside", "sgd"),
         ("simd", "loss_scale", "around", "sgd"),
-        ("own memories", "none", "around", "sgd"),
-        pytest.param("xla", "accumulation", "inside", "sgd", marks=pytest.mark.xla),
+        ("own memories", "", "around", "sgd"),
+        pytest.param("xla", "local", "inside", "sgd", marks=pytest.mark.xla),
     ],
 )
 @pytest.mark.mostly_slow
 def test_among_other_wrappers(kind, outer, clipped, optimizer):
     """The unsharded reference runs on one processor, or on the mesh if it counts replicas."""
-    other = MESH if outer == "sync_replicas" else "one"
+    other = MESH if outer == "replicas" else "one"
     axes, axes_of_other = (gs.ReplicaAxes(*small_model.MESHES[mesh]) for mesh in (MESH, other))
-    wrap, feeds = WRAPPED[outer], batches(STEPS)
+    feeds = batches(STEPS)
     few = {"names": small_model.FEW}
-    parts = run(kind, MESH, lambda: wrap(CLIPPED[clipped](optimizer), axes), feeds, **few)
+    parts = run(kind, MESH, lambda: wrap(outer, CLIPPED[clipped](optimizer), axes), feeds, **few)
     where = "simd" if other == MESH else "placement"
-    expected = run(where, other, lambda: wrap(unsharded(optimizer), axes_of_other), feeds, **few)
+    expected = run(
+        where, other, lambda: wrap(outer, unsharded(optimizer), axes_of_other), feeds, **few
+    )
     assert_close(trained(parts), trained(expected), TOLERANCE)
 
 
@@ -77,15 +75,14 @@ def trained(result):
     }
 
 
-@pytest.mark.parametrize("outer", ["none", "accumulation", "loss_scale"])
+@pytest.mark.parametrize("outer", ["", "local", "loss_scale"])
 @pytest.mark.mostly_slow
 def test_clipping_around_parts_is_clipping_inside(outer):
     """The norm is computed from parts; no gradient is all-reduced for it."""
     axes, made = gs.ReplicaAxes(*small_model.MESHES[MESH]), {}
     for name, make in CLIPPED.items():
-        wrap = WRAPPED[outer]
         made[name] = small_model.built(
-            "simd", MESH, lambda make=make, wrap=wrap: wrap(make(), axes), batches(1)[0],
+            "simd", MESH, lambda make=make: wrap(outer, make(), axes), batches(1)[0],
             names=small_model.FEW,
         )  # fmt: skip
     rows = {
@@ -97,7 +94,7 @@ def test_clipping_around_parts_is_clipping_inside(outer):
     }
     assert "XlaReduceScatter" in [operation for operation, _ in rows["around"]]
     assert sorted(rows["around"]) == sorted(rows["inside"])
-    if outer == "none":
+    if not outer:
         assert_same_bits(*(x.run(batches(1)).variables for x in made.values()))
 
 

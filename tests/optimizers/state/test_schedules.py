@@ -11,6 +11,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update, rate_at
 from tests import harness, models, reference
+from tests.wrappers import KINDS, wrap
 
 K = 4
 
@@ -192,14 +193,18 @@ SHARDS = {"mesh_shape": "b:2", "layout": "batch:b"}
 NAN = float("nan")
 # Wrappers around an optimizer, and the gradients of their steps; 1 where there is no more to see.
 COUNTED = {
-    "K of 1": (lambda opt: gs.GradientAccumulationOptimizer(opt, 1), [1] * 8),
-    "cross shard": (gs.CrossShardOptimizer, [1] * 8),
+    **{
+        name: (functools.partial(wrap, name, axes=SHARDS, backward_passes_per_step=1), [1] * 8)
+        for name in KINDS
+        # A scalar has no parts, and islands make updates of their own.
+        if name not in ("sharded", "islands")
+    },
+    "replicas": (
+        functools.partial(wrap, "replicas", axes=SHARDS, replicas_to_aggregate=2),
+        [1, 1, NAN, 1, 1, 1, 1, 1],
+    ),
+    "loss_scale": (gs.LossScaleOptimizer, [1, 1, NAN, NAN, 1, 1, 1, 1]),
     "pairs": (OneByOne, [1] * 8),
-    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 10.0), [1] * 8),
-    "average": (lambda opt: gs.AverageOptimizer(opt, 0.5), [1] * 8),
-    "sync": (lambda opt: gs.SyncReplicasOptimizer(opt, 2, **SHARDS), [1, 1, NAN, 1, 1, 1, 1, 1]),
-    "loss scale": (gs.LossScaleOptimizer, [1, 1, NAN, NAN, 1, 1, 1, 1]),
-    "outer": (lambda opt: gs.OuterOptimizer(opt, 1, 1.0, 0.0, **SHARDS), [1] * 8),
     "another name": (
         lambda opt: gs.GradientAccumulationOptimizer(opt, 2, name="mine"),
         [0.5] * 8,
@@ -232,7 +237,7 @@ def rates_follow_updates(make, asked_later=False):
 
 @pytest.mark.parametrize(
     ("mesh_kind", "name"),
-    harness.on_both(zip(COUNTED), [("pairs",), ("sync",), ("outer",), ("another name",)]),
+    harness.on_both(zip(COUNTED), [("pairs",), ("replicas",), ("one island",), ("another name",)]),
     indirect=["mesh_kind"],
 )
 @pytest.mark.mostly_slow(every=5)

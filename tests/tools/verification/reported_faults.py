@@ -88,6 +88,7 @@ def step(
             return total, apply(grads, variables, n)
         return total, gs.CrossShardOptimizer(sgd()).apply_grads(grads, variables)
 
+    program.right = make, right_update
     return program
 
 
@@ -306,6 +307,7 @@ def if_split(axis, then):
     return lambda x, n: then(x, n) if n[axis] > 1 else x
 
 
+CLIPPED = clipped(lambda v, n: 1.0)
 # The norm of all gradients of `network` over that of those whose variables are not split.
 OF_NORMS = 1.02836
 
@@ -314,7 +316,7 @@ REPORTED = {
     "a norm that leaves out split parameters": Fault(
         step(
             make=network,
-            right_update=clipped(lambda v, n: 1.0),
+            right_update=CLIPPED,
             update=clipped(lambda v, n: 0.0 if n["model"] > 1 and is_split(v) else 1.0),
         ),
         "bias",
@@ -326,7 +328,7 @@ REPORTED = {
     "a norm that counts copies": Fault(
         step(
             make=network,
-            right_update=clipped(lambda v, n: 1.0),
+            right_update=CLIPPED,
             update=clipped(lambda v, n: 1.0 if is_split(v) else float(n["model"])),
         ),
         "bias",
@@ -338,7 +340,7 @@ REPORTED = {
     "a norm over shards' sums": Fault(
         step(
             make=network,
-            right_update=clipped(lambda v, n: 1.0),
+            right_update=CLIPPED,
             update=clipped(lambda v, n: float(n["batch"])),
         ),
         "bias",

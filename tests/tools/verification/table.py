@@ -26,6 +26,15 @@ from tests.tools.verification.update_faults import OF_UPDATES
 ALL: dict[str, Fault] = {**FAULTS, **REPORTED, **OF_UPDATES}
 
 
+def _right_program(fault: Fault) -> Any:
+    """Returns what tells a fault's program without the wrong line from those of other faults."""
+    return getattr(fault.program, "right", fault.program), str(fault.params), fault.runtime
+
+
+# Of all faults with the same right program, one.
+RIGHT_PROGRAMS = list({_right_program(ALL[name]): name for name in reversed(ALL)}.values())[::-1]
+
+
 def verified(fault: Fault, wrong: bool) -> Any:
     """Verifies a program with its fault, or without."""
     return verification.verify(

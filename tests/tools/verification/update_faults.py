@@ -46,6 +46,9 @@ def by(make):
     return update
 
 
+DESCENT = by(lambda n: Descent())
+
+
 def followed_by(extra):
     """An update, and assignments of the program's own: `extra(mesh, grads, variables, n)`."""
 
@@ -184,7 +187,7 @@ OF_UPDATES = {
         "value",
     ),
     "an update applied twice": Fault(
-        step(make=network, right_update=by(lambda n: Descent()), update=twice),
+        step(make=network, right_update=DESCENT, update=twice),
         "bias",
         2.0,
         "",
@@ -195,7 +198,7 @@ OF_UPDATES = {
     "a slice that is not written": Fault(
         step(
             make=network,
-            right_update=by(lambda n: Descent()),
+            right_update=DESCENT,
             update=by(
                 lambda n: Descent(
                     of_value=lambda v, new: (
@@ -247,7 +250,7 @@ OF_UPDATES = {
     "a slot times the shards": Fault(
         step(
             make=network,
-            right_update=by(lambda n: Descent()),
+            right_update=DESCENT,
             update=by(lambda n: Descent(of_slot=lambda slot, grad: slot * n["batch"])),
         ),
         "bias/momentum",
@@ -260,7 +263,7 @@ OF_UPDATES = {
     "a slot of which half is lost": Fault(
         step(
             make=network,
-            right_update=by(lambda n: Descent()),
+            right_update=DESCENT,
             update=by(
                 lambda n: Descent(
                     of_slot=lambda slot, grad: half_of(slot, n) if H in slot.shape.dims else slot
