@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """Returns text such as "a, b, c and 31 more": the first names, and the number of others."""
+    """Returns text such as "a, b, c and 31 more": the first names, and the number of others.
+
+    Example:
+      >>> some_of(["a", "b", "c", "d", "e"])
+      'a, b, c and 2 more'
+    """
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -168,7 +173,12 @@ def _letters(name: str) -> str:
 
 
 def did_you_mean(given: str, names: Iterable[str], most: int = 2) -> str:
-    """Returns the end of a message, such as "; did you mean a or b?"; "" if no name comes near."""
+    """Returns the end of a message, such as "; did you mean a or b?"; "" if no name comes near.
+
+    Example:
+      >>> did_you_mean("batc", ["batch", "heads"])
+      '; did you mean batch?'
+    """
     close = close_to(given, names, most)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 

@@ -143,6 +143,16 @@ def per_shard(
       TypeError: grads or axes are of the wrong type.
       ValueError: shards' gradients are not recoverable (the error names the gradients, and the
         operations that mixed shards), or the batch is split along a dimension that axes lacks.
+
+    Example:
+      >>> mesh = mtf.Mesh(mtf.Graph(), "mesh")
+      >>> batch, size = mtf.Dimension("batch", 8), mtf.Dimension("size", 2)
+      >>> x = mtf.import_tf_tensor(mesh, tf.ones([8, 2]), [batch, size])
+      >>> w = mtf.get_variable(mesh, "w", [size], initializer=tf.ones_initializer())
+      >>> grads = mtf.gradients([mtf.reduce_mean(x * w)], [w])
+      >>> axes = gs.ReplicaAxes("all:4", "batch:all")
+      >>> grads[0].shape, gs.per_shard(grads, axes)[0].shape
+      (Shape[size=2], Shape[batch=4, size=2])
     """
     grads = check_gradients(grads)
     check_one_mesh(grads, "per_shard")

@@ -101,6 +101,11 @@ class ReplicaAxes:
       shard_dims: one `mtf.Dimension` per replica axis. Its name is the batch dimension's, so
         that the layout splits it over the replica axis; its size is the axis's.
       num_shards: product of the sizes of `shard_dims`.
+
+    Example:
+      >>> axes = gs.ReplicaAxes("rows:2;cols:4", "batch:rows;hidden:cols")
+      >>> axes.num_shards, axes.shard_dims
+      (2, (Dimension(name='batch', size=2),))
     """
 
     def __init__(

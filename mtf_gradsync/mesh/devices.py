@@ -18,6 +18,10 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
     """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
     Anything else raises a ValueError, which calls it `argument`.
+
+    Example:
+      >>> canonical_device("cpu:0")
+      '/device:CPU:0'
     """
     cause: Exception | None = None
     try:
@@ -69,7 +73,12 @@ def kind_of(device: str) -> str:
 
 
 def memories(devices: Sequence[str]) -> list[list[int]]:
-    """Returns groups of positions of devices that share a memory, as a process's CPUs do."""
+    """Returns groups of positions of devices that share a memory, as a process's CPUs do.
+
+    Example:
+      >>> memories(["/cpu:0", "/cpu:1", "/gpu:0"])
+      [[0, 1], [2]]
+    """
     found: dict[Any, list[int]] = {}
     for position, device in enumerate(devices):
         found.setdefault(_memory(device), []).append(position)

@@ -122,6 +122,14 @@ class GradientAccumulationOptimizer(ReportsSkips):
     References:
       horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps;
       Rajbhandari et al., "ZeRO", 2019 (stage 2)
+
+    Example:
+      >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
+      >>> opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 8, **mesh)
+      >>> print(gs.describe(opt))
+      every step  add up gradients on each shard      (GradientAccumulationOptimizer)
+      every 8th   reduce over batch, 4 shards: fused  (GradientAccumulationOptimizer)
+                  update by Sgd
     """
 
     shown = (

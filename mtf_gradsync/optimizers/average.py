@@ -163,6 +163,12 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
 
     Raises:
       TypeError: variable is not a mesh variable.
+
+    Example:
+      >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)
+      >>> w = mtf.get_variable(mesh, "w", [size], initializer=tf.ones_initializer())
+      >>> gs.moving_average(w).name
+      'w/ExponentialMovingAverage'
     """
     (variable,) = check_variables([variable])
     kept = variable.slice_dtype if variable.slice_dtype.size >= 4 else tf.float32
@@ -326,6 +332,12 @@ class AverageOptimizer(KeepsAverages):
 
     References:
       `tf.compat.v1.train.ExponentialMovingAverage`; `optax.ema` for zero_debias
+
+    Example:
+      >>> print(gs.describe(gs.AverageOptimizer(mtf.optimize.SgdOptimizer(0.1), 0.999)))
+      every step  reduce over the replica axes: fused  (AverageOptimizer)
+                  update by Sgd
+      after it    averages, decay 0.999                (AverageOptimizer)
     """
 
     def __init__(

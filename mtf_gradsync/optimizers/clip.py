@@ -44,6 +44,13 @@ class ClipByGlobalNormOptimizer(Wrapper):
 
     References:
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
+
+    Example:
+      >>> opt = gs.ClipByGlobalNormOptimizer(mtf.optimize.SgdOptimizer(0.1), 1.0)
+      >>> print(gs.describe(gs.CrossShardOptimizer(opt)))
+      every step  reduce over the replica axes: fused  (CrossShardOptimizer)
+                  clip to a global norm of 1           (ClipByGlobalNormOptimizer)
+                  update by Sgd
     """
 
     def __init__(

@@ -150,6 +150,14 @@ class LossScaleOptimizer(ReportsSkips):
     References:
       Micikevicius et al., "Mixed precision training", 2018;
       `tf.keras.mixed_precision.LossScaleOptimizer`
+
+    Example:
+      >>> opt = gs.LossScaleOptimizer(mtf.optimize.SgdOptimizer(0.1))
+      >>> print(gs.describe(gs.CrossShardOptimizer(opt)))
+      every step  divide by the loss scale, dynamic, at first 32,768  (LossScaleOptimizer)
+                  reduce over the replica axes: fused                 (CrossShardOptimizer)
+                  skip where not finite                               (LossScaleOptimizer)
+                  update by Sgd
     """
 
     _scales_loss = True

@@ -108,6 +108,14 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
 
     These are variables of two or more dimensions whose names do not have "embedding", "softmax" or
     "logits" in them.
+
+    Example:
+      >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)
+      >>> heads, ones = mtf.Dimension("heads", 2), tf.ones_initializer()
+      >>> gs.is_hidden_matrix(mtf.get_variable(mesh, "layer/q", [size, heads], initializer=ones))
+      True
+      >>> gs.is_hidden_matrix(mtf.get_variable(mesh, "bias", [size], initializer=ones))
+      False
     """
     name = variable.name.lower()
     return variable.shape.ndims >= 2 and not any(

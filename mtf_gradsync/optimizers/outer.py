@@ -162,6 +162,14 @@ class OuterOptimizer(ReportsSkips):
     References:
       Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105; and with fragments,
       https://arxiv.org/abs/2501.18512
+
+    Example:
+      >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
+      >>> opt = gs.OuterOptimizer(mtf.optimize.SgdOptimizer(0.1), inner_steps=16, **mesh)
+      >>> print(gs.describe(opt))
+      every step         split gradients into those of 4 islands              (OuterOptimizer)
+                         update by Sgd
+      every 16th update  outer step of the values: mean of 4 islands, ...     (OuterOptimizer)
     """
 
     shown = (("outer step", "outer/step"),)

@@ -55,6 +55,11 @@ def per_update(
     Raises:
       TypeError: schedule is neither a function, a number nor a list of them.
       ValueError: backward_passes_per_step is neither a whole number of 1 or more nor a function.
+
+    Example:
+      >>> rate = gs.per_update(lambda step, total_train_steps: 1.0 / (1 + step), 4)
+      >>> [rate(step=step) for step in (0, 3, 4, 7)]
+      [1.0, 1.0, 0.5, 0.5]
     """
     passes = check_passes(backward_passes_per_step)
     factors: list[Any] = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]

@@ -199,6 +199,14 @@ class ShardedUpdateOptimizer(Wrapper):
     References:
       Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
       2020; Rajbhandari et al., "ZeRO", 2019 (stage 1).
+
+    Example:
+      >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
+      >>> adam = mtf.optimize.AdamWeightDecayOptimizer(0.001)
+      >>> print(gs.describe(gs.ShardedUpdateOptimizer(adam, **mesh)))
+      every step  reduce, each replica its part, over batch, 4 shards: fused         (ShardedUp...)
+                  update each replica's part of the variables, gather the new values (ShardedUp...)
+                  update by AdamWeightDecay
     """
 
     axes: ReplicaAxes

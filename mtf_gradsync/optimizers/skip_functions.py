@@ -89,6 +89,16 @@ class skip_spikes:
 
     State, by name of the wrapper, in checkpoints: `<name>/norms`, float32 `[window]`,
     `<name>/num_norms`, int32, how many norms were written, and `<name>/spikes_in_a_row`, int32.
+
+    Example:
+      >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
+      >>> opt = gs.GradientAccumulationOptimizer(
+      ...     mtf.optimize.SgdOptimizer(0.1), 8, should_skip_update_fn=gs.skip_spikes(), **mesh
+      ... )
+      >>> print(gs.describe(opt))
+      every step  add up gradients on each shard; skip steps by skip_spikes  (GradientAcc...)
+      every 8th   reduce over batch, 4 shards: fused                         (GradientAcc...)
+                  update by Sgd
     """
 
     skips_not_finite = True

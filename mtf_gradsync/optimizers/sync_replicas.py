@@ -65,6 +65,14 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
+
+    Example:
+      >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
+      >>> opt = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 3, **mesh)
+      >>> print(gs.describe(opt))
+      every step          add up gradients of replicas, if finite and not stale    (sync_replicas)
+      once 3 contributed  reduce over batch, 4 shards: fused; average over those... (sync_replicas)
+                          update by Sgd
     """
 
     shown = (

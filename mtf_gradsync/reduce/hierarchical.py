@@ -282,6 +282,13 @@ class HierarchicalAllReduce(Strategy):
 
     References:
       TensorFlow 1's `MultiWorkerAllReduce`, for the form of the specification.
+
+    Example:
+      >>> reducer = gs.reduce.HierarchicalAllReduce(outer_axes="islands")
+      >>> opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), reducer=reducer)
+      >>> print(gs.describe(opt))
+      every step  reduce over the replica axes: by HierarchicalAllReduce  (CrossShardOptimizer)
+                  update by Sgd
     """
 
     def __init__(

@@ -44,6 +44,10 @@ def session_config(
       ValueError: num_cpu_devices is not a whole number of 1 or more, a number of threads not one
         of 0 or more, or collective_group_leader names no task.
       TypeError: allow_soft_placement or repeatable is neither True nor False.
+
+    Example:
+      >>> gs.session_config(num_cpu_devices=8).device_count["CPU"]
+      8
     """
     if num_cpu_devices is not None:
         more = "None takes TensorFlow's default of one."

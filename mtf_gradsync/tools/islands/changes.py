@@ -100,6 +100,11 @@ def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> floa
     Usual is the median of `others`: what others contribute to the same version, and the island
     itself to earlier ones. Those of fewer steps count as that much longer. It is 1 where nothing is
     known, or `max_ratio` is 0.
+
+    Example:
+      >>> usual = [Length(norm, steps=5) for norm in (1.0, 1.5, 2.0)]
+      >>> scale_of(Length(10.0, steps=5), usual, max_ratio=2.0)
+      0.3
     """
     known = [x.norm * max(change.steps / max(x.steps, 1.0), 1.0) for x in others if x.norm]
     if not known or not max_ratio:

@@ -144,7 +144,12 @@ def counts_behind(
 
 
 def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
-    """Returns the names of the variables that a version changes: all of them in version 0."""
+    """Returns the names of the variables that a version changes: all of them in version 0.
+
+    Example:
+      >>> [fragment_of(version, ["a", "b", "c"], fragments=2) for version in (0, 1, 2)]
+      [['a', 'b', 'c'], ['a', 'c'], ['b']]
+    """
     if version == 0:
         return sorted(names)
     turn = (version - 1) % fragments
@@ -159,7 +164,12 @@ def newest_version(folder: Folder) -> int | None:
 
 
 def versions_that_make(version: int, fragments: int) -> list[int]:
-    """Returns, in order, the versions whose objects hold all variables' newest values."""
+    """Returns, in order, the versions whose objects hold all variables' newest values.
+
+    Example:
+      >>> versions_that_make(5, fragments=2)
+      [4, 5]
+    """
     return list(range(max(version - fragments + 1, 0), version + 1))
 
 

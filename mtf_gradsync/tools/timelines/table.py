@@ -144,7 +144,12 @@ Interval = Tuple[int, int]
 
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals: in order, none touching another."""
+    """Returns the union of intervals: in order, none touching another.
+
+    Example:
+      >>> covered([(3, 5), (1, 4), (7, 8)])
+      [(1, 5), (7, 8)]
+    """
     found: list[Interval] = []
     for begin, end in sorted(i for i in intervals if i[0] < i[1]):
         if found and begin <= found[-1][1]:
@@ -160,7 +165,12 @@ def length(intervals: Sequence[Interval]) -> int:
 
 
 def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Returns the time in merged intervals that other merged intervals do not cover."""
+    """Returns the time in merged intervals that other merged intervals do not cover.
+
+    Example:
+      >>> minus([(0, 10)], [(2, 3), (5, 20)])
+      [(0, 2), (3, 5)]
+    """
     found = []
     position = 0
     for begin, end in intervals:
@@ -178,7 +188,12 @@ def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Int
 
 
 def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
-    """Returns the nanoseconds that two lists of merged intervals have in common."""
+    """Returns the nanoseconds that two lists of merged intervals have in common.
+
+    Example:
+      >>> shared([(0, 10)], [(2, 3), (5, 20)])
+      6
+    """
     return length(intervals) - length(minus(intervals, others))
 
 

@@ -69,7 +69,12 @@ def error_of(value: np.ndarray, reference: np.ndarray) -> float:
 
 
 def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> float | None:
-    """Returns the factor between a value and its reference, or None if it is not one number."""
+    """Returns the factor between a value and its reference, or None if it is not one number.
+
+    Example:
+      >>> factor_of(np.array([2.0, 4.0]), np.array([1.0, 2.0]), 1e-6)
+      2.0
+    """
     if value.shape != reference.shape:
         return None
     value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
