@@ -153,7 +153,7 @@ def reset_warnings() -> None:
 def close_to(given: str, names: Iterable[str], most: int = 2) -> list[str]:
     """Returns the names most similar to a given name, the most similar first.
 
-    A name comes near if one of its parts does, or has the given one in it.
+    A name is similar if one of its parts is, or if it contains the given name.
     """
     wanted = _letters(given)
 
@@ -208,8 +208,8 @@ _T = TypeVar("_T")
 def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
     """Yields all elements that are reached from `starts`, including `starts`, each once.
 
-    `following` gives the elements that follow one. The walk is depth first: of the elements that
-    wait, the one found last comes next.
+    `following` gives the elements that follow one. The walk is depth first: of the waiting
+    elements, the last one found comes next.
     """
     seen = dict.fromkeys(starts)
     todo = list(seen)

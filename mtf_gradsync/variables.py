@@ -1,4 +1,4 @@
-"""What a program does about TensorFlow's ref variables."""
+"""Names of variables, and remedies for errors of TensorFlow's ref variables."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class TPUEstimatorSpec(_Spec, _TPUFields):
 
 
 class _Settings:
-    """Settings by name, with defaults for those that a program does not give."""
+    """Settings by name, with defaults for missing ones."""
 
     _defaults: Mapping[str, Any] = MappingProxyType({})
 

@@ -7,8 +7,8 @@ things that it names while it is being imported:
 - ``tf.estimator`` (also read by ``gin.tf``), ``tensorflow.python.tpu.tpu_config`` and
   ``.tpu_estimator``: gone from 2.16 on.
 
-Importing this module adds what is missing, and nothing else. Specs and configs of Estimator are
-data, and work; its session hooks are those of ``tf.train``. Names that really need Estimator can be
+Importing this module adds missing names, and nothing else. Specs and configs of Estimator are data,
+and work; its session hooks are those of ``tf.train``. Names that really need Estimator can be
 imported, subclassed and used in annotations; calling one raises an error that says what to use.
 
 ``mesh_tensorflow.transformer`` needs the ``train`` extra, and can be imported afterwards. Flags of

@@ -31,8 +31,8 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     Args:
       owner: the module or class that has the function.
       name: the function's name in it.
-      make: makes the new function from the one that is there, which other libraries may have
-        changed. Its own name identifies the patch.
+      make: returns the new function, given the current one, which other libraries may have changed.
+        Its own name identifies the patch.
     """
     there = getattr(owner, name)
     this, before = f"{make.__module__}.{make.__qualname__}", getattr(there, _PATCHES, ())
@@ -270,7 +270,7 @@ def read_only_own_flags() -> None:
     """Makes Mesh-TF's SIMD meshes look only for their own two flags in a command line.
 
     Where no program has parsed absl's flags, TensorFlow parses the whole command line as soon as
-    one is read, and ends a program whose arguments are those of argparse.
+    one is read, and ends a program that parses its arguments by argparse.
     """
     module = mtf.simd_mesh_impl
     if not isinstance(module.FLAGS, _OwnFlags):
@@ -370,7 +370,7 @@ def draw_by_step() -> None:
     Mesh-TF seeds TensorFlow's generators, which begin anew in each session, by Python's random
     numbers and hash. In a graph with a seed and a global step (a resource variable), the same
     program draws the same numbers in each process, and in a run that was resumed. Turns of loops,
-    and graphs without these, draw as ever.
+    and graphs without these, draw as without this package.
     """
 
     def by_step(random: Any) -> Any:

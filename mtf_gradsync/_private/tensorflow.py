@@ -97,8 +97,8 @@ def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
 def control_flow_v1() -> Iterator[None]:
     """Makes ``tf.cond`` add its operations to the graph itself, inside the block.
 
-    Where TensorFlow 2's control flow is on, a branch is a graph of its own, and what it makes is of
-    no use to the lowering outside.
+    Where TensorFlow 2's control flow is on, a branch is a graph of its own, whose tensors the
+    lowering outside cannot use.
     """
     # Inside of a tf.function it is on in any case: asked there, TensorFlow does not say what the
     # switch is at.

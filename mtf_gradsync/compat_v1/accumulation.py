@@ -52,13 +52,13 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
 
         Args:
           opt: the optimizer.
-          backward_passes_per_step: micro steps for each update, 1 or more.
+          backward_passes_per_step: microbatch steps for each update, 1 or more.
           average_aggregated_gradients: divide the sum by backward_passes_per_step.
           sparse_as_dense: turn `tf.IndexedSlices` into dense gradients; if not, they are an error.
           allreduce_fn: gets the sums and their variables once an update, and returns what the
             optimizer is to get in place of the sums, before they are divided.
           accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
-          name: prefix of what it creates.
+          name: prefix of the names of its variables and operations.
 
         Raises:
           TypeError: backward_passes_per_step is a function, which goes with mesh optimizers only.
@@ -104,7 +104,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
 
         Args:
           grads_and_vars: pairs as `compute_gradients` returns them; a gradient may be None.
-          global_step: a variable to add one to on every micro step, or None.
+          global_step: a variable to add one to on every microbatch step, or None.
           name: name of the operation.
 
         Returns:

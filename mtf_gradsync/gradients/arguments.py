@@ -228,7 +228,7 @@ class Bounds(NamedTuple):
 
     Attributes:
       least: its least value.
-      below: what it is less than; None if it may be infinite.
+      below: a number above all values; None if a value may be infinite.
     """
 
     least: float

@@ -40,7 +40,7 @@ class Clipping(NamedTuple):
 
     Attributes:
       norm: the gradients' norm before.
-      factor: what they were multiplied by, of the norm's shape.
+      factor: the factor of the gradients, of the norm's shape.
       size: the number of gradients.
     """
 
@@ -212,11 +212,11 @@ def clip_by_shard_norm(
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips each shard's gradients by that shard's own norm over all gradients.
 
-    Huge gradients of one shard do not scale down those of others. Where a gradient is split over a
-    replica axis by its own layout (an expert's), each part counts for the shard that holds it.
-    Norms are float32 (float64 for float64 gradients), and right where squares of gradients overflow
-    or underflow. A norm that is not finite, or 2^126 times clip_norm (float32), makes all gradients
-    of its shard NaN.
+    Huge gradients of one shard do not scale down the gradients of other shards. Where a gradient is
+    split over a replica axis by its own layout (an expert's), each part counts for the shard that
+    holds it. Norms are float32 (float64 for float64 gradients), and right where squares of
+    gradients overflow or underflow. A norm that is not finite, or 2^126 times clip_norm (float32),
+    makes all gradients of its shard NaN.
 
     Args:
       grads: gradients, pending or per shard; None passes through.

@@ -71,8 +71,8 @@ class SumCopies(GradientOperation):
     ):
         """Adds the operation.
 
-        `shard_dims` are those of each tensor, at any positions, in the order that numbers the
-        shards. All shards are one group if no groups are given.
+        `shard_dims` are the shard dims of each tensor, at any positions, in the order that numbers
+        the shards. All shards are one group if no groups are given.
         """
         self._shard_dims = [list(dims) for dims in shard_dims]
         self._groups = groups

@@ -92,8 +92,8 @@ def own_slices(
 ) -> Callable[[mtf.Tensor], Axes]:
     """Returns a function: the replica axes along which a slice has only its shard's data.
 
-    A dimension of the batch is the shards' own, and so is what stays in place when it is computed
-    from their own slices. Other dimensions that are split over a replica axis are not: experts get
+    A batch dimension holds only a shard's own data, and so does a tensor that is computed in place
+    from such slices. Other dimensions that are split over a replica axis are not: experts get
     examples of all shards by a reshape that moves them, sums over the shards are broadcast to a
     variable that is split, and an input with a dimension of variables is a factor for experts.
     """
@@ -182,8 +182,8 @@ def used_axes(
     """Returns the mesh axes that the batch of a program is split over.
 
     `names` has the dimensions' names that each wrapper was given, or None, and the axes are those
-    of all these dimensions. If the graph lacks one of them, or none were given, the axes are those
-    that inputs and losses are split over.
+    of all these dimensions. If the graph lacks one of these dimensions, or none were given, the
+    axes are those that split inputs and losses.
     """
     names = list(names)
     given = list(dict.fromkeys(name for some in names for name in some or ()))
@@ -206,9 +206,9 @@ def used_axes(
 def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
     """Returns the replica axes of the program's one mesh, for gradients without given axes.
 
-    The axes are those that split the dimensions `names`. If the graph lacks one of these
-    dimensions, they are those that split its inputs, and a warning says so. None if the program has
-    made no mesh yet or several, the targets are on several meshes, or the mesh splits none of the
+    The axes are those that split the dimensions `names`. If the graph lacks such a dimension, the
+    axes are those that split its inputs, and a warning says so. None if the program has made no
+    mesh yet or several, the targets are on several meshes, or the mesh splits none of the
     dimensions.
     """
     made = meshes_made()

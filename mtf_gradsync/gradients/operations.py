@@ -36,7 +36,7 @@ class GradientOperation(mtf.Operation):
     """An operation on a list of tensors, all of which are lowered at once.
 
     Attributes:
-      takes_pending: whether it reads pending sums as they are, but for those for which it called
+      takes_pending: whether it reads pending sums as they are, except for sums for which it called
         `PendingSums.want` with `reduced=True`. If false, all inputs of an operation that is not
         linear are reduced.
       is_linear: whether its outputs are linear in all of its inputs together.

@@ -353,8 +353,8 @@ class PendingSums(PlanExtension):
 
         The sums behind all gradients that are to be reduced are reduced together, at the first
         place that needs one of them, which may be in the model. Without `batch_dims` the graph
-        tells what the batch is split along. Tensors that `are_sums` themselves, over any mesh axes,
-        are reduced together even if each shard holds its own part of them.
+        shows which dimensions split the batch. Tensors that `are_sums` themselves, over any mesh
+        axes, are reduced together even if each shard holds its own part of them.
         """
         if not tensors:
             return

@@ -154,7 +154,7 @@ _SAYS = {
 class Apart:
     """The answer to whether each shard's gradient is recoverable, for a stage that needs it.
 
-    Positions are those in the list of gradients.
+    Positions are in the list of gradients.
 
     Attributes:
       mixed: for each gradient from which they are not, an operation that mixed shards.
@@ -200,7 +200,7 @@ class Apart:
         """Returns the part of a recoverable gradient without any shard's data; None if none.
 
         An example is the gradient of a penalty on weights, which `per_shard` divides equally among
-        the shards. What a loop adds up counts as data.
+        the shards. Sums made by a loop count as data.
         """
         grad, flow = self._grads[i], self._flow
         if grad is None or flow is None:
@@ -261,7 +261,7 @@ def _checked(
 def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
     """Returns, by position, the operations that mix shards in gradients other than by a sum.
 
-    What shards hold of the other gradients can be added up later. It need not be their own: an
+    The shards' terms of all other gradients can be added up later. It need not be their own: an
     expert's gradient is of all shards' examples. The gradients and axes are as for `Apart`.
     """
     present = _checked(grads, axes)

@@ -154,7 +154,7 @@ class SharedVariable:
 
     Attributes:
       laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
-      writers: for each processor the one that writes its slice.
+      writers: for each processor the processor that writes its slice.
       copy_master_to_slices: the tf operation that sets the tf variables from the master.
       copy_slices_to_master: the tf operation that does the reverse.
     """
@@ -227,7 +227,8 @@ _WRITING = weakref.WeakKeyDictionary()
 def writing(only_calls: bool = False) -> Iterator[None]:
     """Lets operations that are made inside the block write shared slices, each once.
 
-    With `only_calls`, those that call functions, which have been checked themselves.
+    With `only_calls`, only operations that call functions; the functions have been checked
+    themselves.
     """
     graph = tf.get_default_graph()
     first = graph.version

@@ -150,7 +150,8 @@ class ByVariable(mtf.optimize.Optimizer):
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """Makes the update of one variable, as `apply_grads` does.
 
-        Raises ValueError for a variable of a group with `clip_norm`, whose norm is of all of them.
+        Raises ValueError for a variable of a group with `clip_norm`: the norm needs all gradients
+        at once.
         """
         group = self._group_of(var)
         if group.clip_norm is not None:

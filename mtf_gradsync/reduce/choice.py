@@ -175,8 +175,8 @@ def choose_the_best(
     | GPUs without links, or with unknown ones | `FusedAllReduce` with buckets of 1 MiB |
     | anything else | `FusedAllReduce`; for kinds of devices that are not known, with a warning |
 
-    The choice never fails: one warning names what it cannot find out. The first three rows are
-    measured by ``python -m benchmarks.reductions`` and ``python -m benchmarks.two_processes``;
+    The choice never fails: one warning names the facts that it could not find. The first three rows
+    are measured by ``python -m benchmarks.reductions`` and ``python -m benchmarks.two_processes``;
     those of GPUs are not.
 
     Args:

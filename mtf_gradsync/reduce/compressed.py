@@ -334,8 +334,8 @@ def say_where_sums_overflow(
 ) -> list[Any]:
     """Returns results that print a message when sums of finite values overflow.
 
-    `values` are those before rounding, read only after an overflow; `sums` are in the narrow dtype.
-    With `in_parts` each processor of a group has only a part of the sum.
+    `values` are the numbers before rounding, read only after an overflow; `sums` are in the narrow
+    dtype. With `in_parts` each processor of a group has only a part of the sum.
     """
     devices = mesh_impl.devices
     pairs = [(i, group) for i in range(len(values)) for group in groups.groups]

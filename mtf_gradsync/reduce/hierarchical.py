@@ -267,8 +267,8 @@ class HierarchicalAllReduce(Strategy):
     """Sums in two levels: within inner groups first, then over the slow links between them.
 
     An inner group is the processors of one process if the mesh's devices are in several processes,
-    otherwise those that differ only along the inner mesh axes. On a placement mesh only one member
-    of each inner group sends and receives over the slow links; the others read its sum.
+    otherwise the processors that differ only along the inner mesh axes. On a placement mesh only
+    one member of each inner group sends and receives over the slow links; the others read its sum.
 
     A SIMD mesh has one algorithm, and all its cores take part in the outer sum. All tensors of a
     range of sizes are summed at one level before the next begins; the sums of a level are one group

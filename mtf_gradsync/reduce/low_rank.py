@@ -66,8 +66,8 @@ def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
 def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
     """Returns matrices ``[rows, rank]`` with orthonormal columns: Gram-Schmidt, twice.
 
-    A column that is spanned by those before it, up to rounding, becomes zeros. A matrix with a
-    number that is not finite becomes NaN.
+    A column that is a combination of earlier columns, up to rounding, becomes zeros. A matrix with
+    a number that is not finite becomes NaN.
     """
 
     def of_one_shape(_: Any, members: list[int]) -> Sequence[tf.Tensor]:

@@ -220,8 +220,8 @@ PLACEMENT_PACKED_BYTES = 16 * 1024
 class FusedAllReduce(OneLevel):
     """Reduces tensors together: in one group on SIMD meshes, in buckets on placement meshes.
 
-    On a SIMD mesh each tensor has a CrossReplicaSum of its own, and those of one call are marked as
-    one group. The compilers of TPUs and GPUs combine them without copies; for CPUs the package
+    On a SIMD mesh each tensor has a CrossReplicaSum of its own, and the sums of one call are marked
+    as one group. The compilers of TPUs and GPUs combine them without copies; for CPUs the package
     packs them when it compiles the program. With a size given, and on placement meshes, tensors of
     one dtype are packed into buckets: on a SIMD mesh each bucket is one CrossReplicaSum, on a
     placement mesh one device adds it up, the devices taking turns.
@@ -236,7 +236,7 @@ class FusedAllReduce(OneLevel):
             on a SIMD mesh if packed_bytes is given; otherwise a SIMD mesh has no buckets but one
             group.
           packed_bytes: the largest tensor, in bytes per processor, that shares a bucket. None
-            packs all that fit if bucket_bytes is given, else takes a measured default on a
+            packs all tensors that fit if bucket_bytes is given, else takes a measured default on a
             placement mesh.
 
         Raises:

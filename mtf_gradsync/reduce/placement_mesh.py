@@ -45,7 +45,7 @@ def placement_mesh_impl(
         the devices taking turns.
       share_copies: whether CPU devices of one process share equal slices of variables, and tensors
         that they would compute from the same tensors. A variable that is split along one of two
-        mesh axes is then updated once for each part of it, and not once for each processor. False
+        mesh axes is then updated once for each of its parts, and not once for each processor. False
         keeps a copy for each processor, as on other kinds of devices.
 
     Returns:

@@ -227,8 +227,8 @@ class QuantizedAllReduce(GradientStrategy):
     it is kept.
 
     **Not quantized**, but reduced by `reducer`: gradients that blocks would not make half as large,
-    such as vectors of up to `block_size` / 2 numbers, and those that are not floats. Sizes are
-    those of a core's slice. `reported` has the rate that is reached, the log the names.
+    such as vectors of up to `block_size` / 2 numbers, and gradients that are not floats. Sizes are
+    of a core's slice. `reported` has the rate that is reached, the log the names.
 
     On XLA devices the messages are an all-to-all and an all-gather of int8 and bfloat16. Programs
     for TPUs by TensorFlow have no all-gather and use an all-to-all of the same bytes.

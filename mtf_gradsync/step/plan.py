@@ -8,14 +8,13 @@ list of operations, or keeps registries by graph.
 The rules:
 
 1. All variables are lowered first, and each is read there, once for the whole step; all later
-   operations use that value. Variables that a wrapper writes in place, and those that something
-   outside of the plan assigns, are read wherever they are used, as Mesh-TF does it.
-2. An operation that waits is lowered under control dependencies.
-3. The operations of a branch keep their places in the graph's list but are not lowered there: the
-   conditional of the branch lowers them, in order.
-4. Extensions (`PlanExtension`) may lower operations in their own way.
-5. An error while wrappers build leaves graph and plan as they were. A lowering does not change the
-   plan, so that a graph can be lowered again.
+operations use that value. Variables that a wrapper writes in place, and variables that operations
+outside of the plan assign, are read wherever they are used, as Mesh-TF does it. 2. An operation
+that waits is lowered under control dependencies. 3. The operations of a branch keep their places in
+the graph's list but are not lowered there: the conditional of the branch lowers them, in order. 4.
+Extensions (`PlanExtension`) may lower operations in their own way. 5. An error while wrappers build
+leaves graph and plan as they were. A lowering does not change the plan, so that a graph can be
+lowered again.
 """
 
 from __future__ import annotations
@@ -218,8 +217,8 @@ class StepPlan:
     def write_in_place(self, variable: mtf.Variable) -> None:
         """Notes that a wrapper writes a variable in place: it is not read first.
 
-        With a value read there still in use, TensorFlow would copy the variable to add to it. Those
-        who read the variable have to order reads and writes themselves.
+        With a value read there still in use, TensorFlow would copy the variable to add to it.
+        Readers of the variable have to order reads and writes themselves.
         """
         self._in_place[variable] = None
 
@@ -252,7 +251,8 @@ class StepPlan:
     def outside_of_branches(self, inputs: Sequence[mtf.Tensor] = ()) -> Iterator[None]:
         """Makes operations inside the block run on every step, whatever branch is being built.
 
-        They stay in the branch if one of their `inputs` was made in it; variables are outside.
+        The operations stay in the branch if one of their `inputs` was made in it; variables are
+        outside.
         """
         known = self._before_branches
         is_free = all(isinstance(x.operation, mtf.Variable) or x.operation in known for x in inputs)
@@ -345,7 +345,8 @@ class StepPlan:
     def undone_on_error(self) -> Iterator[None]:
         """Undoes changes of the mtf graph and the plan if the block raises.
 
-        What the block made in the TensorFlow graph stays there; no mesh operation uses it.
+        Operations that the block made in the TensorFlow graph stay there; no mesh operation uses
+        it.
         """
         graph = self.graph
         lists = (graph.operations, graph.all_variables, graph.trainable_variables)
@@ -374,7 +375,7 @@ class StepPlan:
             self.deferred[0].build()
 
     def adopt(self) -> list[mtf.Operation]:
-        """Lets this plan lower all operations of the graph; returns those that are new to it."""
+        """Lets this plan lower all operations of the graph; returns the new ones."""
         new = [op for op in flat(self.graph.operations) if not isinstance(op, Planned)]
         for operation in new:
             operation.__class__ = _planned(operation.__class__)

@@ -310,7 +310,7 @@ def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
 class OwnWrites(PlanExtension):
     """A program's own assignments, which wait for all reads and for the sums before them.
 
-    Their variables are read once, as those that a wrapper updates.
+    Their variables are read once, as a wrapper's are.
     """
 
     orders_updates = True
