@@ -337,7 +337,7 @@ class TrainingSaver(RunSaver):
     """A RunSaver that refuses values from which a run could not go on.
 
     With `sums_may_be_bad` an optimizer skips sums that are not finite: a checkpoint may hold some.
-    Whoever restores by it has compared the variables name by name, and accepted differences.
+    Its caller has compared the variables name by name, and accepted differences.
     """
 
     _checks_sums = False

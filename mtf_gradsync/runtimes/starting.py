@@ -1,4 +1,4 @@
-"""What a run of train has in its folder, and how a run begins or goes on from it."""
+"""The checkpoints in a run's folder, and how a run begins or goes on from it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class MeetingAddress(NamedTuple):
     def own(self) -> str | None:
         """The host, if it is this machine's address and not a name: to listen at it alone.
 
-        What a name stands for here is not always what the others know this machine by.
+        A name may stand for another address here than on the other machines.
         """
         host = self.loopback or self.host
         with contextlib.suppress(ValueError, OSError):

@@ -23,7 +23,7 @@ class CommunicationRow:
       operation: the operation's type; "transfer" for the copies of a placement mesh.
       name: name of the operation; for copies, their name scope and "/transfer".
       dtype: dtype of the operand, such as "float32".
-      shape: shape of the operand on one core; None where it is not known or not one tensor.
+      shape: shape of the operand on one core; None if it is unknown, or there are several tensors.
       bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. It
         is what the core puts in, not what crosses the wires: that depends on the algorithm. For
         transfers: bytes received, averaged over the devices. None where it is not known.
@@ -81,7 +81,7 @@ class Total:
       groups: how many groups of operations that are made together; one made alone is a group, too.
       runs: how often they run in one step; what runs an unknown number of times counts once.
       bytes_per_core: bytes per core in one step; unknown turns count once, unknown sizes as 0.
-      is_exact: whether nothing was unknown.
+      is_exact: whether all facts were known.
     """
 
     operations: int

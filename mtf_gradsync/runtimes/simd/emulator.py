@@ -80,8 +80,7 @@ class EmulatedGraph:
         Args:
           name: name of an operation or tensor in the graph before the rewriting.
 
-        Returns:
-          The program's name, or "" for what stands outside.
+        Returns: The program's name, or "" if it is outside.
 
         Raises:
           KeyError: when the graph has no such operation.
@@ -101,7 +100,7 @@ class EmulatedGraph:
           name: the operation's.
 
         Returns:
-          The core, and what the operation was called before the rewriting; None for what stands
+          The core, and what the operation was called before the rewriting; None for an operation
           outside every program.
         """
         first, _, rest = name.partition("/")

@@ -86,7 +86,7 @@ class CycleError(ValueError):
 def sorted_by_needs(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
     """Returns items sorted so that each comes after those it needs, otherwise in the given order.
 
-    What an item needs is in the mapping, too. Raises `CycleError` if items need each other.
+    All needed items are in the mapping, too. Raises `CycleError` if items need each other.
     """
     items = list(needs)
     place = {item: i for i, item in enumerate(items)}

@@ -49,7 +49,7 @@ class DeviceInputs:
     ) -> list[DeviceValues]:
         """Puts a step's inputs on the devices: the values of `sources`, and fed values.
 
-        Of those that are fed, and of `shared`, which others have too, the devices get copies.
+        Of the inputs that are fed, and of `shared`, which others have too, the devices get copies.
         """
         copies: dict[str, np.ndarray] = {}
 

@@ -1,8 +1,9 @@
 """The part of a user's graph outside the program, which TensorFlow runs on the host.
 
-A step has three parts: what the program needs, the program, and what needs the program. The graph
-made here has the first and the last part. Where the last part reads a tensor of the first, it is
-fed the value that the first part computed, so that nothing (such as an input pipeline) runs twice.
+A step has three parts: the operations that the program needs, the program, and the operations that
+need the program. The graph made here has the first and the last part. Where the last part reads a
+tensor of the first, it is fed the value that the first part computed, so that nothing (such as an
+input pipeline) runs twice.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class MeanLossHook(tf.train.SessionRunHook):
         Args:
           loss: a scalar of a step.
           every_n_iter: how many steps a line is about.
-          in_sums: a scalar, what waits for an update in sums of gradients by the end of a step;
-            None where every step is an update.
+          in_sums: a scalar, the number of gradients that wait in sums at the end of a step; None
+            where every step is an update.
           weight: a scalar, how much the loss stands for; None for losses of equal weight.
         """
         given = {"loss": loss, "in_sums": in_sums, "weight": weight}

@@ -1,10 +1,11 @@
 """The changes that islands contribute, their weights, and the outer step that applies them.
 
-A change is what an island's values have moved from the version that it went on from. The outer step
-is that of `OuterOptimizer`, SGD with (Nesterov) momentum (DiLoCo, Douillard et al. 2023), whose
-gradient is the weighted mean of the changes. `MergeSettings` has two parts of Decoupled DiLoCo
-(Douillard et al. 2026, arXiv 2604.21428) as choices: weights of tokens times tokens per step, and
-directions that are averaged apart from lengths. Here a length is that of one variable's change.
+A change is the difference of an island's values from the version that it went on from. The outer
+step is that of `OuterOptimizer`, SGD with (Nesterov) momentum (DiLoCo, Douillard et al. 2023),
+whose gradient is the weighted mean of the changes. `MergeSettings` has two parts of Decoupled
+DiLoCo (Douillard et al. 2026, arXiv 2604.21428) as choices: weights of tokens times tokens per
+step, and directions that are averaged apart from lengths. Here a length is that of one variable's
+change.
 
 What is averaged and not trained (`MEAN`) is the plain weighted mean of what islands have.
 
@@ -98,8 +99,8 @@ def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> floa
     """Returns the factor that makes a change at most `max_ratio` times as long as usual.
 
     Usual is the median of `others`: what others contribute to the same version, and the island
-    itself to earlier ones. Those of fewer steps count as that much longer. It is 1 where nothing is
-    known, or `max_ratio` is 0.
+    itself to earlier ones. Changes of fewer steps count as that much longer. The factor is 1 if
+    `others` is empty, or `max_ratio` is 0.
 
     Example:
       >>> usual = [Length(norm, steps=5) for norm in (1.0, 1.5, 2.0)]

@@ -139,7 +139,7 @@ class IslandHook(tf.train.SessionRunHook):
       island: made in the graph, with its lowering.
       tokens: a number, or a tensor of the graph, that says how much a step's loss stands for.
       model_dir: where checkpoints of the session are written and begun from, so that the island
-        contributes what is in them; see `Island.save`. None keeps nothing beside them.
+        contributes the learning in them; see `Island.save`. None keeps nothing beside them.
     """
 
     def __init__(self, island: Island, tokens: Any = 1.0, model_dir: str | None = None):

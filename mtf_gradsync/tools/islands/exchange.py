@@ -133,7 +133,7 @@ class Exchange:
     def newest(self, version: int | None) -> int | None:
         """Returns the newest version above `version`, or `version` if there is none.
 
-        Damaged ones that were passed over are looked at again only if they change.
+        Damaged versions that were passed over are read again only if they change.
         """
         marks = self.folder.marks("versions")
         for number in sorted(_numbers(marks), reverse=True):
@@ -213,7 +213,8 @@ class Exchange:
     ) -> tuple[str, bool]:
         """Contributes a change; returns its object's name, and whether it is surely there.
 
-        The journal knows of it before: what is merged is in the journal.
+        The contribution is written to the journal first, so that everything merged is in the
+        journal.
         """
         assert facts.version is not None
         self.number += 1

@@ -125,8 +125,8 @@ def _encoded(value: Any) -> bytes:
 class Folder:
     """A folder for objects, at a path or the URL of an object store. Names use ``/``.
 
-    A folder on a disk that is moved away is waited for: what stands in its place meanwhile is not
-    taken for it. Errors of the store are FolderErrors, after some seconds of trying again.
+    A folder on a disk that is moved away is waited for: another folder in its place is not taken
+    for it. Errors of the store are FolderErrors, after some seconds of trying again.
 
     Raises ImportError without the islands extra, and ValueError for a URL that `obstore` cannot
     open.
@@ -304,7 +304,7 @@ class Folder:
         """Writes an object, which appears whole; does nothing and returns False if it exists.
 
         Of several processes that create an object, one does. An object store that answers too late
-        may have created it: what is there then is compared.
+        may have created it: the existing object is then compared.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -366,7 +366,7 @@ class Folder:
     def read_json(self, name: str, kind: Any = Any) -> Any:
         """Returns what a JSON object holds; None where there is none.
 
-        Raises DamagedObjectError for what is no JSON of this kind.
+        Raises DamagedObjectError for an object that is not JSON of this kind.
         """
         import msgspec
 
@@ -408,7 +408,7 @@ class Folder:
 
         Args:
           name: of the object.
-          specs: shapes and dtypes that its tensors must have; None takes what is there.
+          specs: shapes and dtypes that its tensors must have; None accepts any.
           expected: the checksum that it must have; None takes the one that it carries.
           kind: of its facts.
           most: bytes that it may have; by `specs` where they are given, else any number.

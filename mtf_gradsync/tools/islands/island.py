@@ -449,7 +449,7 @@ class Island:
         Args:
           session: in which a step has been made.
           tokens: how much that step's loss stands for; what islands contribute is weighted by it.
-            Those of steps that accumulate count with their update, those of skipped steps never.
+            Tokens of steps that accumulate count with their update, tokens of skipped steps never.
           checkpoint: path of one that was written since that step; see `save`.
         """
         if self.version is None:
@@ -658,8 +658,8 @@ class Island:
     ) -> None:
         """Takes a newer version's values, and keeps what was learned but not contributed.
 
-        What was contributed and will not be merged any more counts as not contributed. `merged_as`
-        is, in a replay, which contribution was merged, "" for none, None if that was open.
+        A contribution that can no longer be merged counts as not contributed. `merged_as` is, in a
+        replay, which contribution was merged, "" for none, None if that was open.
         """
         assert self.version is not None
         found = found or self._load(newest, self.version + 1)

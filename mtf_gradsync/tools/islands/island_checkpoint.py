@@ -25,8 +25,8 @@ class Sent(NamedTuple):
     Attributes:
       version: that the change goes on from.
       values: of the variables that it contributed.
-      counts: those that schedules go by.
-      tokens: what the contribution stands for.
+      counts: the counters that schedules follow.
+      tokens: the number of tokens that the contribution stands for.
       steps: how many updates are in it.
       residual: what rounding had taken away before, and is in it.
     """
@@ -83,7 +83,7 @@ class SavedIsland(NamedTuple):
     Attributes:
       learned: where the island is.
       base: the values that it went on from.
-      residual: what rounding has taken away from what it contributed.
+      residual: the rounding errors of its contributions.
       attempts: contributions to the version, by name.
     """
 

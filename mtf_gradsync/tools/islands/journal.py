@@ -177,7 +177,7 @@ class Status(NamedTuple):
       events: of all journals, by their writers' clocks.
       decisions: that are still there.
       merger: who merges, in words.
-      says: what the merger and the islands wait for, or cannot do.
+      says: messages of the merger and the islands: what they wait for, or cannot do.
     """
 
     version: int | None

@@ -44,7 +44,7 @@ class ContributionFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       island: its name.
       version: from which the change goes on; None for an offer.
-      tokens: what the change stands for.
+      tokens: the number of tokens that the change stands for.
       steps: how many updates are in it.
       form: how it is written down.
       counts: those that schedules go by.
@@ -66,7 +66,7 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
       checksum: of the object.
       weight: in the mean.
       norm: the length of the change.
-      scale: what the change is multiplied by, 1 unless it is too long.
+      scale: the factor of the change, 1 unless the change is too long.
     """
 
     object: str
@@ -121,7 +121,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
       contributions: that are merged, in this order.
       dropped: that came too late.
       refused: object -> why.
-      counts: those that schedules go by, as of the version.
+      counts: the counters that schedules follow, as of the version.
       settings: how the version is made; see `MergeSettings`.
       oldest: contributions for older versions than this one are never merged from here on.
       keeps_all: whether nothing is removed, so that all can be replayed.

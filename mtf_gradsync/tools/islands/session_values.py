@@ -32,7 +32,7 @@ class StepCounts(NamedTuple):
     """The counts of a session's optimizers at the end of a step.
 
     Attributes:
-      waiting: what is in sums and in no update yet; 0 where nothing is.
+      waiting: the number of gradients in sums that are in no update yet.
       skipped: steps and sums that no update applies.
     """
 
@@ -43,8 +43,8 @@ class StepCounts(NamedTuple):
 class Values:
     """The variables that islands exchange, to read and write: masters, and their slices.
 
-    Besides those that are trained these are the other floating-point variables of the model, such
-    as means over batches, and moving averages. Their names here begin with `changes.MEAN`.
+    They are the trained variables, and the other floating-point variables of the model, such as
+    means over batches, and moving averages. Their names here begin with `changes.MEAN`.
 
     Make it when the step is built: for sessions of TensorFlow it adds operations to the graph.
 

@@ -1,7 +1,7 @@
 """Versions of the outer values: making, reading and replaying them.
 
-What a version is depends on its decision and the objects that this names alone, not on when
-anything arrived. The arithmetic is that of `changes`.
+A version depends only on its decision and the objects that this names alone, not on when anything
+arrived. The arithmetic is that of `changes`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MergeSettings(NamedTuple):
       outer_momentum: of SGD, 0 for none.
       nesterov: whether the momentum is Nesterov's.
       fragments: into how many sets the variables are cut, which take turns.
-      weight: what a contribution weighs: its "tokens", or its tokens times its tokens per step
+      weight: the weight of a contribution: its "tokens", or its tokens times its tokens per step
         ("tokens_per_step").
       merge: "mean" averages changes; "radial" averages directions and lengths of each variable's
         change apart.
@@ -217,7 +217,7 @@ class MergedState(NamedTuple):
     Attributes:
       version: its number.
       values: of all variables.
-      momenta: of those that have one.
+      momenta: of the variables that have one.
     """
 
     version: int
@@ -250,7 +250,7 @@ def read_state(folder: Folder, version: int, settings: MergeSettings) -> MergedS
 def make_version(folder: Folder, decision: Decision, before: MergedState | None) -> MergedState:
     """Makes a version from the contributions that its decision lists, and the version before.
 
-    A variable whose new values would not be finite keeps those of before, without momentum.
+    A variable whose new values would not be finite keeps its old values, without momentum.
 
     Raises DamagedObjectError for an object that is gone or is not what the decision names.
     """

@@ -40,7 +40,7 @@ def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran
     """Finds the runs of a program's operations in a profile (``jax.profiler.ProfileData``).
 
     They are in no order. `ordinals` are what the platform calls the devices of this process's
-    cores. Events of threads that wait, and those that only mark the end of others, are no runs.
+    cores. Events of waiting threads, and events that only mark the end of others, are no runs.
     """
     planes = list(profile.planes)
     began = [t for p in planes for name, t in p.stats if name == "profile_start_time"]
@@ -175,9 +175,9 @@ def _by_tasks(
 ) -> list[_Found]:
     """Finds the device of each run by the tasks' schedule: jaxlib 0.4 does not write it down.
 
-    A program is begun on all devices in their order, by one task each. Where it has to wait, a
-    task of another device, or of a program before, goes on with it. As all devices run the same
-    program, what one task has done too often is what another device misses.
+    A program is begun on all devices in their order, by one task each. Where it has to wait, a task
+    of another device, or of a program before, goes on with it. As all devices run the same program,
+    a run that one task has too many of belongs to a device that misses it.
     """
     if cores == 1:
         return [one._replace(where=0, execution=None) for one in found]

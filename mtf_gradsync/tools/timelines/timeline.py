@@ -363,7 +363,7 @@ class Timeline:
 
         Raises:
           TimelineError: before the end of the block.
-          ValueError: when most_bytes are fewer than those of an empty trace.
+          ValueError: when most_bytes are fewer than an empty trace has.
         """
         self.written = write_trace(self.recordings, path, most_bytes)
         return self.written

@@ -60,7 +60,7 @@ def train_loop(
 
     Args:
       runner: makes steps and checkpoints; it is entered here.
-      graph: what the runner makes steps of.
+      graph: the training graph whose steps the runner makes.
       config: how long to train, and how often to save and log. Checkpoints are written beside the
         steps that follow, unless they are evaluated: then before the next step.
       tokens_per_step: targets in a global batch, padding included.

@@ -301,7 +301,7 @@ class MetricsRecorder:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the measurements of a step: numbers, or arrays with one for each shard, by name.
 
-        Of values that are not finite, only the losses are written.
+        If values are not finite, only losses are written.
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})

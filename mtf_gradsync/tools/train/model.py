@@ -33,8 +33,8 @@ MODEL_TYPES = get_args(ModelType)
 class ModelSettings(NamedTuple):
     """The settings that a run's graphs, for training and for scoring, are built from.
 
-    They are those of `RunConfig`, resolved: `batch_size` counts the sequences of a global batch,
-    and an `outer_batch_size` of 0 is none.
+    They are the settings of `RunConfig`, resolved: `batch_size` counts the sequences of a global
+    batch, and an `outer_batch_size` of 0 is none.
     """
 
     model_type: ModelType

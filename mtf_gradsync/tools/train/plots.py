@@ -200,7 +200,7 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
 def training_losses(rows: Rows) -> Series | None:
     """Returns the training losses of a metrics file, in the unit of held-out losses.
 
-    Of a file that was written before there were such, the model's own losses: means over positions.
+    For an older file without these, the model's own losses: means over positions.
     """
     return series_of(rows, "nats_per_token") or series_of(rows, "loss")
 

@@ -22,8 +22,8 @@ _MOST = 12
 def changed_settings(directory: Path) -> dict[str, str]:
     """Compares gin's configuration with the one that a run has left in its directory.
 
-    Returns for the name of each binding that differs what it is there and here. Bindings that only
-    one of them has are left out; without that file there is no difference.
+    Returns, for each binding that differs, its value there and here. Bindings that only one of them
+    has are left out; without that file there is no difference.
     """
     there, here = _there(directory), _here()
     return {

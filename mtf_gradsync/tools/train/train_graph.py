@@ -39,14 +39,15 @@ class TrainGraph(NamedTuple):
     Attributes:
       lowering: the mtf.Lowering.
       loss: float32 scalar.
-      loss_denominator: what the model divides its loss in nats by.
+      loss_denominator: the model's divisor of its loss in nats.
       step: int64 scalar; fetching it makes a training step and returns the number of steps made.
       examples: the variable `EXAMPLES`, int64 scalar.
       fields: tensors to show beside the loss, by name.
       reported: tensors for summaries, by name: the learning rate where the config has one, and the
         optimizers' reports (`mtf_gradsync.reported`).
       update_step: int scalar, updates made by the end of the step; None where no optimizer counts.
-      in_sums: int scalar, what waits for an update in sums of gradients by then; None likewise.
+      in_sums: int scalar, the gradients that wait in sums for an update after the step; None
+        likewise.
       num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
       optimizers: the optimizer that was made and those inside it, outermost first.

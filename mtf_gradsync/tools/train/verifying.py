@@ -39,8 +39,8 @@ def verify_config(
 ) -> Verification:
     """Verifies the training step that gin's configuration describes, on its training data.
 
-    Arguments are those of `mtf_gradsync.verify`. It raises ConfigError for what the configuration
-    or an argument has wrong.
+    Arguments are those of `mtf_gradsync.verify`. It raises ConfigError for a wrong configuration or
+    argument.
     """
     config = gin_files.bound_run_config()
     job = resolve_job(config)

@@ -61,7 +61,7 @@ def statistics_of(
     A number that only scales the loss, such as one over the sum of a mask, is none.
 
     Returns:
-      Names of the operations in which it comes back, and what does.
+      Names of the operations that use a statistic for examples, and the statistic.
     """
     forward = behind(losses)
     flows = _flows(forward, batch_dims)
@@ -164,7 +164,7 @@ class DifferenceFacts(NamedTuple):
       rounds: whether only the update, and not the model, has bfloat16.
       products: operations that multiply means over the batch (`products_of_means`).
       reducer: the strategy by which the culprit reduces gradients, if it rounds them.
-      counts: what the update does with counters of the program; see `cause_of`.
+      counts: how the update changes counters of the program; see `cause_of`.
       sees_gradients: whether gradients were compared.
     """
 

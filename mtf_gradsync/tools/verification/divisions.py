@@ -19,7 +19,7 @@ class Division:
       mesh_shape: Mesh-TF's mesh shape.
       layout: Mesh-TF's layout rules.
       runtime: the name of its runtime.
-      changes: what is changed of its stack of wrappers.
+      changes: the changes of its stack of wrappers.
       params: more of the program's settings, as pairs.
       is_reference: whether its gradients are those to compare with.
       precision: the narrowest float that its model is built with, "" for its own.
@@ -78,7 +78,7 @@ def default_divisions(
 
     Args:
       base: the program's own.
-      recorded: what was seen when it was built.
+      recorded: the facts recorded when it was built.
       kinds: which of them.
       k_of_stack: how many microbatch steps its stack joins.
     """

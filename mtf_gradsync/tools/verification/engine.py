@@ -41,9 +41,9 @@ class Outcome(NamedTuple):
     """The results of a division's run.
 
     Attributes:
-      recorded: what was seen when it was built.
+      recorded: the facts recorded when it was built.
       losses: the mean loss of each update, by weights where the program gives them.
-      gradients: by variable, those of each update.
+      gradients: the gradients of each update, by variable.
       values: all variables after the last update, but those of wrappers.
       changed_before: variables and slots that changed in a step before its update.
       written_early: variables of the program's own that did.

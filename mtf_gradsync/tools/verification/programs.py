@@ -128,7 +128,7 @@ class BuiltDivision(NamedTuple):
       division: how it is divided.
       graph: its graph.
       program: the SIMD program; None on a placement mesh.
-      recorded: what was seen meanwhile.
+      recorded: the facts recorded meanwhile.
       inputs: placeholders of a batch.
       loss: the loss.
       weight: how much the loss stands for, by the program; None if it does not say.

@@ -56,7 +56,7 @@ class Changes(NamedTuple):
       micro_steps: over how many microbatch steps gradients are accumulated around the stack.
       mask: whether each shard contributes, for `SyncReplicasOptimizer`; None for all.
       mesh: mesh shape and layout, for the accumulation.
-      drops: what is taken out of the model (`model_changes.DROPS`).
+      drops: the parts that are removed from the model (`model_changes.DROPS`).
       statistics: the dimensions of the batch over which statistics are made constants; () for none.
     """
 
@@ -81,7 +81,7 @@ class RecordedProgram:
       order: names of the variables in the order in which the backward pass makes their gradients.
       variables: the mesh variables that got a gradient, by name.
       slots: names of the variables that the innermost optimizer has made.
-      averages: names of those that wrappers have made which keep averages.
+      averages: names of the averages made by wrappers that keep averages.
       has_experts: whether the model has experts of Mesh-TensorFlow's transformer.
       random_sizes: how many random numbers losses are made of, by operation, also of those that
         were taken out.

@@ -48,7 +48,7 @@ class Reference(NamedTuple):
         first of these; None where there are none.
       counted_after: an update with counters that were advanced before; None where there are none.
       step_by_step: the program's own microbatch steps on one core, for what it writes in each.
-      source: what the expected errors are known from.
+      source: the source of the expected errors.
     """
 
     initial: Values

@@ -20,8 +20,8 @@ class Compared(NamedTuple):
     """The number of variables that were compared with the reference's.
 
     Attributes:
-      gradients: those of which gradients were, finite and not all zeros.
-      values: those of which new values were, and that have a gradient.
+      gradients: variables whose gradients were compared, finite and not all zeros.
+      values: variables with a gradient whose new values were compared.
       slots: other variables: of the optimizer, and of the program.
     """
 
@@ -43,8 +43,8 @@ class DivisionResult:
       error: the largest error of a gradient, over the largest number of the reference's.
       expected: the error that rounding explains of that variable.
       variable: the first that differs, in the order of the backward pass.
-      what: what of it differs: "gradient", "value", "slot", "loss", "copies", "random numbers",
-        "value before the update".
+      what: the kind of value that differs: "gradient", "value", "slot", "loss", "copies", "random
+        numbers", "value before the update".
       factor: the number that it is multiplied by, or of a value its change, if it is one.
       of_factor: what that number is, such as "the number of shards".
       brought_in_by: the wrapper or mesh axis without which it is equal.
@@ -52,7 +52,7 @@ class DivisionResult:
       errors: of each variable's gradient.
       compared: how many variables were compared.
       not_shown: variables that were not, or whose gradient is zero everywhere.
-      without: what was taken out of the program, such as "random numbers".
+      without: the parts removed from the program, such as "random numbers".
       is_asked: whether the user asked for this division; others are tried.
     """
 
@@ -104,8 +104,8 @@ class Verification:
 
     Attributes:
       lines: one for each division, the program as it is first.
-      reference: what they were compared with.
-      source: what the expected rounding is known from.
+      reference: the division that others were compared with.
+      source: the source of the expected rounding.
       steps: how many updates were made.
       batches: how many each of them joins.
       variables: how many variables have a gradient.

@@ -83,8 +83,8 @@ def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -
     """Returns a program that computes the same bits, with few collectives in place of each group.
 
     `program` is StableHLO as text with the groups as attributes, or a portable artifact, which may
-    lack them; `groups` are then those that `group_names` returned. What this jax cannot read is
-    returned as it is.
+    lack them; `groups` are then those that `group_names` returned. A program that this jax cannot
+    read is returned unchanged.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

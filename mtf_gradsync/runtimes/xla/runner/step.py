@@ -233,7 +233,7 @@ class Step:
             write_folder(Path(folder), manifest, arrays, others, replace)
 
     def _finish(self) -> None:
-        """Waits for steps whose values another program of all processes could get."""
+        """Waits for all steps, before another program exchanges values between the processes."""
         with devices_errors():
             wait_for_turn()
 

@@ -112,9 +112,10 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -
 def with_conditions(module: str, value: bool) -> str | None:
     """Returns a StableHLO program's text with each conditional replaced by one branch.
 
-    What the compiler's estimate counts of a conditional is not what a step runs. All conditions
-    have the same `value`, except one that is the negation of another ("report if not finite" beside
-    "update if finite"): it has the opposite value. Returns None for a program without conditionals.
+    The compiler's estimate of a conditional is not the cost of the branch that a step runs. All
+    conditions have the same `value`, except one that is the negation of another ("report if not
+    finite" beside "update if finite"): it has the opposite value. Returns None for a program
+    without conditionals.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

@@ -92,8 +92,8 @@ def _bytes(instruction: Instruction) -> int:
     """Returns the bytes that an instruction reads and writes.
 
     One that is started and done later reads at its start, and writes when it is done. Copies that
-    are so, to the core's fast memory and back, run beside other operations: what they bring counts
-    where it is read.
+    are so, to the core's fast memory and back, run beside other operations: the bytes that they
+    bring count at the operation that reads them.
     """
     opcode = instruction.opcode
     is_free_call = opcode == "custom-call" and instruction.proto.custom_call_target in _FREE_CALLS

@@ -74,7 +74,7 @@ def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
 def _without_lines_of_c() -> Iterator[None]:
     """Hides what C++ code prints, which TensorFlow 2.17 and later do before a log level is set.
 
-    If the block raises, what was hidden is printed; if it ends the process, Python says where.
+    If the block raises, the hidden lines are printed; if it ends the process, Python says where.
     """
     try:
         real = os.dup(2)

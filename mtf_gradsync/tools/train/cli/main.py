@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line of the process, or of `argv`, and returns the exit code.
 
     It is 0 when done, 1 when failed, 2 for bad arguments or config, 128 + n stopped by signal n.
-    What the system says of a name or a text that it does not take is one line, too.
+    The system's error about a name or text is one line, too.
     """
     for stream in (sys.stdout, sys.stderr):
         # Names of files need not be text, and samples may have letters that a terminal does not.

@@ -44,7 +44,8 @@ class TrainingBatches:
     A data set is repeated when it ends, or one of its functions raises StopIteration.
 
     Attributes:
-      targets: how many targets of the newest batch count in the loss: those that are no padding.
+      targets: how many targets of the newest batch count in the loss: the targets that are not
+        padding.
     """
 
     targets = 0

@@ -119,9 +119,9 @@ def text_windows(
     """Cuts documents, with an end-of-document id after each, into ``{"targets": int32[length]}``.
 
     The length is that of "targets" in sequence_length. The split "train" has random windows without
-    end: those of number `part`, `part + parts` and so on, from the one at `start` on. Any other has
-    all windows once, side by side. Documents are UTF-8; the vocabulary encodes long ones piece by
-    piece, cut behind lines.
+    end: the windows of number `part`, `part + parts` and so on, from the one at `start` on. Any
+      other has all windows once, side by side. Documents are UTF-8; the vocabulary encodes long
+      ones piece by piece, cut behind lines.
     """
     length = sequence_length["targets"]
     ids = _ids(documents, vocabulary)
