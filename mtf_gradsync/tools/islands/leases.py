@@ -155,7 +155,7 @@ class Lease:
     def take(self) -> str:
         """Takes the lease unless a living process has it; returns who has it, or "".
 
-        Ask again: a process without a sign of life for `LIFE_SECONDS` loses the place.
+        Ask again: a process without a sign of life for `LIFE_SECONDS` loses the lease.
         """
         term, holder = self._newest()
         if term and holder and self._lives(term, holder):

@@ -23,7 +23,7 @@ Groups = Sequence[Sequence[int]]
 
 
 class Exchange(NamedTuple):
-    """One collective of a step."""
+    """A collective of a step."""
 
     operation: str  # HLO's name of it, as in "all-reduce"
     axis: str  # the mesh axes along which cores exchange data, joined by "+"; or "other groups"
@@ -40,7 +40,7 @@ def exchanges_of(
     conditions: bool = True,
     slices: int = 1,
 ) -> list[Exchange]:
-    """Returns the collectives of a step with all conditions true or false, and how often each runs.
+    """Returns a step's collectives, with all conditions true or false, and how often each runs.
 
     Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
     loops from `report`, which is of the program before compilation and says how often a loop turns
@@ -76,7 +76,7 @@ def exchanges_of(
 
 
 def _axis_around(groups: Groups, axes: Mapping[Any, str], slices: int) -> str | None:
-    """Returns the axes whose groups, of several slices, have these of one slice in them."""
+    """Returns the axes of groups over several slices whose part in one slice these groups are."""
     around = [
         (max(map(len, key)), axis)
         for key, axis in axes.items()
@@ -86,7 +86,7 @@ def _axis_around(groups: Groups, axes: Mapping[Any, str], slices: int) -> str | 
 
 
 def _by_slice(one: Exchange, of_slice: int) -> list[Exchange]:
-    """Returns a collective as its parts within slices and between them, as the compiler does."""
+    """Splits a collective into its parts within and between slices, as the compiler does."""
     members = [sum(core // of_slice == group[0] // of_slice for core in group)
                for group in one.groups]  # fmt: skip
     if all(count == len(group) for count, group in zip(members, one.groups)):

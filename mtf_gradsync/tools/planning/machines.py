@@ -20,7 +20,7 @@ from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 
 def bytes_sent(operation: str, members: int, size: float) -> float:
-    """Bytes that each member of a ring sends to its neighbour.
+    """Returns the bytes that each member of a ring sends to its neighbour.
 
     Args:
       operation: HLO's name of the collective, as in "all-reduce".
@@ -51,7 +51,7 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
 
 
 def bytes_of_chip(operation: str, cores: float, size: float) -> float:
-    """Bytes that a chip puts in, some of whose cores put in `size` each.
+    """Returns the bytes that a chip puts in, if `cores` of its cores put in `size` each.
 
     What is summed is summed on the chip first. Of the others' data no two parts become one.
     """
@@ -59,7 +59,7 @@ def bytes_of_chip(operation: str, cores: float, size: float) -> float:
 
 
 def hops(operation: str, members: int) -> int:
-    """The number of hops from neighbour to neighbour that follow each other; 0 for one member."""
+    """Returns the number of successive hops from neighbour to neighbour; 0 for one member."""
     if members < 2:
         return 0
     if operation == "collective-permute":
@@ -103,7 +103,7 @@ class Torus:
         return 1 + max(place[-1] for place in self._places)
 
     def links(self, group: Sequence[int]) -> Links:
-        """The links of the smallest box of chips around a group of cores.
+        """Returns the links of the smallest box of chips around a group of cores.
 
         Where other groups have cores in that box, all of these share the links.
         """
@@ -127,7 +127,7 @@ class Torus:
         return Links(len(chips), per_chip, rate * len(cores) / in_box, all(closed))
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Seconds that a collective takes over the links, with no other traffic on them.
+        """Returns the seconds that a collective takes on the links, without other traffic.
 
         That is the time of the slowest of the groups (for "collective-permute" pairs), which run at
         the same time. Each core puts in `size` bytes; the time to read and write memory is not
@@ -146,7 +146,7 @@ Begun = Callable[["subprocess.Popen[str]"], None]
 
 
 class StepCost(NamedTuple):
-    """What a step costs one core."""
+    """The cost of a step on one core."""
 
     cost: CostEstimate  # of its operations one after the other, without the links
     collectives: tuple[HloCollective, ...] = ()
@@ -178,20 +178,20 @@ class Machine(Protocol):
     estimate_source: str  # where the seconds of an estimate come from, in a word
 
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
-        """A core's program, as `compile` takes it."""
+        """Returns a core's program, for `compile`."""
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
         """Compiles a program; `begun` is called with each process that is started for it."""
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Seconds that a collective takes besides the estimate; see `Torus.seconds`."""
+        """Returns a collective's seconds besides the step's estimate; see `Torus.seconds`."""
 
 
 class TpuMachine:
-    """A TPU slice, or several that are alike, which this machine need not have; see `Machine`."""
+    """One TPU slice, or several equal ones, which this computer need not have; see `Machine`."""
 
     def __init__(self, topology: str, dcn_bytes_per_second: float | None = None):
-        """Asks the compiler where the cores of a topology, as in "v5e:4x4", are.
+        """Asks the compiler for the places of a topology's cores, as in "v5e:4x4".
 
         Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`: what a chip sends over the data
         center network.
@@ -253,7 +253,7 @@ class TpuMachine:
 
 
 def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
-    """All mesh shapes that arrange a number of cores along mesh axes.
+    """Returns all mesh shapes that arrange a number of cores along mesh axes.
 
     Args:
       cores: the number of cores.
@@ -276,7 +276,7 @@ def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
 
 
 def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
-    """Returns `factorizations`; of several slices each axis that they divide comes first once.
+    """Returns `factorizations`; for several slices, with each possible axis first once.
 
     The first axis is the one that crosses the data center network.
     """

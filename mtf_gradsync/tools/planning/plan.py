@@ -32,7 +32,7 @@ def plan(
     dcn_bandwidth: float | None = None,
     inner_steps: Sequence[int] = (10, 36, 100),
 ) -> Plan:
-    """A table of what a training step costs on each mesh of each topology, without the chips.
+    """Returns a table of a training step's cost on each mesh of each topology, without the chips.
 
     The real TPU compiler compiles each program. The prediction is the sum of the rooflines of the
     compiled operations, by the chip's published peak and bandwidth, and of the time of each
@@ -126,7 +126,7 @@ def plan(
 
 
 def _chip_hour(price: float | Mapping[str, float] | None, chip: str) -> float | None:
-    """Returns the dollars for an hour of a chip, or raises a ValueError if they are none."""
+    """Returns the price of a chip hour in dollars; raises a ValueError if it is not a price."""
     if isinstance(price, Mapping):
         if chip not in price:
             raise ValueError(f"price has {', '.join(price)}, and no {chip}; got {dict(price)!r}.")
@@ -152,7 +152,7 @@ _SET_FOR_JAX = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "
 
 @contextlib.contextmanager
 def _environment_kept() -> Iterator[None]:
-    """Leaves the environment variables of processes that are started later as they were."""
+    """Keeps the environment of later processes as it was before the block."""
     before = {name: os.environ.get(name) for name in _SET_FOR_JAX}
     try:
         yield
@@ -166,7 +166,7 @@ def _environment_kept() -> Iterator[None]:
 def _each_once(
     kind: str, texts: Sequence[str], read: Callable[[str], Any], example: str
 ) -> list[str]:
-    """Returns texts of different meanings: what is given twice is planned once.
+    """Returns texts of different meanings, so that repeated ones are planned once.
 
     For what Mesh-TF cannot read it raises a ValueError that says how to write it.
     """

@@ -42,7 +42,7 @@ class AxisTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class FewerMessages:
-    """What a step takes where slices exchange values only once in some steps, over the network.
+    """The time of a step if slices exchange values over the network only once in some steps.
 
     Attributes:
       way: "OuterOptimizer", or "islands" (programs that meet in a folder).
@@ -172,7 +172,7 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a training step would cost on each mesh and machine.
+    """The predicted cost of a training step on each mesh and machine.
 
     Attributes:
       rows: meshes whose program fits into memory first, those in doubt (see `PlanRow`) last; then
@@ -229,7 +229,7 @@ class Plan:
         return "\n".join(wrapped(lines))
 
     def to_json(self) -> str:
-        """The plan as JSON text, with the attributes' names."""
+        """Returns the plan as JSON text, with the attributes' names."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def plot(self, path: str) -> None:
@@ -269,7 +269,7 @@ class Plan:
 
 
 def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
-    """Rows in the order of `Plan.rows`."""
+    """Returns rows in the order of `Plan.rows`."""
 
     def key(row: PlanRow) -> Any:
         rate = row.tokens_per_second
@@ -280,7 +280,7 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
 
 
 def _parameters(rows: tuple[PlanRow, ...]) -> list[str]:
-    """A line with the number of parameters, which may depend on the mesh by rounding up."""
+    """Returns a line with the number of parameters, which padding may make differ by mesh."""
     counts = sorted({row.parameters for row in rows if row.parameters is not None})
     return [f"{' or '.join(f'{n:,}' for n in counts)} parameters."] if counts else []
 
@@ -291,7 +291,7 @@ def _name(row: PlanRow | Refused, with_layout: bool) -> str:
 
 
 def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
-    """A table of what fewer messages between slices would save, with words on when they pay."""
+    """Returns a table of the savings by fewer messages between slices, and when they pay."""
     table, words = [], []
     several = len({row.layout for row in rows}) > 1
     for row in rows:
@@ -335,7 +335,7 @@ _LEAST_SAVED = 0.05
 
 
 def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
-    """Lines that say each reason once."""
+    """Returns lines with each reason once."""
     meshes: dict[str, list[str]] = {}
     for one in refused:
         meshes.setdefault(one.reason, []).append(_name(one, with_layout))
@@ -349,7 +349,7 @@ def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
 
 
 def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
-    """Milliseconds of each row: of its operations, and along each mesh axis."""
+    """Returns the milliseconds of each row: of its operations, and along each mesh axis."""
     parts = {"operations": [1e3 * row.estimate_seconds for row in rows]}
     for axis in dict.fromkeys(t.axis for row in rows for t in row.traffic):
         parts[f"along {axis}"] = [

@@ -61,7 +61,7 @@ class Built(NamedTuple):
 
 
 def model_flops(loss: mtf.Tensor) -> float:
-    """Counts the operations that a model needs in a training step, whatever the program makes.
+    """Returns the operations of a model's training step, whatever the program computes.
 
     They are 6 for each weight and each token that it is multiplied with (2 forward, 4 backward) and
     12 for each layer, head dimension, token and token that it attends to, masked ones included:
@@ -82,7 +82,7 @@ def model_flops(loss: mtf.Tensor) -> float:
     selects: dict[mtf.Tensor, bool] = {}
 
     def is_selection(x: mtf.Tensor) -> bool:
-        """Whether a tensor picks others, as one-hot vectors do, scaled or not."""
+        """Returns whether a tensor selects elements, as (scaled) one-hot vectors do."""
         if x not in selects:
             op = x.operation
             passes_on = len(op.inputs) == 1 or (
@@ -152,7 +152,7 @@ def search(
     done: Callable[[], Any] = lambda: None,
     stop: Interruption | None = None,
 ) -> Plan:
-    """A plan of some candidates; stopped by a KeyboardInterrupt, of those planned until then.
+    """Returns a plan of candidates; after a KeyboardInterrupt, of the candidates planned so far.
 
     Programs are built one after the other, each once for all machines with that number of cores,
     while up to `jobs` compilers run. Equal programs are compiled once for a machine.
@@ -212,7 +212,7 @@ class _Search:
         )
 
     def _built(self, group: Sequence[Candidate]) -> Iterable[_Work]:
-        """Builds the program of candidates that have mesh shape and layout in common."""
+        """Builds the programs of candidates with the same mesh shape and layout."""
         first, started = group[0], time.monotonic()
         try:
             with tf.Graph().as_default():
@@ -374,7 +374,7 @@ _BATCH = ("batch", "outer_batch")
 
 
 def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
-    """Returns what a step takes if slices, apart for `apart` seconds a step, meet once a round.
+    """Returns a step's time if slices, apart for `apart` seconds, exchange values once a round.
 
     An outer step adds up float32 values of each core over the slices. An island, one process of
     which reads and writes, sends its change and reads the merged values, beside its steps.
@@ -396,7 +396,7 @@ def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
 
 
 def _roofline(cost: CostEstimate, machine: Machine) -> float | None:
-    """The least time of a step's work on a core, without the links; None if that is unknown."""
+    """Returns the least time of a step's work on a core, without the links; None if unknown."""
     peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
     if not peak or not bandwidth:
         return None
