@@ -32,8 +32,8 @@ from benchmarks.islands_series import (
     run,
 )
 from mtf_gradsync import islands
-from mtf_gradsync.tools.islands.folder import TensorSpec
 from mtf_gradsync.tools.islands.objects import numbers_in, parsed_contribution
+from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 from mtf_gradsync.tools.islands.versions import read_version
 
 SETTINGS = {"steps": 160, "step_seconds": 0.3, "down_seconds": 3.0, "kills": 60, "faults": 60}

@@ -28,8 +28,8 @@ from benchmarks import less_communication, models, report
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import Folder, Island, Merger, MergeSettings, Waiting
-from mtf_gradsync.tools.islands.folder import TensorSpec
 from mtf_gradsync.tools.islands.objects import Decision
+from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 
 ISLANDS, BATCH, LENGTH = 4, 8, 32
 TOKENS = BATCH * LENGTH  # of a step of one island

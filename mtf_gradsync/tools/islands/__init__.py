@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         claim_part,
     )
     from mtf_gradsync.tools.islands.exchange import IslandError
-    from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder
+    from mtf_gradsync.tools.islands.folder import Folder
     from mtf_gradsync.tools.islands.island import Island
     from mtf_gradsync.tools.islands.journal import plot_status, read_status
     from mtf_gradsync.tools.islands.merger import (
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
         MergerError,
         Waiting,
     )
+    from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
     from mtf_gradsync.tools.islands.versions import MergeSettings, replay
 else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "DamagedObjectError": "mtf_gradsync.tools.islands.folder",
+            "DamagedObjectError": "mtf_gradsync.tools.islands.tensor_files",
             "DataPart": "mtf_gradsync.tools.islands.elastic",
             "ElasticIslands": "mtf_gradsync.tools.islands.elastic",
             "Folder": "mtf_gradsync.tools.islands.folder",

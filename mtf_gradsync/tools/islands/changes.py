@@ -20,7 +20,7 @@ from typing import Iterator, Literal, Mapping, NamedTuple, Sequence, get_args
 
 import numpy as np
 
-from mtf_gradsync.tools.islands.folder import DamagedObjectError, Stored, TensorSpec
+from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError, Stored, TensorSpec
 
 Form = Literal["float32", "bfloat16", "int8", "int4"]
 FORMS = get_args(Form)

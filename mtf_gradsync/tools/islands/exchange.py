@@ -14,15 +14,7 @@ import numpy as np
 
 from mtf_gradsync.tools.islands import leases
 from mtf_gradsync.tools.islands.changes import decoded
-from mtf_gradsync.tools.islands.folder import (
-    SUFFIX,
-    DamagedObjectError,
-    Folder,
-    FolderError,
-    OtherTensorsError,
-    TensorSpec,
-    tensor_object,
-)
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.journal import Journal
 from mtf_gradsync.tools.islands.leases import Lease, Reminders
 from mtf_gradsync.tools.islands.objects import (
@@ -35,6 +27,13 @@ from mtf_gradsync.tools.islands.objects import (
     life_and_number,
     numbers_in,
     offer_object,
+)
+from mtf_gradsync.tools.islands.tensor_files import (
+    SUFFIX,
+    DamagedObjectError,
+    OtherTensorsError,
+    TensorSpec,
+    tensor_object,
 )
 from mtf_gradsync.tools.islands.versions import MergeSettings, most_bytes, read_version
 

@@ -1,9 +1,8 @@
 """The folder through which islands exchange objects: each appears whole or not at all.
 
 A folder is a path (a local disk, NFS) or a URL of an object store (``gs://``, ``s3://``, ``az://``)
-as `obstore` opens it. Who can read and write it takes part. Tensors are `safetensors` files, which
-hold numbers and text and nothing that could run. Each carries the SHA-256 of what is in it, and is
-checked before it is used: by its size, its schema, its shapes, its checksum.
+as `obstore` opens it. Who can read and write it takes part. Objects are checked before they are
+used: by their size and schema, and tensors as `tensor_files` says.
 
 Most objects are created, once: of two processes that create one, one does. That needs no locks and
 compares no clocks.
@@ -11,12 +10,9 @@ compares no clocks.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
-import hashlib
 import importlib.util
-import json
 import os
 import re
 import stat
@@ -24,16 +20,23 @@ import time
 import urllib.parse
 import uuid
 from datetime import timedelta
-from typing import Any, Iterator, Mapping, NamedTuple, TypeVar, overload
+from typing import Any, Iterator, Mapping, TypeVar, overload
 
 import numpy as np
 
 from mtf_gradsync.runtimes._common import install_extra
+from mtf_gradsync.tools.islands.tensor_files import (
+    DamagedObjectError,
+    OtherTensorsError,
+    Stored,
+    TensorSpec,
+    encoded_json,
+    read_tensors,
+    tensor_object,
+)
 
 T = TypeVar("T")
-SUFFIX = ".safetensors"
 JSON_BYTES = 1 << 26  # no JSON object is larger
-_TEXT, _BFLOAT16 = "mtf_gradsync", "bfloat16"  # keys in the metadata of a file of tensors
 _SET_ASIDE = "damaged"
 # What an object store takes in one request, so that it can say whether the object is new.
 _ONE_PUT = 4 << 30
@@ -52,74 +55,8 @@ _MEMORY: dict[str, Any] = {}
 _WORKS_IN: list[int] = []
 
 
-class DamagedObjectError(ValueError):
-    """The error of an object that is damaged, or is not of the kind that its name says."""
-
-
-class OtherTensorsError(DamagedObjectError):
-    """The error of an object whose tensors are not the program's, by name, shape or dtype."""
-
-
 class FolderError(OSError):
     """The error of a folder that fails now, and may work later."""
-
-
-class TensorSpec(NamedTuple):
-    """The shape and dtype of a tensor, as text that JSON can hold."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, value: np.ndarray) -> TensorSpec:
-        """Returns the spec of an array."""
-        return cls(tuple(map(int, value.shape)), str(value.dtype))
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of a tensor of this spec."""
-        return int(np.prod(self.shape)) * dtype_of(self.dtype).itemsize
-
-
-class Stored(NamedTuple):
-    """The content of an object.
-
-    Attributes:
-      facts: what its writer says of it.
-      tensors: arrays by name, which cannot be written to.
-      checksum: of both, SHA-256 in hexadecimal digits.
-    """
-
-    facts: Any
-    tensors: dict[str, np.ndarray]
-    checksum: str
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns numpy's dtype of this name, which may be "bfloat16"."""
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
-    """Returns the SHA-256 of facts and tensors; their order does not change it."""
-    return _checksum(_encoded(facts), tensors)
-
-
-def _checksum(facts: bytes, tensors: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256(facts)
-    for name in sorted(tensors):
-        value = np.asarray(tensors[name], order="C")
-        found.update(json.dumps([name, *TensorSpec.of(value)]).encode())
-        found.update(value.reshape(-1).view(np.uint8).data if value.size else b"")
-    return found.hexdigest()
-
-
-def _encoded(value: Any) -> bytes:
-    import msgspec
-
-    return msgspec.json.encode(value, order="sorted")
 
 
 class Folder:
@@ -382,11 +319,11 @@ class Folder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Writes a value as JSON, with sorted keys."""
-        self.write(name, _encoded(value))
+        self.write(name, encoded_json(value))
 
     def create_json(self, name: str, value: Any) -> bool:
         """Creates an object that holds a value as JSON, as `create` does."""
-        return self.create(name, _encoded(value))
+        return self.create(name, encoded_json(value))
 
     # Tensors.
 
@@ -422,15 +359,12 @@ class Folder:
         if data is None:
             return None
         try:
-            found = _loaded(memoryview(data), specs, kind)
-            if expected is not None and found.checksum != expected:
-                raise _Wrong(
-                    f"its checksum is {found.checksum[:12]}..., and {expected[:12]}... was expected"
-                )
+            return read_tensors(memoryview(data), specs, expected, kind)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            wrong = OtherTensorsError if isinstance(error, _OtherTensors) else DamagedObjectError
+            wrong = (
+                OtherTensorsError if isinstance(error, OtherTensorsError) else DamagedObjectError
+            )
             raise wrong(f"{name} in {self.url} is refused: {error}") from error
-        return found
 
 
 def _check_not_forked() -> None:
@@ -444,88 +378,6 @@ def _check_not_forked() -> None:
         )
 
 
-def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, bytes]:
-    """Returns the checksum and the bytes of an object that holds facts and tensors."""
-    from safetensors.numpy import save
-
-    text = _encoded(facts)
-    found = _checksum(text, tensors)
-    # Numpy has no bfloat16 of its own; the bits are kept.
-    narrow = sorted(key for key, value in tensors.items() if str(value.dtype) == _BFLOAT16)
-    kept = {
-        key: np.asarray(value.view(np.uint16) if key in narrow else value, order="C")
-        for key, value in tensors.items()
-    }
-    metadata = {_TEXT: text.decode(), "sha256": found, _BFLOAT16: json.dumps(narrow)}
-    return found, save(kept, metadata)
-
-
-def _loaded(data: memoryview, specs: Mapping[str, TensorSpec] | None, kind: Any) -> Stored:
-    """Reads a file of tensors without copying it; raises ValueError for a file that is wrong.
-
-    The `safetensors` library would copy it twice, or map it: then a disk that fails ends the
-    process.
-    """
-    import msgspec
-
-    class Tensor(msgspec.Struct):
-        dtype: str
-        shape: tuple[int, ...]
-        data_offsets: tuple[int, int]
-
-    begin = 8 + int.from_bytes(data[:8], "little")
-    if not 8 < begin <= len(data):
-        raise _Wrong("it is no file of tensors")
-    header = msgspec.json.decode(data[8:begin], type=dict[str, Any])
-    metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
-    if _TEXT not in metadata:
-        raise _Wrong("it was not written by an island or a merger")
-    narrow = msgspec.json.decode(metadata.get(_BFLOAT16, "[]"), type=list[str])
-    there, ends = {}, collections.Counter[str]()
-    for key, one in msgspec.convert(header, dict[str, Tensor]).items():
-        dtype = _BFLOAT16 if key in narrow else _NAMES[one.dtype]
-        spec = there[key] = TensorSpec(one.shape, dtype)
-        begin_at, ends[key] = one.data_offsets
-        if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
-            raise _Wrong(f"{key!r} is not where its header says")
-    if specs is not None:
-        _check_specs(there, specs)
-    tensors = {}
-    for key, spec in there.items():
-        part = data[begin + ends[key] - spec.nbytes : begin + ends[key]]
-        tensors[key] = np.frombuffer(part, dtype_of(spec.dtype)).reshape(spec.shape)
-    text = metadata[_TEXT].encode()
-    if _checksum(text, tensors) != metadata.get("sha256"):
-        raise _Wrong("its checksum is not that of its content")
-    return Stored(msgspec.json.decode(text, type=kind), tensors, metadata["sha256"])
-
-
-class _Wrong(ValueError):
-    """The reason to refuse an object, as the end of a sentence."""
-
-
-class _OtherTensors(_Wrong):
-    """Refuses tensors that are not the program's, in their names, shapes or dtypes."""
-
-
-def _check_specs(there: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec]) -> None:
-    if set(there) != set(specs):
-        missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
-        raise _OtherTensors(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
-    for key, found in there.items():
-        if found != specs[key]:
-            raise _OtherTensors(
-                f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
-                f"has {specs[key].dtype} of shape {list(specs[key].shape)}"
-            )
-
-
 def _reason(error: Exception) -> str:
     """Returns the text of a store's error, without details for the store's authors."""
     return str(error).split("\n\nDebug source:")[0].strip()
-
-
-# The names of dtypes in safetensors, and numpy's.
-_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32",
-          "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16",
-          "U8": "uint8", "BOOL": "bool"}  # fmt: skip

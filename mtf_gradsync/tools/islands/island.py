@@ -11,14 +11,7 @@ import numpy as np
 from mtf_gradsync.extension import counted, is_number
 from mtf_gradsync.tools.islands.changes import FORMS, Form, encoded, wide
 from mtf_gradsync.tools.islands.exchange import Exchange, IslandError
-from mtf_gradsync.tools.islands.folder import (
-    DamagedObjectError,
-    Folder,
-    FolderError,
-    OtherTensorsError,
-    TensorSpec,
-    dtype_of,
-)
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.island_checkpoint import Learned, SavedIsland, Sent
 from mtf_gradsync.tools.islands.journal import events_by_step
 from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
@@ -30,6 +23,12 @@ from mtf_gradsync.tools.islands.objects import (
     life_and_number,
 )
 from mtf_gradsync.tools.islands.session_values import StepCounts, Values
+from mtf_gradsync.tools.islands.tensor_files import (
+    DamagedObjectError,
+    OtherTensorsError,
+    TensorSpec,
+    dtype_of,
+)
 from mtf_gradsync.tools.islands.versions import MergeSettings, fragment_of
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Sequence
 import msgspec
 
 from mtf_gradsync.runtimes._tables import text_table
-from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder, FolderError
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.leases import Beat, Holder, Reminders, terms_of
 from mtf_gradsync.tools.islands.objects import Decision, IslandTotal, numbers_in, read_decision
+from mtf_gradsync.tools.islands.tensor_files import SUFFIX, DamagedObjectError
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from typing import Any, Callable, Mapping, NamedTuple
 
 import msgspec
 
-from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
+from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
 
 logger = logging.getLogger(__name__)
 

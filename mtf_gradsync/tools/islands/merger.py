@@ -8,7 +8,6 @@ another has decided, and `replay` makes every version again at any time.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import threading
@@ -17,25 +16,14 @@ from typing import Any, Callable, Literal, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import is_number
 from mtf_gradsync.tools.islands import leases
-from mtf_gradsync.tools.islands.changes import Length, decoded, scale_of, weight_of, wide
-from mtf_gradsync.tools.islands.folder import (
-    SUFFIX,
-    DamagedObjectError,
-    Folder,
-    FolderError,
-    Stored,
-    TensorSpec,
-    checksum,
-    tensor_object,
-)
+from mtf_gradsync.tools.islands.changes import Length, scale_of
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.leases import Lease, LifeSigns, Reminders, terms_of
 from mtf_gradsync.tools.islands.objects import (
     REFUSED,
     SETTINGS,
     Contribution,
-    ContributionFacts,
     Decision,
     MadeBy,
     contribution_names,
@@ -43,19 +31,21 @@ from mtf_gradsync.tools.islands.objects import (
     island_of,
     momentum_object,
     numbers_in,
-    offer_object,
-    parsed_contribution,
     read_decision,
     soon_object,
     version_object,
+)
+from mtf_gradsync.tools.islands.received import ReceivedContributions, some_names
+from mtf_gradsync.tools.islands.tensor_files import (
+    SUFFIX,
+    DamagedObjectError,
+    tensor_object,
 )
 from mtf_gradsync.tools.islands.versions import (
     MergedState,
     MergeSettings,
     counts_behind,
-    fragment_of,
     make_version,
-    most_bytes,
     read_state,
     versions_that_make,
 )
@@ -164,12 +154,7 @@ class Merger:
         self._state: MergedState | None = None  # of the newest version
         self._has_begun = False
         self._decisions: dict[int, Decision | None] = {}
-        self._looked: dict[
-            tuple[str, str], Contribution | None
-        ] = {}  # object, its mark; None: refused
-        self._named_equal: set[tuple[str, ...]] = set()  # islands with equal changes
-        self._arrived: dict[tuple[str, int], float] = {}  # island, version -> by this one's clock
-        self._refused: dict[str, str] = {}  # object -> why, since the last decision
+        self._received = ReceivedContributions(folder, clock, self._reminders)
 
     def run(
         self,
@@ -207,7 +192,8 @@ class Merger:
 
     def begin_anew(self) -> None:
         """Forgets the folder's content, to read it again: another merger may have changed it."""
-        self._has_begun, self._decisions, self._looked = False, {}, {}
+        self._has_begun, self._decisions = False, {}
+        self._received.read_again()
 
     def _report(self) -> dict[str, Any]:
         version = self._state.version if self._state else None
@@ -243,7 +229,7 @@ class Merger:
                 )
             if self._folder.create_json(decision_object(decision.version), decision):
                 decided = decision
-                self._refused = {}
+                self._received.refused = {}
             else:  # another one has decided, or this one before an error of the folder
                 decided = self._stored_decision(decision.version)
         if decided:
@@ -333,7 +319,7 @@ class Merger:
                 raise
             # Nobody can have the version.
             aside = self._folder.set_aside(decision_object(decision.version))
-            self._looked.clear()
+            self._received.read_again()
             logger.warning("%s; the decision goes to %s, and is made anew", error, aside)
             return
         made = state.changed(self.settings)
@@ -371,7 +357,7 @@ class Merger:
                 continue
             for pair, name in contribution_names(self._folder, version).items():
                 if pair not in (merged if version >= oldest else counted):
-                    found = self._look_at(name)
+                    found = self._received.look_at(self._state, self.settings, name)
                     if found:
                         (there if version >= oldest else late).append(found)
         current = [one for one in there if one.version == newest]
@@ -379,20 +365,20 @@ class Merger:
         if not self._are_enough([one.island for one in current], quorum):
             return None
         self._folder.create_json(soon_object(newest + 1), True)
-        now, arrived = self._clock(), sorted(self._arrived[one.pair] for one in current)
+        now, arrived = self._clock(), sorted(self._received.arrived[one.pair] for one in current)
         is_complete = self._living <= {one.island for one in current}
         if not is_complete and now - arrived[quorum - 1] < self._grace():
             return None
         # Names decide the order, and not arrival.
         there.sort(key=lambda one: (one.island, one.version))
         contributions = [self._bounded(one, there) for one in there]
-        self._name_equal(contributions)
+        self._received.name_equal(contributions)
         before = self._decision(newest)
         decision = Decision(
             version=newest + 1,
             contributions=contributions,
             dropped=sorted(late, key=lambda one: one.object),
-            refused=dict(sorted(self._refused.items())),
+            refused=dict(sorted(self._received.refused.items())),
             counts=counts_behind(before.counts if before else {}, contributions),
             settings=self.settings._asdict(),
             oldest=max(newest + 1 - self._waiting.max_staleness, 0),
@@ -400,14 +386,15 @@ class Merger:
             time=time.time(),
             waited=round(now - arrived[0], 3),
             arrivals={
-                one.island: round(self._arrived[one.pair] - arrived[0], 3) for one in current
+                one.island: round(self._received.arrived[one.pair] - arrived[0], 3)
+                for one in current
             },
         )
         return decision.with_totals_after(before)
 
     def _decide_first(self) -> Decision | None:
-        offers = [self._look_at(f"offers/{name}") for name in self._folder.names("offers")
-                  if name.endswith(SUFFIX)]  # fmt: skip
+        names = [f"offers/{x}" for x in self._folder.names("offers") if x.endswith(SUFFIX)]
+        offers = [self._received.look_at(None, self.settings, name) for name in names]
         # Others are of an earlier try.
         found = [one for one in offers if one and one.island in self._living]
         if not self._are_enough([one.island for one in found], self._quorum()):
@@ -433,12 +420,14 @@ class Merger:
         if len(islands) >= quorum:
             self._reminders.over("quorum")
             return True
-        missing = sorted(self._living - set(islands))
+        missing, there = sorted(self._living - set(islands)), ""
+        if islands:
+            there = f" ({some_names(sorted(islands))})"
+        who = f"{some_names(missing)} may come"
         self._reminders.lasts(
             "quorum",
-            f"version {self._next} waits: it has {len(islands)} of {quorum} contributions"
-            f"{f' ({_some(sorted(islands))})' if islands else ''}; "
-            + (f"{_some(missing)} may come" if missing else "no other island gives signs of life"),
+            f"version {self._next} waits: it has {len(islands)} of {quorum} contributions{there}; "
+            + (who if missing else "no other island gives signs of life"),
             after=self._waiting.max_grace,
         )
         return False
@@ -464,49 +453,6 @@ class Merger:
             self._decisions[version] = found
         return self._decisions[version]
 
-    def _look_at(self, name: str) -> Contribution | None:
-        """Returns the facts of a contribution or an offer; None if it is gone or refused."""
-        key = (name, self._mark_of(name))
-        if key not in self._looked:
-            try:
-                specs = self._specs_of(name)
-                most = most_bytes(specs) if specs else None
-                stored = self._folder.load(name, kind=ContributionFacts, most=most)
-                if stored is None:
-                    return None
-                found = _described(name, stored, specs, self.settings)
-            except DamagedObjectError as error:
-                self._refuse(name, str(error))
-                found = None
-            except FolderError as error:
-                self._reminders.lasts(name, f"Merger: {error}; it is tried again")
-                return None
-            self._reminders.over(name)
-            self._looked[key] = found
-            if found and found.version is not None:
-                self._arrived.setdefault(found.pair, self._clock())
-        return self._looked[key]
-
-    def _mark_of(self, name: str) -> str:
-        # Contributions are created once, under names of their own; offers may be made again.
-        place, last = name.rsplit("/", 1)
-        return "" if parsed_contribution(name) else self._folder.marks(place).get(last, "")
-
-    def _specs_of(self, name: str) -> dict[str, TensorSpec] | None:
-        """Returns the specs of the variables whose turn it is; None for an offer."""
-        parsed = parsed_contribution(name)
-        if parsed is None or self._state is None:
-            return None
-        turn, values = parsed[0] + 1, self._state.values
-        names = fragment_of(turn, list(values), self.settings.fragments)
-        return {key: TensorSpec.of(values[key]) for key in names}
-
-    def _refuse(self, name: str, reason: str) -> None:
-        """Refuses a contribution, and logs why: its island makes another."""
-        logger.warning("%s", reason)
-        self._refused[name] = reason
-        self._folder.create_json(name.removesuffix(SUFFIX) + REFUSED, reason)
-
     def _bounded(self, one: Contribution, there: Sequence[Contribution]) -> Contribution:
         """Returns a contribution with the scale that bounds its length by `max_norm`."""
         before = range(max(self._next - _VERSIONS_OF_LENGTHS, 1), self._next)
@@ -527,28 +473,6 @@ class Merger:
             )  # fmt: skip
         return one.scaled(scale)
 
-    def _name_equal(self, contributions: Sequence[Contribution]) -> None:
-        """Logs which islands' changes have equal bits: they have learned from the same data."""
-        lengths = collections.defaultdict(list)
-        for one in contributions:
-            lengths[one.norm].append(one)
-        for norm, some in lengths.items():
-            islands = tuple(one.island for one in some)
-            if not norm or len(some) < 2 or islands in self._named_equal:
-                continue
-            try:
-                found = [self._folder.load(one.object, kind=ContributionFacts) for one in some]
-            except (DamagedObjectError, FolderError):
-                continue  # it is said where it is merged
-            digests = [checksum({}, stored.tensors) if stored else None for stored in found]
-            if len(set(digests)) == 1 and digests[0]:
-                self._named_equal.add(islands)
-                logger.warning(
-                    "The changes of %s have equal bits: do these islands learn from the same data? "
-                    "Give each a part of its own (claim_part, ElasticIslands.parts)",
-                    _some(sorted(islands)),
-                )
-
     def _grace(self) -> float:
         """Returns the seconds to wait for late islands: 1.5 times the usual spread of arrivals."""
         decisions = map(self._decision, range(max(self._next - 8, 1), self._next))
@@ -567,8 +491,7 @@ class Merger:
         version, fragments = decision.version, self.settings.fragments
         kept = version - self._waiting.max_staleness - _VERSIONS_LOOKED_AT
         self._decisions = {v: d for v, d in self._decisions.items() if v >= kept}
-        self._looked = {key: x for key, x in self._looked.items() if not x or x.pair[1] >= kept}
-        self._arrived = {key: x for key, x in self._arrived.items() if key[1] >= kept}
+        self._received.forget_before(kept)
         for number in numbers_in(self._folder, "versions", ".soon"):
             if number <= version:
                 self._folder.remove(soon_object(number))
@@ -646,34 +569,3 @@ class MergerThread:
 def poll_seconds_of(folder: Folder) -> float:
     """Returns how often to look into a folder, in seconds."""
     return 0.2 if folder.is_local else 2.0
-
-
-def _described(
-    name: str, stored: Stored, specs: Mapping[str, TensorSpec] | None, settings: MergeSettings
-) -> Contribution:
-    """Returns the decision's record of a contribution; raises DamagedObjectError if it is wrong."""
-    facts: ContributionFacts = stored.facts
-    parsed = parsed_contribution(name)
-    is_own = offer_object(facts.island) == name and facts.version is None
-    if not is_own and (parsed is None or parsed[:2] != (facts.version, facts.island)):
-        raise DamagedObjectError(
-            f"{name} says that it is of {facts.island!r}, version {facts.version!r}"
-        )
-    if not is_number(facts.tokens) or not 0.0 < facts.tokens < float("inf"):
-        raise DamagedObjectError(f"{name} is of {facts.tokens!r} tokens")
-    for key, value in stored.tensors.items():
-        if value.dtype.kind not in "iu" and not np.isfinite(wide(value)).all():
-            raise DamagedObjectError(f"{name} has a NaN or an infinity in {key!r}")
-    norm = Length.of(decoded(stored, specs), facts.steps).norm if specs is not None else 0.0
-    return Contribution.of(
-        facts,
-        object=name,
-        checksum=stored.checksum,
-        weight=weight_of(facts.tokens, facts.steps, settings.weight),
-        norm=norm,
-    )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

@@ -20,7 +20,8 @@ import re
 from typing import Any
 
 from mtf_gradsync.runtimes._common import install_extra
-from mtf_gradsync.tools.islands.folder import SUFFIX, DamagedObjectError, Folder
+from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.tensor_files import SUFFIX, DamagedObjectError
 
 try:
     import msgspec

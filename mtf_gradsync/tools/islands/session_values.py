@@ -22,7 +22,7 @@ from mtf_gradsync.extension import (
 )
 from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.tools.islands.changes import MEAN
-from mtf_gradsync.tools.islands.folder import TensorSpec
+from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 
 _WAITING = ("/mini_step", "/count")  # what sums hold that no update has applied
 _SKIPPED = ("/skipped", "/without_data")  # steps whose gradients no update applies

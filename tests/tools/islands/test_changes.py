@@ -17,8 +17,8 @@ from mtf_gradsync.tools.islands.changes import (
     scale_of,
     weight_of,
 )
-from mtf_gradsync.tools.islands.folder import Stored, TensorSpec
 from mtf_gradsync.tools.islands.objects import ContributionFacts
+from mtf_gradsync.tools.islands.tensor_files import Stored, TensorSpec
 from tests.tools.islands.toy import PLAIN, begun, merge
 
 

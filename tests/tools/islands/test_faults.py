@@ -14,9 +14,10 @@ import pytest
 
 from mtf_gradsync.islands import IslandError, Merger, Waiting, replay
 from mtf_gradsync.tools.islands import island, leases
-from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.objects import read_decision
+from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
 from mtf_gradsync.tools.islands.versions import newest_version, read_values
 from tests.tools.islands.conftest import merging
 from tests.tools.islands.toy import PLAIN, Toy, begun, merge

@@ -10,7 +10,8 @@ import pytest
 
 from mtf_gradsync.islands import DamagedObjectError, replay
 from mtf_gradsync.tools.islands import folder as folder_module
-from mtf_gradsync.tools.islands.folder import Folder, FolderError, OtherTensorsError, TensorSpec
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
+from mtf_gradsync.tools.islands.tensor_files import OtherTensorsError, TensorSpec
 from tests.tools.islands.conftest import merging
 from tests.tools.islands.toy import PLAIN, Toy
 

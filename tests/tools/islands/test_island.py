@@ -9,8 +9,9 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import Island, IslandError, IslandHook, MergeSettings, Waiting
-from mtf_gradsync.tools.islands.folder import Folder, TensorSpec
+from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import events_by_step, read_status
+from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 from tests import harness
 from tests.tools.islands.conftest import Program, batches, merging
 from tests.tools.islands.toy import PLAIN, Toy, ToyValues, begun, merge

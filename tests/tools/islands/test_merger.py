@@ -5,6 +5,7 @@ import logging
 import os
 import time
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -370,7 +371,7 @@ def test_an_offer_stays_where_the_decision_that_names_it_cannot_be_read(tmp_path
     cleans = types.SimpleNamespace(
         settings=types.SimpleNamespace(fragments=1),
         _waiting=types.SimpleNamespace(max_staleness=1),
-        _decisions={}, _looked={}, _arrived={}, _folder=folder, _keep_all=True,
+        _decisions={}, _received=mock.Mock(), _folder=folder, _keep_all=True,
         _decision=lambda version: named if can_be_read else None,
     )  # fmt: skip
     Merger._clean_up(cleans, types.SimpleNamespace(version=5))

@@ -12,7 +12,8 @@ from mtf_gradsync.islands import (
     Merger,
     MergeSettings,
 )
-from mtf_gradsync.tools.islands.folder import Folder, TensorSpec
+from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 from tests.tools.islands.conftest import merging
 
 

@@ -23,10 +23,11 @@ from pathlib import Path
 
 from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import StopSignal
-from mtf_gradsync.tools.islands.folder import DamagedObjectError, Folder, FolderError
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.journal import plot_status, read_status
 from mtf_gradsync.tools.islands.merger import Merger, MergerError, Quorum, Waiting
 from mtf_gradsync.tools.islands.objects import Decision
+from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
 from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version, replay
 from mtf_gradsync.tools.train.cli.flags import (
     add_json_argument,
@@ -153,7 +154,7 @@ def _watch(folder: Folder, seconds: float) -> None:
 
 def _export(folder: Folder, directory: Path, version: int | None, run: str | None) -> int:
     """Writes the values of a version as a checkpoint of TensorFlow, with a run's config."""
-    from mtf_gradsync.tools.islands.export import export_version
+    from mtf_gradsync.tools.islands.versions import export_version
 
     config = Path(config_of_run(run)).read_text(encoding="utf-8") if run else ""
     path = export_version(folder, directory, version)

@@ -1,0 +1,167 @@
+"""What a merger has received: contributions and offers in the folder, each checked once."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from typing import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mtf_gradsync.extension import is_number
+from mtf_gradsync.tools.islands.changes import Length, decoded, weight_of, wide
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
+from mtf_gradsync.tools.islands.leases import Reminders
+from mtf_gradsync.tools.islands.objects import (
+    REFUSED,
+    Contribution,
+    ContributionFacts,
+    offer_object,
+    parsed_contribution,
+)
+from mtf_gradsync.tools.islands.tensor_files import (
+    SUFFIX,
+    DamagedObjectError,
+    Stored,
+    TensorSpec,
+    checksum,
+)
+from mtf_gradsync.tools.islands.versions import (
+    MergedState,
+    MergeSettings,
+    fragment_of,
+    most_bytes,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ReceivedContributions:
+    """The contributions that a merger has read, and those that it has refused.
+
+    Attributes:
+      arrived: (island, version) -> when it was first seen, by this process's clock.
+      refused: object -> why, since the last decision.
+    """
+
+    def __init__(self, folder: Folder, clock: Callable[[], float], reminders: Reminders):
+        self._folder, self._clock, self._reminders = folder, clock, reminders
+        # By object and its mark; None: refused.
+        self._looked: dict[tuple[str, str], Contribution | None] = {}
+        self._named_equal: set[tuple[str, ...]] = set()  # islands with equal changes
+        self.arrived: dict[tuple[str, int], float] = {}
+        self.refused: dict[str, str] = {}
+
+    def read_again(self) -> None:
+        """Forgets what was read, so that it is read and checked again."""
+        self._looked = {}
+
+    def forget_before(self, version: int) -> None:
+        """Forgets contributions to versions before this one."""
+        self._looked = {key: x for key, x in self._looked.items() if not x or x.pair[1] >= version}
+        self.arrived = {key: x for key, x in self.arrived.items() if key[1] >= version}
+
+    def look_at(
+        self, before: MergedState | None, settings: MergeSettings, name: str
+    ) -> Contribution | None:
+        """Returns the record of a contribution or an offer; None if it is gone or refused.
+
+        `before` is the newest version's state, to which the contribution's variables belong.
+        """
+        key = (name, self._mark_of(name))
+        if key not in self._looked:
+            try:
+                specs = _specs_of(name, before, settings)
+                most = most_bytes(specs) if specs else None
+                stored = self._folder.load(name, kind=ContributionFacts, most=most)
+                if stored is None:
+                    return None
+                found = _described(name, stored, specs, settings)
+            except DamagedObjectError as error:
+                self._refuse(name, str(error))
+                found = None
+            except FolderError as error:
+                self._reminders.lasts(name, f"Merger: {error}; it is tried again")
+                return None
+            self._reminders.over(name)
+            self._looked[key] = found
+            if found and found.version is not None:
+                self.arrived.setdefault(found.pair, self._clock())
+        return self._looked[key]
+
+    def _mark_of(self, name: str) -> str:
+        # Contributions are created once, under names of their own; offers may be made again.
+        place, last = name.rsplit("/", 1)
+        return "" if parsed_contribution(name) else self._folder.marks(place).get(last, "")
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Refuses a contribution, and logs why: its island makes another."""
+        logger.warning("%s", reason)
+        self.refused[name] = reason
+        self._folder.create_json(name.removesuffix(SUFFIX) + REFUSED, reason)
+
+    def name_equal(self, contributions: Sequence[Contribution]) -> None:
+        """Logs which islands' changes have equal bits: they have learned from the same data."""
+        lengths = collections.defaultdict(list)
+        for one in contributions:
+            lengths[one.norm].append(one)
+        for norm, some in lengths.items():
+            islands = tuple(one.island for one in some)
+            if not norm or len(some) < 2 or islands in self._named_equal:
+                continue
+            try:
+                found = [self._folder.load(one.object, kind=ContributionFacts) for one in some]
+            except (DamagedObjectError, FolderError):
+                continue  # it is said where it is merged
+            digests = [checksum({}, stored.tensors) if stored else None for stored in found]
+            if len(set(digests)) == 1 and digests[0]:
+                self._named_equal.add(islands)
+                logger.warning(
+                    "The changes of %s have equal bits: do these islands learn from the same data? "
+                    "Give each a part of its own (claim_part, ElasticIslands.parts)",
+                    some_names(sorted(islands)),
+                )
+
+
+def _specs_of(
+    name: str, before: MergedState | None, settings: MergeSettings
+) -> dict[str, TensorSpec] | None:
+    """Returns the specs of the variables whose turn it is; None for an offer."""
+    parsed = parsed_contribution(name)
+    if parsed is None or before is None:
+        return None
+    turn, values = parsed[0] + 1, before.values
+    names = fragment_of(turn, list(values), settings.fragments)
+    return {key: TensorSpec.of(values[key]) for key in names}
+
+
+def _described(
+    name: str, stored: Stored, specs: Mapping[str, TensorSpec] | None, settings: MergeSettings
+) -> Contribution:
+    """Returns the decision's record of a contribution; raises DamagedObjectError if it is wrong."""
+    facts: ContributionFacts = stored.facts
+    parsed = parsed_contribution(name)
+    is_own = offer_object(facts.island) == name and facts.version is None
+    if not is_own and (parsed is None or parsed[:2] != (facts.version, facts.island)):
+        raise DamagedObjectError(
+            f"{name} says that it is of {facts.island!r}, version {facts.version!r}"
+        )
+    if not is_number(facts.tokens) or not 0.0 < facts.tokens < float("inf"):
+        raise DamagedObjectError(f"{name} is of {facts.tokens!r} tokens")
+    for key, value in stored.tensors.items():
+        if value.dtype.kind not in "iu" and not np.isfinite(wide(value)).all():
+            raise DamagedObjectError(f"{name} has a NaN or an infinity in {key!r}")
+    norm = Length.of(decoded(stored, specs), facts.steps).norm if specs is not None else 0.0
+    return Contribution.of(
+        facts,
+        object=name,
+        checksum=stored.checksum,
+        weight=weight_of(facts.tokens, facts.steps, settings.weight),
+        norm=norm,
+    )
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Returns up to five names as text, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

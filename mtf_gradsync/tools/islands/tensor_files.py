@@ -1,0 +1,162 @@
+"""Files of tensors with facts: written by `safetensors`, checked before they are used.
+
+They hold numbers and text and nothing that could run. Each carries the SHA-256 of what is in it;
+size, schema, shapes and checksum are checked.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+from typing import Any, Mapping, NamedTuple
+
+import numpy as np
+
+SUFFIX = ".safetensors"
+_TEXT, _BFLOAT16 = "mtf_gradsync", "bfloat16"  # keys in the metadata of a file of tensors
+# The names of dtypes in safetensors, and numpy's.
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32",
+          "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16",
+          "U8": "uint8", "BOOL": "bool"}  # fmt: skip
+
+
+class DamagedObjectError(ValueError):
+    """The error of an object that is damaged, or is not of the kind that its name says."""
+
+
+class OtherTensorsError(DamagedObjectError):
+    """The error of an object whose tensors are not the program's, by name, shape or dtype."""
+
+
+class TensorSpec(NamedTuple):
+    """The shape and dtype of a tensor, as text that JSON can hold."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, value: np.ndarray) -> TensorSpec:
+        """Returns the spec of an array."""
+        return cls(tuple(map(int, value.shape)), str(value.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a tensor of this spec."""
+        return int(np.prod(self.shape)) * dtype_of(self.dtype).itemsize
+
+
+class Stored(NamedTuple):
+    """The content of an object.
+
+    Attributes:
+      facts: what its writer says of it.
+      tensors: arrays by name, which cannot be written to.
+      checksum: of both, SHA-256 in hexadecimal digits.
+    """
+
+    facts: Any
+    tensors: dict[str, np.ndarray]
+    checksum: str
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Returns numpy's dtype of this name, which may be "bfloat16"."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
+    """Returns the SHA-256 of facts and tensors; their order does not change it."""
+    return _checksum(encoded_json(facts), tensors)
+
+
+def _checksum(facts: bytes, tensors: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.sha256(facts)
+    for name in sorted(tensors):
+        value = np.asarray(tensors[name], order="C")
+        found.update(json.dumps([name, *TensorSpec.of(value)]).encode())
+        found.update(value.reshape(-1).view(np.uint8).data if value.size else b"")
+    return found.hexdigest()
+
+
+def encoded_json(value: Any) -> bytes:
+    """Returns a value as JSON with sorted keys."""
+    import msgspec
+
+    return msgspec.json.encode(value, order="sorted")
+
+
+def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, bytes]:
+    """Returns the checksum and the bytes of an object that holds facts and tensors."""
+    from safetensors.numpy import save
+
+    text = encoded_json(facts)
+    found = _checksum(text, tensors)
+    # Numpy has no bfloat16 of its own; the bits are kept.
+    narrow = sorted(key for key, value in tensors.items() if str(value.dtype) == _BFLOAT16)
+    kept = {
+        key: np.asarray(value.view(np.uint16) if key in narrow else value, order="C")
+        for key, value in tensors.items()
+    }
+    metadata = {_TEXT: text.decode(), "sha256": found, _BFLOAT16: json.dumps(narrow)}
+    return found, save(kept, metadata)
+
+
+def read_tensors(
+    data: memoryview, specs: Mapping[str, TensorSpec] | None, expected: str | None, kind: Any
+) -> Stored:
+    """Reads a file of tensors without copying it; its arguments are those of `Folder.load`.
+
+    The `safetensors` library would copy it twice, or map it: then a disk that fails ends the
+    process. A ValueError, KeyError, TypeError or RecursionError says what is wrong with the file.
+    """
+    import msgspec
+
+    class Tensor(msgspec.Struct):
+        dtype: str
+        shape: tuple[int, ...]
+        data_offsets: tuple[int, int]
+
+    begin = 8 + int.from_bytes(data[:8], "little")
+    if not 8 < begin <= len(data):
+        raise DamagedObjectError("it is no file of tensors")
+    header = msgspec.json.decode(data[8:begin], type=dict[str, Any])
+    metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
+    if _TEXT not in metadata:
+        raise DamagedObjectError("it was not written by an island or a merger")
+    narrow = msgspec.json.decode(metadata.get(_BFLOAT16, "[]"), type=list[str])
+    there, ends = {}, collections.Counter[str]()
+    for key, one in msgspec.convert(header, dict[str, Tensor]).items():
+        dtype = _BFLOAT16 if key in narrow else _NAMES[one.dtype]
+        spec = there[key] = TensorSpec(one.shape, dtype)
+        begin_at, ends[key] = one.data_offsets
+        if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
+            raise DamagedObjectError(f"{key!r} is not where its header says")
+    if specs is not None:
+        _check_specs(there, specs)
+    tensors = {}
+    for key, spec in there.items():
+        part = data[begin + ends[key] - spec.nbytes : begin + ends[key]]
+        tensors[key] = np.frombuffer(part, dtype_of(spec.dtype)).reshape(spec.shape)
+    text = metadata[_TEXT].encode()
+    if _checksum(text, tensors) != metadata.get("sha256"):
+        raise DamagedObjectError("its checksum is not that of its content")
+    if expected not in (None, metadata["sha256"]):
+        raise DamagedObjectError(
+            f"its checksum is {metadata['sha256'][:12]}..., and {expected[:12]}... was expected"
+        )
+    return Stored(msgspec.json.decode(text, type=kind), tensors, metadata["sha256"])
+
+
+def _check_specs(there: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec]) -> None:
+    if set(there) != set(specs):
+        missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
+        raise OtherTensorsError(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
+    for key, found in there.items():
+        if found != specs[key]:
+            raise OtherTensorsError(
+                f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
+                f"has {specs[key].dtype} of shape {list(specs[key].shape)}"
+            )
