@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from mtf_gradsync.optimizers.adamw import AdamWOptimizer
     from mtf_gradsync.optimizers.by_variable import ByVariable
     from mtf_gradsync.optimizers.description import DescribedLine, Description, describe
-    from mtf_gradsync.optimizers.muon import MuonOptimizer, is_hidden_matrix
+    from mtf_gradsync.optimizers.matrices import is_hidden_matrix
+    from mtf_gradsync.optimizers.muon import MuonOptimizer
 else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -44,7 +45,7 @@ else:  # a type checker that saw `__getattr__` would take any name
             "Description": "mtf_gradsync.optimizers.description",
             "MuonOptimizer": "mtf_gradsync.optimizers.muon",
             "describe": "mtf_gradsync.optimizers.description",
-            "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
+            "is_hidden_matrix": "mtf_gradsync.optimizers.matrices",
         },
     )
 

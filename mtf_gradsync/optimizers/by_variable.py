@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
 from mtf_gradsync._common import did_you_mean, warn_once
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients.arguments import check_grads_and_variables
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
+from mtf_gradsync.optimizers.sharded_variables import PartOfVariable
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
+from mtf_gradsync.step import gated_update
 
 Which = Union[str, Callable[[mtf.Variable], bool]]
 
@@ -34,6 +36,8 @@ class _Group(NamedTuple):
     changes: str = ""
 
     def has(self, variable: mtf.Variable) -> bool:
+        if isinstance(variable, PartOfVariable):
+            variable = variable.full
         if self.which is None:
             return True
         if isinstance(self.which, str):
@@ -99,14 +103,15 @@ class ByVariable(mtf.optimize.Optimizer):
         make = None if not isinstance(opt, type) and hasattr(opt, "apply_grads") else opt
         self._others = _Group(None, self._made(opt))
         self._groups = tuple(self._group(pair, make) for pair in groups)
-        # Read by the same name as Adafactor's own; see `dims_known_by_name`.
-        self._stacked_dim_names = tuple(
-            {d: None for g in self._all if g.opt is not None for d in dims_known_by_name(g.opt)}
-        )
 
     @property
     def _all(self) -> tuple[_Group, ...]:
         return (*self._groups, self._others)
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """The optimizers of the groups and of all other variables, each once."""
+        return tuple({id(g.opt): g.opt for g in self._all if g.opt is not None}.values())
 
     def optimizer_of(self, variable: mtf.Variable) -> Any:
         """Returns the optimizer that updates a variable; None if it stays as it is."""
@@ -134,6 +139,12 @@ class ByVariable(mtf.optimize.Optimizer):
         grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
         if variables:
             self._tell_of_empty_groups(variables)
+        # A group's gradients may still need variables of another one.
+        return gated_update(functools.partial(self._update, grads, variables), grads)
+
+    def _update(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
         updates: list[mtf.Operation] = []
         of = [self._group_of(v) for v in variables]
         for group in self._all:

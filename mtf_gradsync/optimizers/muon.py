@@ -11,6 +11,7 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.gradients.arguments import check_rate, rate_of_step
 from mtf_gradsync.optimizers.inner import InnerOptimizer, slot, wide_dtype
+from mtf_gradsync.optimizers.matrices import Matrix, matrix_of
 
 # The coefficients of the quintic iteration: its slope at 0 is as steep as it can be, and singular
 # values end between about 0.7 and 1.2.
@@ -26,12 +27,13 @@ class MuonOptimizer(InnerOptimizer):
         m = momentum * m + (1 - momentum) * g
         u = momentum * m + (1 - momentum) * g      (nesterov; else u = m)
         x = u / |u|; `steps` times: s = x x^T; x = 3.4445 x + (-4.775 s + 2.0315 s s) x
-        size = sqrt(max(1, columns / rows))
+        size = sqrt(max(1, outputs / inputs))
         variable -= learning_rate * (size * x + weight_decay_rate * variable)
 
-    A matrix is a variable of two or more dimensions: its first dimension are the rows, the inputs
-    of Mesh-TF's dense layers, and the others together the columns, their outputs. It is not for
-    vectors, scalars, embeddings and the last layer: give these another optimizer by `ByVariable`.
+    A matrix is a variable of two or more dimensions. The model's first product with it says which
+    of them are inputs, which are outputs, and which number matrices beside each other (experts),
+    each of which is made orthogonal by itself. It is not for vectors, scalars, embeddings and the
+    last layer: give these another optimizer by `ByVariable`.
     Arithmetic is in float32 at least. A matrix that the mesh splits is gathered once for all steps,
     or stays split where the products of its shorter side are fewer bytes.
 
@@ -92,10 +94,10 @@ class MuonOptimizer(InnerOptimizer):
         new_m = m * self.momentum + grad
         update = new_m * self.momentum + grad if self.nesterov else new_m
         # 2. Orthogonal, and as large as for a square matrix.
-        update = orthogonal(update, self.steps)
-        rows, *columns = var.shape.dims
-        size = math.sqrt(max(1.0, mtf.Shape(columns).size / rows.size))
-        update *= size
+        matrix = matrix_of(var)
+        update = orthogonal(update, self.steps, matrix)
+        inputs, outputs = (mtf.Shape([var.shape[i] for i in side]).size for side in matrix[:2])
+        update *= math.sqrt(max(1.0, outputs / inputs))
         # 3. Decay, and the rate.
         if self.weight_decay_rate:
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
@@ -103,48 +105,30 @@ class MuonOptimizer(InnerOptimizer):
         return [mtf.assign_sub(var, update * rate), mtf.assign(m.operation, new_m)]
 
 
-def is_hidden_matrix(variable: mtf.Variable) -> bool:
-    """Whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
-
-    These are variables of two or more dimensions whose names do not have "embedding", "softmax" or
-    "logits" in them.
-
-    Example:
-      >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)
-      >>> heads, ones = mtf.Dimension("heads", 2), tf.ones_initializer()
-      >>> gs.is_hidden_matrix(mtf.get_variable(mesh, "layer/q", [size, heads], initializer=ones))
-      True
-      >>> gs.is_hidden_matrix(mtf.get_variable(mesh, "bias", [size], initializer=ones))
-      False
-    """
-    name = variable.name.lower()
-    return variable.shape.ndims >= 2 and not any(
-        word in name for word in ("embedding", "softmax", "logits")
-    )
-
-
-def orthogonal(x: mtf.Tensor, steps: int = 5) -> mtf.Tensor:
-    """Returns the nearly orthogonal matrix next to another one, by Newton-Schulz steps.
+def orthogonal(x: mtf.Tensor, steps: int, matrix: Matrix) -> mtf.Tensor:
+    """Returns the nearly orthogonal matrices next to others, by Newton-Schulz steps.
 
     Args:
-      x: a tensor of two or more dimensions: its first dimension are rows, the others columns.
+      x: a tensor of two or more dimensions.
       steps: the number of steps.
+      matrix: which of its dimensions are the two sides of a matrix, and which number matrices.
 
     Returns:
       A tensor of the same shape, with singular values between about 0.7 and 1.2; zeros for zeros.
     """
-    rows, columns = x.shape.dims[:1], x.shape.dims[1:]
-    side, along = sorted((rows, columns), key=lambda dims: mtf.Shape(dims).size)
+    inputs, outputs, copies = ([x.shape[i] for i in places] for places in matrix)
+    side, along = sorted((inputs, outputs), key=lambda dims: mtf.Shape(dims).size)
     shape = x.shape
     second, third = (_named(side, name) for name in ("second", "third"))
     if not _stays_split(side, along, steps):
         # By names that no layout splits.
-        x = _renamed(x, shape.dims, _named(shape.dims, "whole"))
+        x = _renamed(x, [*side, *along], _named([*side, *along], "whole"))
         side = _named(side, "whole")
     # The sum first, as squares of small numbers are 0 in float32.
-    x = x / (mtf.reduce_sum(mtf.abs(x)) + 1e-30)
-    x = x * mtf.rsqrt(mtf.reduce_sum(mtf.square(x)) + 1e-20)
-    square = mtf.Shape([*side, *second])
+    each = mtf.Shape(copies)
+    x = x / (mtf.reduce_sum(mtf.abs(x), output_shape=each) + 1e-30)
+    x = x * mtf.rsqrt(mtf.reduce_sum(mtf.square(x), output_shape=each) + 1e-20)
+    square = mtf.Shape([*copies, *side, *second])
     for _ in range(steps):
         across = _renamed(x, side, second)
         s = mtf.einsum([x, across], square)

@@ -13,6 +13,7 @@ from mtf_gradsync._common import check_number, check_whole_number, is_number, wa
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step, within
+from mtf_gradsync.optimizers.state.slots import optimizers_of
 from mtf_gradsync.step import StepPlan
 
 _logger = logging.getLogger("mtf_gradsync")
@@ -135,7 +136,7 @@ def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], A
 
 
 def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
-    """Logs a hint when settings of the innermost optimizer depend on the TF global step.
+    """Logs a hint when settings of the optimizers of updates depend on the TF global step.
 
     The training loop advances the global step on every microbatch step. Learning-rate schedules,
     and Adafactor's default decay rate and learning rate, are functions of it.
@@ -144,25 +145,26 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
     if not global_steps:
         return
     handle = getattr(global_steps[0], "handle", global_steps[0])
-    if isinstance(opt, MeshOptimizer):
-        opt = opt.opt
 
     def inputs(op: tf.Operation) -> list[tf.Operation]:
         # A step divided by an integer, as in `per_update`, counts updates.
         return [] if op.type == "FloorDiv" else [t.op for t in op.inputs]
 
-    found = [
-        key.lstrip("_")
-        for key, value in sorted(getattr(opt, "__dict__", {}).items())
-        if isinstance(value, tf.Tensor) and handle.op in walk([value.op], inputs)
-    ]
-    if found:
+    for one in optimizers_of(opt):
+        one = one.opt if isinstance(one, MeshOptimizer) else one
+        found = [
+            key.lstrip("_")
+            for key, value in sorted(getattr(one, "__dict__", {}).items())
+            if isinstance(value, tf.Tensor) and handle.op in walk([value.op], inputs)
+        ]
+        if not found:
+            continue
         _logger.info(
             "%s: %s of %s follow the TF global step, which counts microbatch steps, not updates. "
             "Base them on the update step: see docs/accumulation.md, per_update and update_step.",
             name,
             " and ".join(found),
-            type(opt).__name__,
+            type(one).__name__,
         )
 
 

@@ -32,7 +32,7 @@ from mtf_gradsync.optimizers.sharded_variables import (
     share_copies,
     slot_shapes,
 )
-from mtf_gradsync.optimizers.state.slots import owner_of
+from mtf_gradsync.optimizers.state.slots import optimizers_of, owner_of
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep, Wrapper
 from mtf_gradsync.reduce import Strategy
 
@@ -325,7 +325,8 @@ class ShardedUpdateOptimizer(Wrapper):
 
     def _fixed_dims(self) -> set[str]:
         """Returns names of dimensions that an inner optimizer looks for in variables' shapes."""
-        return {name for opt in self.inner_stack() for name in dims_known_by_name(opt)}
+        inner = (opt for one in self.inner_stack() for opt in optimizers_of(one))
+        return {name for opt in inner for name in dims_known_by_name(opt)}
 
     def _check_parts(self, given: Sequence[mtf.Variable], axes: ReplicaAxes) -> None:
         """Raises ValueError if no variable can be split, or if one cannot be updated again."""

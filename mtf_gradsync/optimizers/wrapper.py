@@ -42,7 +42,7 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weights_of,
 )
-from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.slots import SlotBook, optimizers_of
 from mtf_gradsync.optimizers.state.variables import check_name
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
@@ -150,7 +150,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
                 f"{self.opt!r}. On a mesh: {kind}(gs.MeshOptimizer(optimizer)), or use one of "
                 "mtf.optimize."
             )
-        _warn_of_positional_rate(self.opt)
+        for one in optimizers_of(self.opt):
+            _warn_of_positional_rate(one)
         self._given_axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
         if self._given_axes is None and needs_mesh_for:
             self._given_axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)

@@ -1,6 +1,7 @@
 """ByVariable against numpy in float64, where each group has an optimizer of its own."""
 
 import functools
+import logging
 
 import gin
 import numpy as np
@@ -11,6 +12,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference, wrappers
 from tests.reference import AdamW, Sgd
+from tests.sessions import session_of, train
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -156,6 +158,103 @@ def test_a_checkpoint_of_one_optimizer_goes_on_in_groups():
     assert names(lambda: gs.CrossShardOptimizer(gs.ByVariable(ADAMW, groups))) == one
 
 
+FROZEN, MUON = [("w1", None)], [("w1", gs.MuonOptimizer(0.02))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "new"),
+    [
+        (FROZEN, [], {"w1/adam_m", "w1/adam_v"}),
+        (FROZEN, MUON, {"w1/muon_m"}),
+        ([], MUON, {"w1/muon_m"}),
+        ([], FROZEN, set()),
+    ],
+    ids=["trained again", "by Muon now", "from AdamW to Muon", "frozen"],
+)
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.mostly_slow(every=3)
+def test_a_variable_changes_its_group_in_a_restart(kind, before, after, new, tmp_path, caplog):
+    """What the checkpoint has goes on; slots that it does not have begin as in a new run."""
+    feeds = models.mlp_batches(2)
+    first, then = (
+        harness.built(
+            kind,
+            SHAPE,
+            LAYOUT,
+            models.train(
+                lambda groups=groups: gs.CrossShardOptimizer(gs.ByVariable(ADAMW, groups))
+            ),
+            feeds[0],
+        )
+        for groups in (before, after)
+    )
+    with session_of(first) as session:
+        train(first, session, feeds[:1])
+        path = session.save(str(tmp_path / "model"))
+        saved = session.variables()
+    with session_of(then) as session:
+        session.restore(path)
+        for name, value in session.variables().items():
+            expected = 0 if name in new or name not in saved else saved[name]
+            np.testing.assert_array_equal(value, np.broadcast_to(expected, value.shape), name)
+        train(then, session, feeds[1:])
+        assert not new or any(session.variables()[name].any() for name in new)
+    assert all(name in caplog.text for name in new)
+    assert "another optimizer, or none" in caplog.text or not new
+
+
+def test_a_checkpoint_without_any_slot_is_another_runs(tmp_path):
+    feed = models.mlp_batches(1)[0]
+    sgd, adamw = (
+        harness.built("placement", SHAPE, LAYOUT, models.train(make), feed)
+        for make in (models.OPTIMIZERS["sgd"], lambda: gs.CrossShardOptimizer(ADAMW()))
+    )
+    with session_of(sgd) as session:
+        path = session.save(str(tmp_path / "model"))
+    with session_of(adamw) as session, pytest.raises(tf.errors.NotFoundError):
+        session.restore(path)
+
+
+def test_without_a_wrapper_updates_wait_for_the_gradients_of_all_groups():
+    build = models.train(lambda: gs.ByVariable(ADAMW, MUON))
+    feed = models.mlp_batches(1)[0]
+    assert harness.built("placement", SHAPE, LAYOUT, build, feed, may_race=True).races() == []
+
+
+def test_hints_and_warnings_look_into_groups(caplog):
+    """An Adafactor with a rate by position, and one whose decay rate counts microbatch steps."""
+    with tf.Graph().as_default(), caplog.at_level(logging.INFO, "mtf_gradsync"):
+        tf.train.get_or_create_global_step()
+        adafactor = mtf.optimize.AdafactorOptimizer(0.01)
+        opt = gs.ByVariable(ADAMW, [("w1", {"clip_norm": 1.0}), ("b1", None), ("", adafactor)])
+        gs.GradientAccumulationOptimizer(opt, 2)
+    positional, counts = (r.getMessage() for r in caplog.records)
+    assert "multiply_by_parameter_scale=0.01" in positional
+    assert "learning_rate of AdafactorOptimizer" in counts
+    assert opt.optimizers == (opt.optimizer_of(mtf_variable("w1")), adafactor)
+
+
+def mtf_variable(name):
+    with tf.Graph().as_default():
+        return mtf.get_variable(mtf.Mesh(mtf.Graph(), "mesh"), name, mtf.Shape([])).operation
+
+
+@pytest.mark.parametrize("wrapper", ["sharded", "local(sharded)"])
+def test_functions_see_variables_as_the_model_has_them(wrapper):
+    """Not the parts of sharded updates, of which dimensions have other names."""
+    wrap, _ = WRAPPERS[wrapper]
+    seen = set()
+
+    def which(variable):
+        seen.add(tuple(d.name for d in variable.shape.dims))
+        return False
+
+    build = models.train(lambda: wrap(gs.ByVariable(ADAMW, [(which, None)])))
+    made = harness.built("simd", SHAPE, LAYOUT, build, models.mlp_batches(1)[0])
+    graph = made.lowering.graph
+    assert seen == {tuple(d.name for d in v.shape.dims) for v in graph.trainable_variables}
+
+
 def test_a_group_without_a_variable_is_told(caplog):
     build = models.train(
         lambda: gs.CrossShardOptimizer(gs.ByVariable(ADAMW, [("layernorm_of_nothing", None)]))
@@ -194,7 +293,11 @@ def test_gin_gives_groups_and_a_wrapper_the_rate():
     gin.parse_config("""
         CrossShardOptimizer.opt = @ByVariable
         ByVariable.opt = @AdamWOptimizer
-        ByVariable.groups = [("bias", {"weight_decay_rate": 0.0}), ("embedding", None)]
+        ByVariable.groups = [
+            ("bias", {"weight_decay_rate": 0.0}),
+            ("embedding", None),
+            (@is_hidden_matrix, @MuonOptimizer),
+        ]
     """)
     try:
         opt = gs.CrossShardOptimizer(learning_rate=0.25).opt
@@ -202,8 +305,10 @@ def test_gin_gives_groups_and_a_wrapper_the_rate():
         gin.clear_config()
     assert type(opt) is gs.ByVariable
     assert [g.opt and (g.opt.learning_rate, g.opt.weight_decay_rate) for g in opt._all] == [
-        (0.25, 0.0), None, (0.25, 0.01)
+        (0.25, 0.0), None, (0.25, 0.0), (0.25, 0.01)
     ]  # fmt: skip
+    assert type(opt._all[2].opt) is gs.MuonOptimizer
+    assert opt._all[2].name == "is_hidden_matrix"
 
 
 def test_describe_has_a_line_for_each_group():

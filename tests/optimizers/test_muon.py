@@ -1,24 +1,32 @@
 """MuonOptimizer against Keller Jordan's reference, written in numpy in float64."""
 
+import math
+
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import muon
+from mtf_gradsync.optimizers.matrices import Matrix
 from tests import harness
 
 SHAPE, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
 STEPS = 3
-# Split along the second, the first and no dimension; split and short, so that it stays split.
+# Split along the second, the first and no dimension; split and short, so that it stays split; with
+# several outputs; with several inputs; experts, of which each is a matrix.
 VARIABLES = {
     "wide": [("inputs", 6), ("hidden", 8)],
     "tall": [("hidden", 8), ("outputs", 4)],
     "whole": [("a", 5), ("b", 3)],
     "long": [("few", 2), ("hidden", 64)],
     "heads": [("model", 6), ("heads", 2), ("hidden", 4)],
+    "o": [("hidden", 4), ("size", 3), ("model", 6)],
+    "experts": [("expert", 2), ("model", 6), ("hidden", 8)],
 }
+# How many dimensions number matrices, and how many after them are inputs.
+SIDES = {name: (0, 1) for name in VARIABLES} | {"o": (0, 2), "experts": (1, 1)}
 
 
 def orthogonal(x):
@@ -39,9 +47,11 @@ def expected(values, gradients, rate, decay, nesterov=True):
         for k, g in grads.items():
             means[k] = 0.95 * means[k] + 0.05 * g
             update = 0.95 * means[k] + 0.05 * g if nesterov else means[k]
-            matrix = update.reshape(len(update), -1)
-            update = orthogonal(matrix).reshape(update.shape)
-            update = update * max(1, matrix.shape[1] / matrix.shape[0]) ** 0.5
+            copies, inputs = SIDES[k]
+            sides = math.prod(g.shape[copies : copies + inputs]), -1
+            each = [x.reshape(sides) for x in (update if copies else [update])]
+            update = np.stack([orthogonal(x) for x in each]).reshape(update.shape)
+            update = update * max(1, each[0].shape[1] / each[0].shape[0]) ** 0.5
             values[k] = values[k] * (1 - rate * decay) - rate * update
         yield dict(values), dict(means)
 
@@ -55,6 +65,14 @@ def random(seed, size=1.0):
     return {k: (rng.randn(*sizes(dims)) * size).astype("f") for k, dims in VARIABLES.items()}
 
 
+def use(variable, copies, inputs):
+    """Multiplies a variable by activations, which says what its inputs are."""
+    dims, rows = variable.shape.dims, mtf.Dimension("examples", 2)
+    given, outputs = dims[: copies + inputs], dims[copies + inputs :]
+    x = mtf.ones(variable.mesh, mtf.Shape([*given, rows]))
+    mtf.einsum([x, variable.value], [*dims[:copies], rows, *outputs])
+
+
 def applied(make):
     def build(mesh, inputs):
         variables, grads = [], []
@@ -63,6 +81,7 @@ def applied(make):
             first = tf.constant_initializer(random(0)[name])
             variables.append(mtf.get_variable(mesh, name, shape, initializer=first).operation)
             grads.append(mtf.import_tf_tensor(mesh, inputs[f"gradient_of_{name}"], shape))
+            use(variables[-1], *SIDES[name])
         return make().apply_grads(grads, variables), {}
 
     return build
@@ -110,7 +129,9 @@ def test_zeros_stay_zeros_and_others_are_nearly_orthogonal():
         rng = np.random.RandomState(0)
         given = np.stack([np.zeros((12, 7)), rng.randn(12, 7)]).astype("f")
         made = [
-            muon.orthogonal(mtf.import_tf_tensor(mesh, tf.constant(x), mtf.Shape(dims)))
+            muon.orthogonal(
+                mtf.import_tf_tensor(mesh, tf.constant(x), mtf.Shape(dims)), 5, Matrix((0,), (1,))
+            )
             for x in given
         ]
         impl = harness.placement("one:1", "")
@@ -147,6 +168,45 @@ def test_in_sharded_updates_and_accumulation_it_is_the_same(kind):
         np.testing.assert_allclose(parts[name], value, rtol=0, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("inner_steps", [1, 2])
+@pytest.mark.mostly_slow
+def test_islands_update_by_their_own_gradients(mesh_kind, inner_steps):
+    """Each row of the mesh is an island, whose matrices are split over its two processors."""
+    dims = [mtf.Dimension("model", 6), mtf.Dimension("hidden", 8)]
+    rng = np.random.RandomState(0)
+    first = rng.randn(6, 8).astype("f")
+    feeds = [{"x": rng.randn(4, 6, 8).astype("f")} for _ in range(4)]
+
+    def build(mesh, inputs):
+        w = mtf.get_variable(mesh, "w", dims, initializer=tf.constant_initializer(first)).operation
+        batch = mtf.Dimension("batch", 4)
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, *dims]))
+        each = mtf.reduce_sum(x * w.value, output_shape=[batch])
+        opt = gs.OuterOptimizer(
+            gs.MuonOptimizer(0.02),
+            inner_steps,
+            outer_learning_rate=1.0,
+            outer_momentum=0.0,
+            **AXES,
+        )
+        return opt.minimize(mtf.reduce_mean(each)), {}
+
+    found = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0]).after_each(feeds)
+    of_islands = [first.astype(np.float64)] * 2
+    means = [np.zeros((6, 8))] * 2
+    for step, feed in enumerate(feeds):
+        for island in range(2):
+            g = feed["x"][2 * island : 2 * island + 2].mean(0, np.float64)
+            means[island] = 0.95 * means[island] + 0.05 * g
+            update = orthogonal(0.95 * means[island] + 0.05 * g) * (8 / 6) ** 0.5
+            of_islands[island] = of_islands[island] - 0.02 * update
+        if (step + 1) % inner_steps == 0:
+            of_islands = [np.mean(of_islands, 0)] * 2
+            bound = (step + 1) * 0.02 * 500 * 2**-22
+            np.testing.assert_allclose(found[step]["w"], of_islands[0], rtol=0, atol=bound)
+    assert {"w/muon_m/island", "w/muon_m"} & set(found[-1])
+
+
 def test_a_vector_is_refused_before_anything_is_built():
     with tf.Graph().as_default():
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
@@ -171,19 +231,3 @@ def test_a_vector_is_refused_before_anything_is_built():
 def test_bad_arguments(arguments, error):
     with pytest.raises(error, match=next(iter(arguments))):
         gs.MuonOptimizer(**{"learning_rate": 0.02, **arguments})
-
-
-def test_which_variables_are_hidden_matrices():
-    with tf.Graph().as_default():
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
-        a, b = mtf.Dimension("a", 2), mtf.Dimension("b", 3)
-        made = {
-            name: mtf.get_variable(mesh, name, mtf.Shape(dims)).operation
-            for name, dims in {
-                "ffn/wi": [a, b],
-                "ffn/bias": [b],
-                "shared/embedding": [a, b],
-                "logits/kernel": [a, b],
-            }.items()
-        }
-    assert [name for name, v in made.items() if gs.is_hidden_matrix(v)] == ["ffn/wi"]

@@ -13,6 +13,7 @@ from mtf_gradsync.gradients.operations import on_mesh, on_present
 from mtf_gradsync.gradients.recoverable import MadeOfSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts
 from mtf_gradsync.optimizers.pipeline.weights import Weights
+from mtf_gradsync.optimizers.state.slots import optimizer_of
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, StepPlan
 
@@ -172,15 +173,6 @@ def gathered(gradients: GradientSet) -> GradientSet:
     )
 
 
-def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:
-    """Returns the optimizer that updates a variable, `opt` or one of its groups (`ByVariable`).
-
-    It is None for a variable that stays as it is.
-    """
-    of = getattr(opt, "optimizer_of", None)
-    return opt if of is None else of(variable)
-
-
 def without_frozen(
     opt: Any, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
 ) -> list[mtf.Tensor | None]:
@@ -188,9 +180,7 @@ def without_frozen(
 
     These variables then cost no reduction and no sums, and have no part in norms.
     """
-    if not hasattr(opt, "optimizer_of"):
-        return grads
-    return [None if opt.optimizer_of(v) is None else g for g, v in zip(grads, variables)]
+    return [None if optimizer_of(opt, v) is None else g for g, v in zip(grads, variables)]
 
 
 def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:

@@ -21,6 +21,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state.variables import (
     ACCUMULATOR,
     ISLAND,
+    SLOTS_COLLECTION,
     STATE_COLLECTION,
     SUMS_NOT_KEPT,
     StateNote,
@@ -150,6 +151,27 @@ class Saved:
             change = note and self._change(variable, note)
             if change:
                 found[name] = change
+        return {**self._new_slots, **found}
+
+    @functools.cached_property
+    def _new_slots(self) -> dict[str, Change]:
+        """The slots that it does not have, by name, where it has other slots of the graph.
+
+        That is a run in which another optimizer, or none, updated some variables.
+        """
+        noted = {note.name for note in self._graph.get_collection(STATE_COLLECTION)}
+        slots = set(self._graph.get_collection(SLOTS_COLLECTION)) - noted
+        if not any(self.find(name) for name in slots):
+            return {}
+        found = {}
+        for variable in self._graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
+            name, shape = variable.op.name, tuple(variable.shape.as_list())
+            if name not in slots or self.find(name):
+                continue
+            start = _begins_with(variable)
+            if start is not None:
+                dtype = variable.dtype.base_dtype
+                found[name] = Change(None, (), None, shape, dtype, StateNote(name, start=start))
         return found
 
     def _change(self, variable: Any, note: StateNote) -> Change | None:
@@ -290,7 +312,18 @@ class Saved:
 
         That is where a graph without islands begins in the middle of a round.
         """
-        new = [name for name, change in sorted(self.changes.items()) if change.saved_name is None]
+        new = [
+            name
+            for name, change in sorted(self.changes.items())
+            if change.saved_name is None and name not in self._new_slots
+        ]
+        if self._new_slots:
+            _logger.warning(
+                "The checkpoint %s has no %s, as that of a run in which another optimizer, or "
+                "none, updated these variables: the slots begin as in a new run.",
+                self.path,
+                some_of(sorted(self._new_slots)),
+            )
         derived = []
         for name in new:
             note = self.changes[name].note
@@ -321,6 +354,17 @@ class Saved:
                 "up to the end of the round.",
                 self.path,
             )
+
+
+def _begins_with(variable: Any) -> float | None:
+    """Returns the number that a variable begins with everywhere; None if it has several."""
+    value = variable.initial_value
+    if value.op.type == "Fill":
+        value = value.op.inputs[1]
+    if value.op.type != "Const":
+        return None
+    found = np.unique(tf.get_static_value(value))
+    return found[0] if len(found) == 1 else None
 
 
 def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:

@@ -61,6 +61,20 @@ class SlotBook:
         return list(self._variables)
 
 
+def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:
+    """Returns the optimizer that updates a variable, `opt` or that of a group (`ByVariable`).
+
+    It is None for a variable that stays as it is.
+    """
+    of = getattr(opt, "optimizer_of", None)
+    return opt if of is None else of(variable)
+
+
+def optimizers_of(opt: Any) -> tuple[Any, ...]:
+    """Returns the optimizers that update variables: `opt` alone, or those of its groups."""
+    return opt.optimizers if hasattr(opt, "optimizer_of") else (opt,)
+
+
 _OF_ONE = (
     "Call apply_grads of each in a tf.variable_scope of its own, or use one optimizer for both"
 )

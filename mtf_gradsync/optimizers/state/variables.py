@@ -23,6 +23,8 @@ ISLAND = "island"
 # though one with other arguments would. They are not exported, as their keys are no strings.
 STATE_COLLECTION = ("mtf_gradsync state",)
 SUMS_NOT_KEPT = ("mtf_gradsync sums not kept",)
+# The collection of names of the innermost optimizers' slots.
+SLOTS_COLLECTION = ("mtf_gradsync slots",)
 #: The collection of variables that nothing reads, so that they need not be initialized.
 STAND_INS = ("mtf_gradsync stand-ins",)
 
