@@ -259,9 +259,9 @@ def scalar_of_step(
 ) -> mtf.Tensor:
     """Returns a scalar tensor or variable on a mesh, which every step checks.
 
-    A value that is out of bounds is an error of the step, which names owner, argument and value.
-    Where nobody looks at what a program tells (TensorFlow's own TPU runtime; the body of a loop),
-    the value counts as NaN, or as the least one if it is a whole number.
+    A value that is out of bounds is an error of the step, which names owner, argument and value. If
+    a program's outcomes are not read (TensorFlow's own TPU runtime; the body of a loop), a wrong
+    value counts as NaN, or as the least value if it is an integer.
     """
     plan = StepPlan.of(mesh.graph)
     scalars, key = plan.extension(_CheckedScalars), (id(value), mesh, dtype, argument, owner)

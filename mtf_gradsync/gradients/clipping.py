@@ -148,8 +148,9 @@ def clip_together(
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips checked gradients by one norm: reduced gradients, or per-shard ones with `axes`.
 
-    `owner` is whose clip_norm it is, and `behind` are the gradients that they were made of, if
-    operations do not tell; the result is that of `clip_by_global_norm`.
+    `owner` is the name of the optimizer or function with this clip_norm. `behind` are the gradients
+    that these were computed from, if operations do not show that. The result is as of
+    `clip_by_global_norm`.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -174,8 +175,8 @@ def clip_together(
 def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
     """Returns the factor that brings gradients of a norm to the limit, at most 1.
 
-    As in TensorFlow, a norm that is not finite makes it NaN, and so does a norm so large that the
-    factor is no normal number of the dtype.
+    As in TensorFlow, the factor is NaN if the norm is not finite, or so large that the factor is no
+    normal number of the dtype.
     """
     limit = tf.cast(limit, norm.dtype)
     tiny = np.finfo(norm.dtype.as_numpy_dtype).tiny
@@ -221,7 +222,7 @@ def clip_by_shard_norm(
     Args:
       grads: gradients, pending or per shard; None passes through.
       clip_norm: largest norm of a shard's gradients, greater than 0: a number, or a scalar tensor
-        or variable, in whose value the step raises an error if it is less than 0 or NaN. Infinity
+        or variable, for which the step raises an error if its value is less than 0 or NaN. Infinity
         clips nothing.
       axes: the replica axes.
       reducer: the reduction strategy for mesh axes that are not replica axes; None takes

@@ -142,7 +142,7 @@ def _sum_several_a_processor(
     """Sums over groups if a processor holds several shards, of any groups.
 
     Each processor adds up its shards by group, the sums of all groups are reduced, and each shard
-    takes that of its group.
+    takes its group's sum.
     """
     group_of = np.empty([d.size for d in dims], np.int32)
     for number, group in enumerate(groups):

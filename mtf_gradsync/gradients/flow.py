@@ -30,7 +30,7 @@ class Use(NamedTuple):
     """The way in which an operation keeps sums pending.
 
     Attributes:
-      positions: the inputs that it is linear in together; the others are factors.
+      positions: the inputs in which, together, the operation is linear; the others are factors.
       axes: all mesh axes that its linear inputs are pending over.
       first: mesh axes, no replica axes, that pending inputs have to be reduced over first, because
         a factor or the result is split over them.
@@ -73,14 +73,14 @@ class Mixing(NamedTuple):
 class Flow:
     """A forecast of which operations before target tensors keep sums pending.
 
-    It follows the operations that compute the targets, back to where shards hold different data,
-    and those whose outputs are made of pending sums on the way, so that these need no reduction
-    unless their results are used. (Mesh-TF makes the gradients of all inputs of an operation, used
-    or not.)
+    It follows the operations that compute the targets, back to tensors in which shards hold
+    different data. It also follows operations on pending sums on the way: these sums then need no
+    reduction unless the results are used. (Mesh-TF makes the gradients of all inputs of an
+    operation, used or not.)
 
     Attributes:
       operations: the operations that are followed.
-      axes: tensor -> the mesh axes that it is pending over, for pending ones.
+      axes: pending tensor -> the mesh axes that it is pending over.
       uses: the operations that keep sums pending, because they are linear.
       forced: operation -> pending inputs that it needs reduced.
       reduced: operation -> the mesh axes that it sums over where the sum cannot stay pending,
@@ -312,7 +312,7 @@ class Flow:
     ) -> dict[mtf.Operation, tuple[Cause, mtf.Tensor]]:
         """Returns operations that may drop a sum over the shards, with the cause and a target.
 
-        Operations of Mesh-TF that gather by themselves are none of them.
+        Operations of Mesh-TF that gather by themselves do not count.
         """
         found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         if any(self._gathers(t) for operation in self.operations for t in operation.outputs):

@@ -19,7 +19,7 @@ class Layout(NamedTuple):
     """The layout of tensors, before or while a graph is lowered.
 
     Attributes:
-      axis_of: the mesh axis that a dimension of a tensor of a mesh is split over, or None.
+      axis_of: returns the mesh axis that splits a tensor dimension on a mesh, or None.
       replica_axes: the mesh axes of a mesh that the batch is split over.
       own: the replica axes along which each shard's slice of a tensor is of that shard's data alone
         (see `own_slices`). None takes all axes that split the tensor, which is enough where shards

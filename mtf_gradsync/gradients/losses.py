@@ -86,7 +86,7 @@ def unscaled_gradients(
       grads: gradients by `mtf.gradients`.
       make_scale: returns a number, or an mtf scalar that is the value of a variable; called after
         all checks.
-      owner: name of the optimizer whose scale it is.
+      owner: name of the optimizer that has the scale.
       names: names of the gradients' variables.
 
     Raises:
@@ -232,7 +232,7 @@ def _first_not_linear(
 ) -> mtf.Operation | None:
     """Returns the first operation of `between` that is not linear in the scaled tensors `ends`.
 
-    What other operations make of these counts as scaled, too.
+    Results computed from scaled tensors count as scaled, too.
     """
     scaled: set[Any] = set(ends)
     for operation in flat(graph.operations):

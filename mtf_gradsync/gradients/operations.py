@@ -189,8 +189,8 @@ class PendingSum(mtf.LazyAllreduceSum):
         """Describes the sum; makes nothing.
 
         `make_part` returns the `LaidOutTensor` of the parts, and `make_reduced` calls `set_reduced`
-        with that of the sum. `sources` are the lowered tensors that the sum is computed from, if it
-        is not reduced itself.
+        with the sum's. `sources` are the lowered tensors that the sum is computed from, if it is
+        not reduced itself.
         """
         self.mesh_impl = mesh_impl
         self.mesh_axes = list(mesh_axes)
@@ -314,7 +314,7 @@ def reduce_partial_sums(
     """Reduces partial sums over their mesh axes; sums with the same axes together.
 
     Returns a `LaidOutTensor` for each, in order. With `cuts`, which say how each sum is cut, each
-    processor gets its part of the sum, and the whole sum without.
+    processor gets its part of the sum, otherwise the whole sum.
     """
     cuts = [()] * len(sums) if cuts is None else cuts
     # Along the other mesh axes processors hold the same sum already.

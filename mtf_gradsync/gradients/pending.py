@@ -351,10 +351,10 @@ class PendingSums(PlanExtension):
     ) -> None:
         """Declares that gradients of one mesh will be used, reduced or as they are.
 
-        The sums behind all gradients that are to be reduced are reduced together, at the first
-        place that needs one of them, which may be in the model. Without `batch_dims` the graph
-        shows which dimensions split the batch. Tensors that `are_sums` themselves, over any mesh
-        axes, are reduced together even if each shard holds its own part of them.
+        The sums behind all gradients to reduce are reduced together, at the first operation that
+        needs one, which may be in the model. Without `batch_dims` the graph shows which dimensions
+        split the batch. Tensors that `are_sums` themselves, over any mesh axes, are reduced
+        together even if each shard holds its own part of them.
         """
         if not tensors:
             return

@@ -32,8 +32,8 @@ class MadeOfSums:
 
     Attributes:
       sums: pending tensors, from which each shard's part is recoverable.
-      shared: tensors without data of any shard that the gradient is linear in, too, as those of a
-        penalty on weights.
+      shared: tensors without any shard's data in which the gradient is linear, too, such as a
+        penalty's on weights.
     """
 
     def __init__(
@@ -157,17 +157,19 @@ class Apart:
     Positions are in the list of gradients.
 
     Attributes:
-      mixed: for each gradient from which they are not, an operation that mixed shards.
-      made_of_sums: how those of `mixed` are made that are linear in sums from which they are.
-      shared: gradients that are split over a replica axis and hold no shard's data, as those of a
-        penalty on weights, with their operations. Each shard has an equal share of all slices.
+      mixed: for each gradient from which shards' gradients are not recoverable, an operation that
+        mixed shards.
+      made_of_sums: for gradients of `mixed` that are linear in recoverable sums, how they are
+        computed from the sums.
+      shared: gradients that are split over a replica axis and hold no shard's data, such as a
+        penalty's on weights, with their operations. Each shard has an equal share of all slices.
     """
 
     def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
         """Examines gradients without shard dims.
 
         The axes are of the mesh that the program will be lowered on; a batch that is split over
-        others is a ValueError. `within` has all of the batch's, if `axes` are some of them.
+        other axes is a ValueError. `within` has all axes of the batch, if `axes` has only some.
         """
         self.mixed: dict[int, Mixing] = {}
         self.made_of_sums: dict[int, MadeOfSums] = {}

@@ -181,9 +181,9 @@ def scatter_gradients(
 ) -> tuple[Sequence[mtf.Tensor], list[mtf.Tensor]]:
     """Reduces gradients over the mesh; each replica gets its part.
 
-    Gradients are pending, reduced or per shard; `shapes` are those of the parts, or the variables'
-    own. Returns what was sent (gradients before casts and scales, which are done again after the
-    sum), and the parts.
+    Gradients are pending, reduced or per shard; `shapes` are the shapes of the parts, or the
+    variables' own. Returns the tensors that were sent (gradients before casts and scales, which are
+    repeated after the sum), and the parts.
     """
     sources, operations = zip(*map(_undone, grads))
     parts = ScatterGradients(sources, variables, shapes, axes, strategy).outputs
@@ -193,8 +193,8 @@ def scatter_gradients(
 def _undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
     """Returns the tensor before a gradient's casts and scalings, and these operations in order.
 
-    Done after the sum, casts and scales give the bits that they give without parts, and what is
-    sent is in the dtype that Mesh-TF sends.
+    After the sum, casts and scales give the same bits as without parts, and the sum is sent in the
+    dtype that Mesh-TF sends.
     """
     operations: list[mtf.Operation] = []
     while _is_cast_or_scale(grad.operation):

@@ -237,8 +237,8 @@ def resolve_axes(
 def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
     """Returns replica axes by batch dims' names; None if no known mesh splits them.
 
-    `mesh` is a mesh shape and a layout; None for those of the mesh that the program has made for
-    this graph.
+    `mesh` is a mesh shape and a layout; None takes the mesh that the program has made for this
+    graph.
     """
     meshes = meshes_made() if mesh is None else [mesh]
     if len(meshes) != 1:
@@ -277,7 +277,7 @@ class ProcessorGroups:
     """A partition of a mesh's processors into equally large groups.
 
     Attributes:
-      groups: lists of logical processor numbers; each processor stands in one of them.
+      groups: lists of logical processor numbers; each processor is in one list.
       mesh_axes: the mesh axes that the groups run along, or None for groups that no set of axes
         describes.
     """

@@ -177,7 +177,7 @@ def choose_the_best(
 
     The choice never fails: one warning names the facts that it could not find. The first three rows
     are measured by ``python -m benchmarks.reductions`` and ``python -m benchmarks.two_processes``;
-    those of GPUs are not.
+    the rows of GPUs are not measured.
 
     Args:
       mesh_impl: an `mtf.MeshImpl`, placement or SIMD.

@@ -51,7 +51,7 @@ class CollectiveAllReduce(OneLevel):
     Collectives that two devices start in different orders can wait for each other for ever. So all
     collectives of a graph (or of one branch, or loop, of it) run one after the other, in the order
     in which they were built, and a reader of a sum waits for all members. A session that fetches
-    one sum therefore runs those built before it as well.
+    one sum therefore also runs all sums built before it.
 
     The processes of a cluster remember each other: after a restart of one of them, or a failed
     collective, every later one fails with an error until all are restarted. Take another strategy
@@ -59,8 +59,8 @@ class CollectiveAllReduce(OneLevel):
 
     On SIMD meshes, and inside tf functions of a session (the update of
     `GradientAccumulationOptimizer` on one process), there are no collectives: sums are those of
-    `FusedAllReduce`, unpacked, with a warning. So are those of dtypes that collectives do not
-    have, without a warning.
+    `FusedAllReduce`, unpacked, with a warning. Sums of dtypes that collectives do not have are the
+    same, without a warning.
 
     References:
       TensorFlow 1's `CollectiveAllReduce`, for `all_reduce_merge_scope`. There it only names

@@ -30,8 +30,8 @@ from mtf_gradsync.reduce.sums import check_values
 class GradientStrategy(Strategy):
     """A base class: reduces gradients by `reduce_gradients`, all other sums by `reducer`.
 
-    It is for strategies whose sums are not exact, or that keep errors of compression: norms, flags
-    and the model's own sums stay exact. A subclass defines `reduce_gradients`, and
+    Strategies are of this class if their sums are not exact, or they keep errors of compression:
+    norms, flags and the model's own sums stay exact. A subclass defines `reduce_gradients`, and
     `gradient_state` if it keeps state.
 
     Attributes:

@@ -272,10 +272,10 @@ class HierarchicalAllReduce(Strategy):
 
     A SIMD mesh has one algorithm, and all its cores take part in the outer sum. All tensors of a
     range of sizes are summed at one level before the next begins; the sums of a level are one group
-    (see `FusedAllReduce`), unless packs are asked for. With shards > 1
-    each core of an inner group sums a part of the tensor over the outer axes; that takes another
-    sum along the inner axes, and pays where the outer axes are slower. The number of parts is then
-    that of the cores, whatever shards is.
+    (see `FusedAllReduce`), unless packs are asked for. With shards > 1 each core of an inner group
+    sums a part of the tensor over the outer axes; that takes another sum along the inner axes, and
+    pays where the outer axes are slower. The number of parts is then the number of cores, whatever
+    shards is.
 
     bfloat16 and float16 are summed in float32 on each level of a placement mesh, and rounded
     after each.

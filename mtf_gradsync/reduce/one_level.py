@@ -124,9 +124,9 @@ def warn_algorithm_on_simd(algorithm: str) -> None:
 class RingAllReduce(OneLevel):
     """Sums each tensor as Mesh-TensorFlow does without this package.
 
-    On a placement mesh that is a ring in which every device talks to two neighbours; no link and
-    no device carries more than the others. On a SIMD mesh it is one CrossReplicaSum a tensor.
-    Unlike Mesh-TF's own, the ring adds up bfloat16 and float16 in float32.
+    On a placement mesh that is a ring in which every device talks to two neighbours, and all links
+    and devices carry the same. On a SIMD mesh it is one CrossReplicaSum a tensor. Unlike Mesh-TF's
+    own, the ring adds up bfloat16 and float16 in float32.
     """
 
     def _group_sum(self, mesh_impl: Any) -> GroupSum:

@@ -64,7 +64,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     Mesh-TF passes tensors around rings. CPU devices of one process share its memory: there a result
     is computed once for all of them.
 
-    - Sums: by the strategy; those of this package sum bfloat16 and float16 in float32.
+    - Sums: by the strategy; this package's strategies sum bfloat16 and float16 in float32.
     - MAX, MIN and allconcat: once in each memory, on the group's devices there in turn. Groups
       of devices that share no memory keep Mesh-TF's ring.
     - alltoall: directly from each processor to each.

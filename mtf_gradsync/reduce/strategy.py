@@ -48,8 +48,8 @@ class Compression(NamedTuple):
     Attributes:
       given: bytes of the gradients in their own dtypes.
       sent: size of an all-reduce that would send as much as the strategy sends.
-      whole: names of gradients that the strategy does not compress: those too small for it, for
-        example. They count in `given` and in `sent`.
+      whole: names of gradients that the strategy does not compress: too small ones, for example.
+        They count in `given` and in `sent`.
     """
 
     given: int

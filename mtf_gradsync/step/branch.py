@@ -128,8 +128,8 @@ class Conditional(mtf.Operation):
         """Adds the conditional, which waits for `gate` (None inside another branch) and `behind`.
 
         `as_call` makes skipping cheap, by one function call where `can_call`. Its arguments cost
-        time on every step, so a branch that takes all gradients and runs on most steps is faster
-        without.
+        time on every step: a branch that takes all gradients and runs on most steps is faster
+        without a call.
         """
         super().__init__([predicate], name="conditional")
         self._gate = gate

@@ -41,8 +41,8 @@ class Watched(mtf.Operation):
         Args:
           before: the values of `counts` before the step.
           now: their values after it, readable outside of branches.
-          counts: int32 or float32 variables, which say whether there is something to tell.
-          records: variables with the rest, read only then.
+          counts: int32 or float32 variables, which show whether there is something to report.
+          records: variables with the details, read only if there is something to report.
           name: name of the operation.
         """
         super().__init__([*before, *now], name=name)
@@ -114,7 +114,7 @@ class Watch:
     """A reader of a session's last outcome; `Watched.watch` makes it.
 
     Attributes:
-      records: what it reads of the records, by lowering.
+      records: the tensors of the records' values, for each lowering.
     """
 
     def __init__(self, reads: Sequence[tuple[Any, Any]], watched: Watched):

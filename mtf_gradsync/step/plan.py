@@ -217,8 +217,8 @@ class StepPlan:
     def write_in_place(self, variable: mtf.Variable) -> None:
         """Notes that a wrapper writes a variable in place: it is not read first.
 
-        With a value read there still in use, TensorFlow would copy the variable to add to it.
-        Readers of the variable have to order reads and writes themselves.
+        If a value read at the start were still in use, TensorFlow would copy the variable to add to
+        it. Readers of the variable have to order reads and writes themselves.
         """
         self._in_place[variable] = None
 

@@ -71,8 +71,8 @@ def gated_update(
 ) -> list[mtf.Operation]:
     """Builds an update that writes only after all gradients exist and all variables are read.
 
-    Inside another update or a branch, it waits with that; without a gradient, for nothing. The
-    update may create variables (slots).
+    Inside another update or a branch, it waits with that one; without gradients it waits for
+    nothing. The update may create variables (slots).
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -132,9 +132,9 @@ def write_slices(
     Args:
       lowering: the lowering.
       variables: variables of one mesh.
-      write: a function that is called once for each processor that writes anything, with the
-        positions of the variables of which it writes a slice, with these slices, and with its
-        slice of each of `values`. It returns a tensor for each of the slices.
+      write: a function that is called once for each processor that writes: with the positions of
+        the variables that it writes a slice of, with these slices, and with its slice of each of
+        `values`. It returns a tensor for each of the slices.
       values: lists of one value for each processor.
 
     Returns:
