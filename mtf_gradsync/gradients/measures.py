@@ -49,8 +49,8 @@ def _scales(dtype: tf.DType) -> tuple[float, float]:
 def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
     """Returns x * scale, to be squared.
 
-    XLA turns the square of x * scale into x * x * scale^2, which overflows. A minimum with infinity
-    prevents that and changes no square.
+    XLA turns the square of x * scale into x * x * scale^2, which overflows. A minimum with the
+    largest number prevents that and changes no square.
     """
     return tf.minimum(x * scale, x.dtype.max)
 

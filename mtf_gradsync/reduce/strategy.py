@@ -87,9 +87,9 @@ class StateMaker(abc.ABC):
             checkpoint restored on another mesh keeps the sum over the cores. Empty for a variable
             that all replicas share: each has to compute the same new value.
           start: the value in a new run, and after a checkpoint without the variable.
-          begins_anew: what happens if a checkpoint has the variable in another shape, because it
-            was saved on another mesh for example. If true, the variable is set to `start`; if
-            false, restoring fails. Only for variables without shard dims.
+          begins_anew: the treatment of a checkpoint that has the variable in another shape, for
+            example from another mesh. If true, the variable is set to `start`; if false, restoring
+            fails. Only for variables without shard dims.
 
         Returns:
           The variable, of shape `[shard_dims...] + shape`.

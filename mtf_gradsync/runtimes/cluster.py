@@ -275,9 +275,9 @@ def join_cluster(
         is the first one after the chief's own that no task of the cluster has.
       timeout: seconds to wait for the other tasks.
       silence: seconds without a sign of life after which a task is lost.
-      open_to_network: that other machines may call the server, which obeys anybody. A cluster of
-        loopback addresses does not start without it where they cannot be kept out (which needs
-        Linux); one of other addresses logs a warning without it.
+      open_to_network: whether other machines may call the server, which obeys anybody. Without it,
+        a cluster on loopback addresses keeps other machines out, or does not start where it cannot
+        (only Linux can); a cluster on other addresses logs a warning.
 
     Returns:
       A context manager; close it when the work is done.

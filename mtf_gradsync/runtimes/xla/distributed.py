@@ -154,7 +154,7 @@ class Processes(Membership):
         """Checks that a short text is the same on all processes, which have to call this.
 
         Args:
-          what: what it is, for the error.
+          what: the name of the text, for the error.
           value: the text of this process.
           advice: the error's last sentence.
 

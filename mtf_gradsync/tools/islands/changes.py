@@ -7,10 +7,11 @@ DiLoCo (Douillard et al. 2026, arXiv 2604.21428) as choices: weights of tokens t
 step, and directions that are averaged apart from lengths. Here a length is that of one variable's
 change.
 
-What is averaged and not trained (`MEAN`) is the plain weighted mean of what islands have.
+Values that are averaged and not trained (`MEAN`) become the plain weighted mean of the islands'
+values.
 
 A change is sent in float32, bfloat16, or in whole numbers of 8 or 4 bits with a scale for each
-block. What rounding takes away is kept and added to the next change (error feedback), as
+block. Rounding errors are kept and added to the next change (error feedback), as
 `QuantizedAllReduce` does with gradients.
 """
 
@@ -56,9 +57,9 @@ class Change(NamedTuple):
     """One island's part of a version.
 
     Attributes:
-      weight: in the mean.
-      scale: what its trained variables' change is multiplied by, 1 unless it is too long.
-      tensors: the change by name: the values at the begin less those now.
+      weight: its weight in the mean.
+      scale: the factor of the trained variables' change, 1 unless the change is too long.
+      tensors: the change by name: the first values minus the values now.
     """
 
     weight: float

@@ -31,12 +31,12 @@ def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> 
     """Returns a part of the data for an island to learn from; no other island has the same.
 
     An island claims the first free number in the folder, once: it has the same after a restart. An
-    island beyond the last part shares one, which is said.
+    island beyond the last part shares a part, with a message.
 
     Args:
-      folder: of the islands.
-      island: its name.
-      parts: how many parts there are.
+      folder: the folder of the islands.
+      island: the island's name.
+      parts: the number of parts.
       claims: whether to claim one if the island has none.
 
     Raises:
@@ -71,15 +71,15 @@ def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> 
 class ElasticIslands:
     """The settings of a run as an island, which gin binds; with a folder it is one there.
 
-    See `Island`, `MergeSettings` and `Waiting` for the fields, of which the last ones are for the
-    merger where `merge` is True.
+    See `Island`, `MergeSettings` and `Waiting` for the fields; the last ones are for the merger, if
+    `merge` is True.
 
     Attributes:
       folder: path or URL that all islands know; "" for a run by itself.
-      name: of this island; default the name of the run's directory.
-      parts: into how many parts the data are cut, of which this island learns from one; see
-        `claim_part`. 1 is all data for each island. A prime number is a good one: then islands that
-        go on have all data in turn. Data sets that do not take parts themselves are read whole.
+      name: the island's name; default the name of the run's directory.
+      parts: the number of parts of the data; this island learns from one; see `claim_part`. With 1
+        each island learns from all data. Prime numbers are good: then islands that go on get all
+        data in turn. Data sets that do not take parts themselves are read whole.
     """
 
     folder: str = ""
@@ -136,7 +136,7 @@ class IslandHook(tf.train.SessionRunHook):
     """A hook that runs an `Island` in a monitored session, such as an Estimator's.
 
     Args:
-      island: made in the graph, with its lowering.
+      island: the island, made in the graph, with its lowering.
       tokens: a number, or a tensor of the graph, that says how much a step's loss stands for.
       model_dir: where checkpoints of the session are written and begun from, so that the island
         contributes the learning in them; see `Island.save`. None keeps nothing beside them.

@@ -1,6 +1,6 @@
 """An island's reads and writes of the folder, which go on when the folder fails.
 
-What fails is said once, with the object's name, and tried again later; nothing of it ends training.
+Failures are logged once, with the object's name, and tried again later; they never end training.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Exchange:
     """The access of one island, in one life of its process, to the objects of the folder.
 
     Args:
-      folder: of the islands.
-      island: its name.
-      specs: of the variables in versions.
+      folder: the folder of the islands.
+      island: the island's name.
+      specs: the specs of the variables in versions.
       poll_seconds: how often to look into the folder at most.
       report: returns "version" and "step", for signs of life.
 
     Attributes:
       place: the island's name.
       reminders: say what lasts.
-      journal: of this life; its number is 0 before `begin`.
-      number: of the last contribution.
+      journal: the journal of this life; its number is 0 before `begin`.
+      number: the number of the last contribution.
     """
 
     def __init__(

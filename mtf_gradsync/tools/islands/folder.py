@@ -162,8 +162,8 @@ class Folder:
     def marks(self, folder: str) -> dict[str, str]:
         """Returns the names in a subfolder, each with a mark that changes when it is rewritten.
 
-        Objects have marks that differ for each writing, and folders have none. What cannot be an
-        object of a folder on a disk (links, pipes, names that are no text) is passed over.
+        Objects have marks that differ for each writing, and folders have none. On a disk, links,
+        pipes and names that are not text are passed over.
         """
         if not self._is_there():
             return {}
@@ -344,10 +344,10 @@ class Folder:
         """Reads an object; None where there is none.
 
         Args:
-          name: of the object.
+          name: the object's name.
           specs: shapes and dtypes that its tensors must have; None accepts any.
           expected: the checksum that it must have; None takes the one that it carries.
-          kind: of its facts.
+          kind: the class of its facts.
           most: bytes that it may have; by `specs` where they are given, else any number.
 
         Raises:

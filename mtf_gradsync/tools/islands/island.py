@@ -71,27 +71,27 @@ class Island:
 
     Args:
       folder: path or URL that all islands and the merger can read and write; see `Folder`.
-      name: of this island, the same after a restart; letters, digits, ``.``, ``_`` and ``-``.
-      inner_steps: updates of its own before it contributes (H): steps, where nothing accumulates or
-        skips. It contributes earlier when the merger is about to make a version without it.
-      lowering: of the step, for sessions of TensorFlow; see `Values`.
+      name: the island's name, the same after a restart; letters, digits, ``.``, ``_`` and ``-``.
+      inner_steps: the number of its own updates before it contributes (H). It contributes earlier
+        when the merger is about to make a version without it.
+      lowering: the step's lowering, for sessions of TensorFlow; see `Values`.
       variables: names of the variables to exchange; default all trainable ones.
-      values: in place of both, what reads and writes the values of another kind of session: an
-        object with `specs`, `read` and `write` as `Values` has them.
+      values: in place of both, for another kind of session, an object with `specs`, `read` and
+        `write` as `Values` has them.
       wait: "grace" waits for merged values after a contribution, up to `wait_seconds`; "none" goes
-        on with steps at once. Either way merged values that come later are taken after the step
-        that sees them, and what the island has learned since it contributed is kept.
+        on with steps at once. Either way, later merged values are taken after the step that sees
+        them, and everything learned since the contribution is kept.
       wait_seconds: see `wait`.
       begin_seconds: how long to wait for the first version when the folder has none.
       form: how a change is sent: "float32", "bfloat16", "int8" with a scale for every 256 numbers,
-        or "int4" with one for every 64. What rounding takes away is added to the next change.
-      follow: "version" sets the global step and the counts of updates, by which schedules go, to
-        what is behind the values of a version that it takes: a joiner goes on where the others are.
-        "own" counts the island's own steps.
+        or "int4" with one for every 64. Rounding errors are added to the next change.
+      follow: "version" sets the global step and the counts of updates, which schedules follow, to
+        the counts of a version that it takes: a joiner goes on where the others are. "own" counts
+        the island's own steps.
       merge: whether a thread of this process is the merger, or waits to become it.
-      merge_settings: of that merger; see `MergeSettings`.
-      waiting: of that merger; see `Waiting`.
-      keep_all: of that merger: keep what replaying needs.
+      merge_settings: the settings of that merger; see `MergeSettings`.
+      waiting: how long that merger waits; see `Waiting`.
+      keep_all: whether that merger keeps all that a replay needs.
       replay: whether to take merged values at the steps where the journal says that this island
         took them, and to write nothing.
       poll_seconds: how often to look into the folder at most; default 0.2 on a local disk, else 2.
@@ -190,14 +190,14 @@ class Island:
     def begin(self, session: Any, step: int = 0, checkpoint: str | None = None) -> None:
         """Goes on from the folder's newest version, or offers its values for the first version.
 
-        After `finish`, or where a session was made anew and has older values, it begins again.
+        After `finish`, or in a new session with older values, call it again.
 
         Args:
-          session: with the island's own values, initialized or restored from its checkpoint.
+          session: a session with the island's values, initialized or restored from its checkpoint.
           step: how many steps the island has made before. `step` of the island may be more
             afterwards, as it follows the version.
-          checkpoint: path of the checkpoint that the session's values are from. With what `save`
-            has left beside it the island contributes what it had learned until then.
+          checkpoint: path of the checkpoint that the session's values are from. With the file that
+            `save` wrote beside it, the island contributes everything learned until then.
 
         Raises:
           IslandError: there was no version within `begin_seconds`, or a replay has no journal.
@@ -238,7 +238,7 @@ class Island:
     def save(self, checkpoint: str) -> None:
         """Writes beside a checkpoint of the session's current values what `begin` needs with it.
 
-        Without it, an island that is killed loses what it had learned since it last contributed.
+        Without this file, a killed island loses everything learned since it last contributed.
 
         Args:
           checkpoint: its path, to which ".island" is added.
@@ -446,10 +446,11 @@ class Island:
         """Contributes the island's change, or takes merged values, when either is due.
 
         Args:
-          session: in which a step has been made.
-          tokens: how much that step's loss stands for; what islands contribute is weighted by it.
-            Tokens of steps that accumulate count with their update, tokens of skipped steps never.
-          checkpoint: path of one that was written since that step; see `save`.
+          session: the session in which a step was made.
+          tokens: the number of tokens (or another weight) of that step's loss, which weights
+            contributions. Tokens of steps that accumulate count with their update, tokens of
+            skipped steps never.
+          checkpoint: path of a checkpoint written since that step; see `save`.
         """
         if self.version is None:
             raise ValueError(
@@ -525,13 +526,13 @@ class Island:
     def finish(self, session: Any, waits: bool = True) -> None:
         """Contributes what is left, takes merged values that come in time, and leaves the folder.
 
-        What it has learned since a contribution that is not merged yet can be contributed when that
-        is: it waits for this up to `wait_seconds`, whatever `wait` is.
+        Later learning can be contributed only after the last contribution is merged: it waits for
+        this up to `wait_seconds`, whatever `wait` is.
 
         Args:
-          session: in which steps were made.
-          waits: whether there is time for merged values; they are not taken otherwise, unless they
-            come within some seconds and there is more to contribute.
+          session: the session in which steps were made.
+          waits: whether there is time for merged values. If not, they are taken only if they come
+            within some seconds and there is more to contribute.
         """
         if self._replay or self._has_left or self.version is None:
             return

@@ -1,8 +1,8 @@
 """What an island keeps beside its own checkpoint, so that no learning in it is lost.
 
-A checkpoint has the island's values. What it has learned since it last contributed is their
-difference from those that it went on from, which are kept with it, as is what it has contributed
-and no version has yet.
+A checkpoint has the island's values. Its learning since the last contribution is the difference of
+these values from the values that it went on from. Those are kept beside the checkpoint, with
+contributions that no version contains yet.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Sent(NamedTuple):
     """The island's values and counts when it contributed, kept until a version contains them.
 
     Attributes:
-      version: that the change goes on from.
-      values: of the variables that it contributed.
+      version: the version that the change goes on from.
+      values: the values of the variables that it contributed.
       counts: the counters that schedules follow.
       tokens: the number of tokens that the contribution stands for.
-      steps: how many updates are in it.
-      residual: what rounding had taken away before, and is in it.
+      steps: the number of updates in it.
+      residual: earlier rounding errors, which the contribution contains.
     """
 
     version: int
@@ -52,14 +52,14 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       island: its name.
-      life: of its process.
-      number: of its last contribution in this life.
+      life: the number of its process's life.
+      number: the number of its last contribution in this life.
       events: how many its journal has of this life.
-      version: that it goes on from.
-      counts: those that schedules go by, as it began to learn what it has not contributed.
+      version: the version that it goes on from.
+      counts: the counters that schedules follow, when the learning not yet contributed began.
       since: updates since it contributed.
-      tokens: what these stand for, of each fragment.
-      waiting: what steps stand for whose gradients no update has applied.
+      tokens: the tokens in these updates, for each fragment.
+      waiting: the tokens of steps whose gradients no update has applied.
       is_sent: whether the last attempt waits to be merged.
       attempts: contributions to the version.
     """
@@ -81,7 +81,7 @@ class SavedIsland(NamedTuple):
     """What an island keeps beside a checkpoint.
 
     Attributes:
-      learned: where the island is.
+      learned: the island's counts.
       base: the values that it went on from.
       residual: the rounding errors of its contributions.
       attempts: contributions to the version, by name.
@@ -95,8 +95,8 @@ class SavedIsland(NamedTuple):
     def write(self, checkpoint: str, before: str | None) -> None:
         """Writes this beside a checkpoint, and removes the same of checkpoints that are gone.
 
-        What is beside the checkpoint `before` stays, from which a process that is killed now has to
-        begin. Raises FolderError if it cannot be written.
+        The file beside the checkpoint `before` stays: a process that is killed now has to begin
+        from it. Raises FolderError if it cannot be written.
         """
         tensors = {_BASE: self.base, _ROUNDED: self.residual}
         attempts = []

@@ -1,7 +1,7 @@
 """The journal of a folder of islands: what happened to each island, after which step and when.
 
 Each process that writes has JSON lines of its own, in parts of a limited size, since an object
-store cannot add to an object. What became of contributions stands in the merger's decisions.
+store cannot add to an object. The outcomes of contributions are in the merger's decisions.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Journal:
     def write(self, event: str, must: bool = False, **fields: Any) -> None:
         """Adds an event.
 
-        With `must` it is in the folder when this returns; else FolderError is raised, and it is not
-        added.
+        With `must` the event is in the folder when this returns; if that fails, FolderError is
+        raised, and the event is not added.
         """
         if len(self._lines) >= _LINES_IN_A_PART and not self._is_behind():
             self._before = self.events
@@ -105,7 +105,7 @@ class JournalEvent(msgspec.Struct, frozen=True):
 def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
     """Returns an island's events in order, by the number of its process's life.
 
-    Parts that are damaged are passed over by name.
+    Damaged parts are passed over, with a message.
     """
     lives: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
     for name in folder.names(f"journal/{island}"):
@@ -126,8 +126,8 @@ def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]
 def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
     """Returns an island's events by step, of the steps that count.
 
-    A process that was killed begins again at its checkpoint: what its earlier life did after that
-    is not part of what the island has become.
+    A process that was killed begins again at its checkpoint: what its earlier life did after the
+    checkpoint does not count.
     """
     counted: list[tuple[tuple[int, int], dict[str, Any]]] = []
     for life, events in read_journal(folder, island).items():
@@ -150,8 +150,8 @@ def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]
 class IslandRow(NamedTuple):
     """A summary of one island: its counts, bytes of tensors, and times of first and last event.
 
-    `version` is the one that it was at when it last gave a sign of life, `state` whether it lives
-    as the merger sees it, and where it was.
+    `version` is its version at its last sign of life; `state` says whether the merger sees it
+    alive, and where it was.
     """
 
     island: str
@@ -174,9 +174,9 @@ class Status(NamedTuple):
 
     Attributes:
       version: the newest one; None before there is one.
-      rows: of each island.
-      events: of all journals, by their writers' clocks.
-      decisions: that are still there.
+      rows: a row for each island.
+      events: the events of all journals, by their writers' clocks.
+      decisions: the decisions that are still there.
       merger: who merges, in words.
       says: messages of the merger and the islands: what they wait for, or cannot do.
     """
@@ -213,7 +213,7 @@ class Status(NamedTuple):
 def read_status(folder: Folder) -> Status:
     """Reads the journal, the decisions and the signs of life of a folder.
 
-    What cannot be read of them is said in the log and left out.
+    Objects that cannot be read are logged and left out.
     """
     decisions = [
         decision

@@ -1,9 +1,10 @@
 """Leases in a folder, each held by one process at a time: the merger's, and each island's name.
 
-Who takes a lease creates an object with the next number: of two processes, one does. It then writes
-signs of life, which others watch by clocks of their own: no clock of another machine is compared,
-and there are no locks. A process that was stopped and wakes up finds a newer number, and knows that
-it has lost its lease; what it writes before it looks is created once, and cannot replace anything.
+To take a lease, a process creates an object with the next number; of two processes, only one can.
+It then writes signs of life, which others time by their own clocks: clocks of machines are not
+compared, and there are no locks. A process that was stopped and wakes up finds a newer number, and
+knows that it has lost its lease; objects that it writes before it looks are new ones, and cannot
+replace anything.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Beat(msgspec.Struct, frozen=True):
 
     Attributes:
       count: how many came before.
-      time: by the clock of who gives it: for people.
+      time: the time by the writer's clock, for people.
       says: what the process waits for, or cannot do.
-      version: that it is at.
-      step: that it is at.
-      living: of a merger: islands that live.
+      version: the version that the process is at.
+      step: the step that the process is at.
+      living: for a merger, the islands that live.
     """
 
     count: int = 0
@@ -115,10 +116,10 @@ class Lease:
     """A lease that this process takes, holds and leaves.
 
     Args:
-      folder: of the islands.
+      folder: the folder of the islands.
       where: the part of the folder.
-      name: of the lease in it, "" for the only one.
-      report: returns what a sign of life says, but for its count.
+      name: the name of the lease in this part, "" for the only one.
+      report: returns the fields of a sign of life, except its count.
       replaces_own: whether it may be taken from another holder in this process.
     """
 

@@ -2,7 +2,7 @@
 
 A version is made in two steps: first the decision (whose contributions, with which weights and
 checksums), then the values (see `versions`). Both are created once: a merger that was killed
-anywhere makes the same bits when it is started again, one that was stopped and wakes up finds that
+anywhere makes the same bits when it is started again, a stopped merger that wakes up finds that
 another has decided, and `replay` makes every version again at any time.
 """
 
@@ -73,11 +73,11 @@ class Waiting(NamedTuple):
     """The settings of how long a merger waits for contributions.
 
     Attributes:
-      quorum: how many contributions to the newest version a merge needs; "living" are those of all
-        islands that give signs of life.
+      quorum: the contributions to the newest version that a merge needs: a number, or "living" for
+        all islands that give signs of life.
       min_grace: seconds to wait for more after the quorum is there, at least.
-      max_grace: at most. Between the two it adapts to how far apart contributions usually come.
-      max_staleness: how many versions old a contribution may be that is still merged.
+      max_grace: the most seconds to wait. Between the two, the wait adapts to the usual spread.
+      max_staleness: how many versions old a contribution may be to be merged.
     """
 
     quorum: Quorum = 1
@@ -112,7 +112,7 @@ class Merger:
       waiting: how long to wait for contributions.
       keep_all: whether to keep all versions and contributions, for `replay`.
       poll_seconds: how often to look into the folder; default 0.2 on a local disk, else 2.
-      clock: for tests, in place of ``time.monotonic``.
+      clock: a clock for tests, in place of ``time.monotonic``.
 
     Raises:
       ValueError: a setting makes no sense, or is another than that of the folder.
@@ -164,7 +164,7 @@ class Merger:
     ) -> None:
         """Makes versions until `should_stop()`; calls `on_version` with the decision of each.
 
-        What fails in the folder is said and tried again.
+        Failures of the folder are logged, and tried again.
 
         Raises FolderTakenError if another merger has the folder.
         """
@@ -485,8 +485,8 @@ class Merger:
     def _clean_up(self, decision: Decision) -> None:
         """Removes objects that no island and no restart needs; only objects that it has listed.
 
-        There stay, without `keep_all`, the values of the versions that make the newest two, the
-        contributions to these and late ones of a few more, and `_DECISIONS_KEPT` decisions.
+        Without `keep_all` these stay: the values of the versions that make the newest two, the
+        contributions to them, late contributions to a few more, and `_DECISIONS_KEPT` decisions.
         """
         version, fragments = decision.version, self.settings.fragments
         kept = version - self._waiting.max_staleness - _VERSIONS_LOOKED_AT

@@ -44,11 +44,11 @@ class ContributionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       island: its name.
-      version: from which the change goes on; None for an offer.
+      version: the version that the change goes on from; None for an offer.
       tokens: the number of tokens that the change stands for.
-      steps: how many updates are in it.
+      steps: the number of updates in it.
       form: how it is written down.
-      counts: those that schedules go by.
+      counts: the counters that schedules follow.
     """
 
     island: str
@@ -64,8 +64,8 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
 
     Attributes:
       object: its name.
-      checksum: of the object.
-      weight: in the mean.
+      checksum: the object's checksum.
+      weight: its weight in the mean.
       norm: the length of the change.
       scale: the factor of the change, 1 unless the change is too long.
     """
@@ -100,8 +100,8 @@ class IslandTotal(msgspec.Struct, frozen=True):
     """The outcome of all contributions of an island, up to a version.
 
     Attributes:
-      merged: how many were merged.
-      tokens: of these.
+      merged: the number of merged contributions.
+      tokens: the tokens in merged contributions.
       late: how many came too late.
       refused: how many were refused.
       last: the object that was merged last.
@@ -118,15 +118,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What a version is made of. It is written once, before the version.
 
     Attributes:
-      version: that it makes.
-      contributions: that are merged, in this order.
-      dropped: that came too late.
-      refused: object -> why.
+      version: the version that it makes.
+      contributions: the contributions that are merged, in this order.
+      dropped: the contributions that came too late.
+      refused: refused object -> the reason.
       counts: the counters that schedules follow, as of the version.
       settings: how the version is made; see `MergeSettings`.
       oldest: contributions for older versions than this one are never merged from here on.
       keeps_all: whether nothing is removed, so that all can be replayed.
-      totals: of each island, until this version.
+      totals: the totals of each island, up to this version.
       time: when it was decided, by the merger's clock: for people.
       waited: seconds since the first contribution.
       arrivals: island -> seconds between the first contribution and its own.

@@ -49,14 +49,14 @@ class Values:
     Make it when the step is built: for sessions of TensorFlow it adds operations to the graph.
 
     Args:
-      lowering: of the step, or several of them, for sessions of TensorFlow (a placement mesh), and
+      lowering: the step's lowering, or several, for sessions of TensorFlow (a placement mesh), and
         for all sessions where optimizers accumulate or skip steps.
       variables: names of the variables; default all trainable ones of the graph.
 
     Attributes:
       specs: shape and dtype of each variable by name.
-      follows: the counters that schedules go by: variables' names by what others call them, "step"
-        for the global step, and counts of updates.
+      follows: the counters that schedules go by: variables' names by their common names: "step" for
+        the global step, and counts of updates.
 
     Raises:
       ValueError: there are no such variables, or islands of `OuterOptimizer` hold them; or the

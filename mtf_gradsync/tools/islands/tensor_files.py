@@ -1,7 +1,7 @@
 """Files of tensors with facts: written by `safetensors`, checked before they are used.
 
-They hold numbers and text and nothing that could run. Each carries the SHA-256 of what is in it;
-size, schema, shapes and checksum are checked.
+The files hold numbers and text, and no code. Each carries the SHA-256 of its content; size, schema,
+shapes and checksum are checked.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Stored(NamedTuple):
     """The content of an object.
 
     Attributes:
-      facts: what its writer says of it.
+      facts: the facts that its writer recorded.
       tensors: arrays by name, which cannot be written to.
-      checksum: of both, SHA-256 in hexadecimal digits.
+      checksum: the SHA-256 of both, in hexadecimal digits.
     """
 
     facts: Any
@@ -109,7 +109,7 @@ def read_tensors(
 ) -> Stored:
     """Reads a file of tensors without copying it; its arguments are those of `Folder.load`.
 
-    The `safetensors` library would copy it twice, or map it: then a disk that fails ends the
+    The `safetensors` library would copy the file twice, or map it: then a failing disk ends the
     process. A ValueError, KeyError, TypeError or RecursionError says what is wrong with the file.
     """
     import msgspec

@@ -53,10 +53,10 @@ class MergeSettings(NamedTuple):
     """The settings of versions. The first merger writes them into the folder, for good.
 
     Attributes:
-      outer_learning_rate: of SGD on the outer values.
-      outer_momentum: of SGD, 0 for none.
+      outer_learning_rate: the learning rate of SGD on the outer values.
+      outer_momentum: the momentum of SGD, 0 for none.
       nesterov: whether the momentum is Nesterov's.
-      fragments: into how many sets the variables are cut, which take turns.
+      fragments: the number of sets of variables, which take turns.
       weight: the weight of a contribution: its "tokens", or its tokens times its tokens per step
         ("tokens_per_step").
       merge: "mean" averages changes; "radial" averages directions and lengths of each variable's
@@ -103,8 +103,8 @@ class MergeSettings(NamedTuple):
     def of(cls, folder: Folder) -> MergeSettings | None:
         """Returns the settings of a folder; None before its first merger.
 
-        Where the object is gone or damaged, decisions say them. Raises DamagedObjectError if none
-        does.
+        If the object is gone or damaged, they are read from decisions. Raises DamagedObjectError if
+        none does.
         """
         damaged: DamagedObjectError | None = None
         try:
@@ -183,7 +183,7 @@ def read_version(
 ) -> tuple[dict[str, np.ndarray], Decision]:
     """Returns the values that versions from `since` to `version` have changed.
 
-    And the decision that made it, which the version has with it.
+    Returns also the decision that made the version, which the version contains.
 
     Raises DamagedObjectError for an object that is damaged, foreign or gone.
     """
@@ -217,8 +217,8 @@ class MergedState(NamedTuple):
 
     Attributes:
       version: its number.
-      values: of all variables.
-      momenta: of the variables that have one.
+      values: the values of all variables.
+      momenta: the momenta of the variables that have one.
     """
 
     version: int
@@ -339,12 +339,12 @@ def export_version(
 ) -> str:
     """Writes a version's values as a checkpoint, which `train`, Estimator and Saver restore.
 
-    It has the variables that islands exchange and the global step; slots begin anew.
+    The checkpoint has the variables that islands exchange and the global step; slots begin anew.
 
     Args:
-      folder: of the islands.
-      directory: where the checkpoint goes.
-      version: which one; None is the newest.
+      folder: the folder of the islands.
+      directory: the directory of the new checkpoint.
+      version: the version's number; None for the newest.
 
     Returns:
       The path of the checkpoint.

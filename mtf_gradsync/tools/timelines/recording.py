@@ -29,7 +29,7 @@ class Event:
 
     Attributes:
       core: the core's number.
-      name: of the operation, as the model's graph has it where that is known.
+      name: the operation's name, in the model's graph if that is known.
       kind: "compute", or "collective" for what takes values from other cores.
       begin: when it began, in nanoseconds since the epoch.
       end: when it ended.
@@ -48,7 +48,7 @@ class Collective:
 
     Attributes:
       bytes_per_core: what a core puts in, or receives on a placement mesh; None where unknown.
-      variables: whose values its result becomes part of; None where unknown.
+      variables: the variables whose values its result goes into; None if unknown.
       is_conditional: whether it stands in a branch, as the sums of an update do that is not made
         on every step.
     """
@@ -63,8 +63,8 @@ class Step:
     """A step, from the end of the one before to its own end.
 
     Attributes:
-      begin: in nanoseconds since the epoch.
-      end: likewise.
+      begin: the begin, in nanoseconds since the epoch.
+      end: the end, in nanoseconds since the epoch.
       is_update: whether it updated the variables; None where that is not known.
     """
 
@@ -78,9 +78,9 @@ class Call:
     """A piece of work of the host.
 
     Attributes:
-      name: what.
-      begin: in nanoseconds since the epoch.
-      end: likewise.
+      name: the name of the work.
+      begin: the begin, in nanoseconds since the epoch.
+      end: the end, in nanoseconds since the epoch.
     """
 
     name: str
@@ -97,9 +97,9 @@ class Recording:
       process: the process's number.
       cores: names of its cores by their numbers.
       steps: in order; each begins where the one before ends.
-      events: what its cores did.
-      collectives: of the program, by the names of their events.
-      calls: what its host did.
+      events: the operations of its cores.
+      collectives: the program's collectives, by the names of their events.
+      calls: the work of its host.
     """
 
     runtime: str

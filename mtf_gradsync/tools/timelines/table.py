@@ -65,7 +65,7 @@ class CollectiveTimes:
       name: the operation's.
       bytes_per_core: what a core puts in at each run, or receives on a placement mesh; None where
         unknown.
-      variables: whose values its result becomes part of; None where unknown.
+      variables: the variables whose values its result goes into; None if unknown.
       milliseconds: how long it takes a core, all its runs together.
       exposed: the part of that in which the core runs nothing else.
       runs: how often a core runs it.
@@ -87,7 +87,7 @@ class Table:
       runtime: "placement_mesh", "cpu_replicas" or "xla".
       steps: how many were recorded.
       update_steps: how many of them updated the variables; None where that is not known.
-      cores: of all processes.
+      cores: the cores of all processes.
       total: the mean over the cores.
       update: the mean over the cores in steps that updated the variables; None where not all
         steps are alike, or that is not known.

@@ -272,7 +272,7 @@ class Timeline:
         """Returns a timeline of given recordings, one of each process.
 
         Args:
-          recordings: of processes that made the same steps; their clocks have to agree.
+          recordings: recordings of processes that made the same steps; their clocks have to agree.
 
         Raises:
           TimelineError: when they are not of the same steps, or two are of one process.

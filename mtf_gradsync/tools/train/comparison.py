@@ -24,8 +24,8 @@ class ComparedStep(NamedTuple):
 
     Attributes:
       optimizers: class names, outermost first.
-      description: what they do in a step (`mtf_gradsync.describe`).
-      collectives: those of the SIMD program.
+      description: their work in a step (`mtf_gradsync.describe`).
+      collectives: the collectives of the SIMD program.
       part: the one of `PARTS` to which each row of `collectives` belongs, by the row's name.
       transfers: copies between the devices of a placement mesh; None if they were not listed.
     """

@@ -75,7 +75,7 @@ def check_data(
     """Compares the data set that a run began with to the one that it would go on with.
 
     Args:
-      directory: that of the run.
+      directory: the run's directory.
       before: hashes of the first examples of the run's data set, none where they are not known.
       now: hashes of the first examples of today's.
       accept: whether the run may go on with other data.

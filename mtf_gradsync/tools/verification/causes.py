@@ -58,7 +58,7 @@ def statistics_of(
 ) -> list[tuple[str, mtf.Tensor]]:
     """Returns the statistics of the batch that the model uses for its examples.
 
-    A number that only scales the loss, such as one over the sum of a mask, is none.
+    A number that only scales the loss, such as 1 / the sum of a mask, does not count.
 
     Returns:
       Names of the operations that use a statistic for examples, and the statistic.
@@ -153,11 +153,11 @@ class DifferenceFacts(NamedTuple):
     """The facts of a difference, from which `cause_of` finds its cause.
 
     Attributes:
-      what: what differs first, as `DivisionResult.what`.
-      culprit: the wrapper, axis or change without which it does not; "" if none is known.
+      what: the kind of value that differs first, as `DivisionResult.what`.
+      culprit: the wrapper, axis or change without which nothing differs; "" if unknown.
       factor: the number that it is multiplied by, if it is one.
-      of_factor: what that number is.
-      error: how far it is.
+      of_factor: the meaning of that number.
+      error: the size of the error.
       differs: how many of the variables with a gradient differ.
       factors_are_one: whether all variables' gradients are multiplied by one number.
       forward: whether the loss differs, too.

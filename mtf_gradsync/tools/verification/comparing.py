@@ -109,7 +109,7 @@ def compare(
 def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, float]:
     """Returns for each variable the error that rounding explains.
 
-    `others` are the same in float64, or with examples in other orders.
+    `others` are the same values computed in float64, or from examples in other orders.
     """
     return {
         name: max(

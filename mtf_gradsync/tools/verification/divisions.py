@@ -79,7 +79,7 @@ def default_divisions(
     Args:
       base: the program's own.
       recorded: the facts recorded when it was built.
-      kinds: which of them.
+      kinds: the kinds of divisions to return.
       k_of_stack: how many microbatch steps its stack joins.
     """
     found = []

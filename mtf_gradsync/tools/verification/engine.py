@@ -44,10 +44,10 @@ class Outcome(NamedTuple):
       recorded: the facts recorded when it was built.
       losses: the mean loss of each update, by weights where the program gives them.
       gradients: the gradients of each update, by variable.
-      values: all variables after the last update, but those of wrappers.
+      values: all variables after the last update, except wrappers'.
       changed_before: variables and slots that changed in a step before its update.
-      written_early: variables of the program's own that did.
-      apart: variables whose copies are not equal on all cores.
+      written_early: the program's own variables that changed before the update.
+      apart: variables whose copies differ between cores.
       alike: random numbers that are alike in slices of several cores, and along which mesh axes.
       batches: how many batches an update joined, at most.
       weighted: whether the program says how much the loss of a step stands for.
@@ -377,8 +377,8 @@ def _updates(values: Values) -> float:
 def _is_updated(recorded: RecordedProgram, before: Values, after: Values) -> bool:
     """Returns whether a step has made an update.
 
-    Gradients of zeros that change nothing are of a program that accumulates by itself. Without an
-    optimizer an update is what changes the values that there were.
+    Gradients of zeros that change nothing come from a program that accumulates by itself. Without
+    an optimizer, a step that changes values is an update.
     """
     is_applied = _updates(after) > _updates(before)
     if recorded.sees_gradients and not is_applied:
@@ -422,7 +422,7 @@ def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
 def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:
     """Returns whether a SIMD program's model sends float32 as bfloat16, as Mesh-TF's all-to-all.
 
-    A strategy's own does, too, and is no excuse: then none is accepted.
+    If a strategy of the stack does so, too, the answer is False: this explains no difference then.
     """
     wrappers, out = built.recorded.wrappers, built.division.changes.without
     strategies = [getattr(one, "reducer", None) for k, one in wrappers.items() if k not in out]

@@ -1,6 +1,6 @@
 """Changes a model while it is built: random numbers, capacities, statistics, precision.
 
-What depends on how a program is divided is taken out of it, so that the rest can be compared.
+Parts that depend on the program's division are removed, so that the rest can be compared.
 """
 
 from __future__ import annotations

@@ -231,9 +231,9 @@ class Running:
         """Compares the values that cores hold.
 
         Returns:
-          The variables of which cores hold copies that differ by more than rounding; those of kept
-          gradients are named as their variables are. And the random numbers that were kept of which
-          several slices are equal, each with the mesh axes along which these lie.
+          The variables of which cores hold copies that differ by more than rounding; copies of kept
+          gradients have their variables' names. And the recorded random numbers with equal slices,
+          each with the mesh axes along which the slices lie.
         """
         if self._to_masters is None:
             self._session.variables()  # brings the slices to TensorFlow

@@ -38,7 +38,7 @@ class Reference(NamedTuple):
 
     Attributes:
       initial: the values that all divisions begin with.
-      outcome: of the reference, in the program's own dtypes.
+      outcome: the reference's outcome, in the program's own dtypes.
       exact: the same without rounding where that was possible; else the outcome.
       expected: the errors of gradients, of variables and of the loss that rounding explains: by
         variable and update (`flat`), by variable, and as "loss".
@@ -162,10 +162,10 @@ class Comparison(NamedTuple):
     """The comparison of a division with the reference.
 
     Attributes:
-      gradients: of each variable, in the order of the backward pass.
-      values: of each variable with a gradient, after the last update.
-      slots: of all other variables.
-      loss: that of the losses.
+      gradients: the differences of gradients, in the order of the backward pass.
+      values: the differences of variables with a gradient, after the last update.
+      slots: the differences of all other variables.
+      loss: the difference of the losses.
     """
 
     gradients: list[Difference]

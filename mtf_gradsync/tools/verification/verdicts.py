@@ -42,16 +42,16 @@ class DivisionResult:
       verdict: `EQUAL`, `NOT_EQUAL`, `NOT_SHOWN` or `CANNOT_BE`.
       error: the largest error of a gradient, over the largest number of the reference's.
       expected: the error that rounding explains of that variable.
-      variable: the first that differs, in the order of the backward pass.
+      variable: the first variable that differs, in the order of the backward pass.
       what: the kind of value that differs: "gradient", "value", "slot", "loss", "copies", "random
         numbers", "value before the update".
       factor: the number that it is multiplied by, or of a value its change, if it is one.
-      of_factor: what that number is, such as "the number of shards".
+      of_factor: the meaning of that number, such as "the number of shards".
       brought_in_by: the wrapper or mesh axis without which it is equal.
       cause: what usually is the cause; or why it is not shown, or cannot be.
-      errors: of each variable's gradient.
+      errors: the error of each variable's gradient.
       compared: how many variables were compared.
-      not_shown: variables that were not, or whose gradient is zero everywhere.
+      not_shown: variables that were not compared, or whose gradient is zero everywhere.
       without: the parts removed from the program, such as "random numbers".
       is_asked: whether the user asked for this division; others are tried.
     """
@@ -205,8 +205,8 @@ class Verification:
     def plot(self, path: str | Path) -> None:
         """Draws each gradient's error in each division, over the expected error.
 
-        Errors that are not finite stand at the right edge; the worst variable of a division that
-        is not equal is named. Raises ImportError without matplotlib.
+        Errors that are not finite are drawn at the right edge. For a division that is not equal,
+        the worst variable is named. Raises ImportError without matplotlib.
         """
         from matplotlib.figure import Figure
 

@@ -68,7 +68,7 @@ def verify(
 
     From the same values and batches it makes an update on one core without wrappers, and in each
     division. It compares the gradients that reach the innermost optimizer, the new values, slots
-    and all other variables, on all cores, and the losses. What must differ is taken out first:
+    and all other variables, on all cores, and the losses. Parts that must differ are removed first:
     random numbers, capacities of experts, and statistics of the batch where microbatches have
     others. A model in bfloat16 or float16 is run in float32.
 
@@ -80,10 +80,10 @@ def verify(
         `params["batch_size"]`.
       input_fn: batches: a function that returns a `tf.data.Dataset` or an iterable, called with
         params if it takes them; or the iterable. A batch is a structure of arrays (for a model_fn
-        features, or features and labels), the examples their first dimension; a number without a
-        dimension is for all of them.
-      params: the program's settings, "mesh_shape" and "layout" (as strings) among them; of
-        several, the first are those of the reference, and each is a division.
+        features, or features and labels), with the examples as first dimension; a number without
+        dimensions is for all examples.
+      params: the program's settings, "mesh_shape" and "layout" (as strings) among them; if several
+        are given, the first are the reference's, and each is a division.
       meshes: mesh shapes to try; None for the default set.
       steps: number of updates.
       divisions: which kinds of the default set: "mesh" (the program as it is, always there),
@@ -495,7 +495,7 @@ class _Verifier:
     def _numbers(self, division: Division, outcome: Outcome, culprit: str) -> dict[str, float]:
         """Returns the numbers that a factor may equal, by their labels.
 
-        Where a mesh axis brings the difference in, those of other axes are a coincidence.
+        If a mesh axis makes the difference, numbers of other axes are a coincidence.
         """
         shape = mtf.convert_to_shape(division.mesh_shape)
         batch_axes = kinds.axes_of_batch(division.layout, outcome.recorded)
