@@ -31,7 +31,7 @@ from tests.tools.train.conftest import (
     TINY,
     train_tiny,
 )
-from tests.tools.train.metrics.events import events_shown
+from tests.tools.train.events import events_shown
 
 in_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(),

@@ -12,7 +12,7 @@ import numpy as np
 
 from mtf_gradsync import xla
 from tests.forked import TIME_LIMIT
-from tests.runtimes.xla.processes.order_program import CORES, Programs, module
+from tests.runtimes.xla.distributed.order_program import CORES, Programs, module
 
 
 def main(address: str, count: str, index: str, unused_folder: str) -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.runtimes.xla.processes import job
-from tests.runtimes.xla.processes.jobs import assert_same_bits, results
+from tests.runtimes.xla.distributed import job
+from tests.runtimes.xla.distributed.jobs import assert_same_bits, results
 
 pytestmark = [pytest.mark.slow, pytest.mark.xla]
 

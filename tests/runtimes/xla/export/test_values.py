@@ -7,7 +7,7 @@ import pytest
 
 from mtf_gradsync import xla
 from mtf_gradsync.runtimes.xla.runner import Step
-from tests.runtimes.xla.portable import models
+from tests.runtimes.xla.export import models
 
 pytestmark = pytest.mark.xla
 

@@ -11,7 +11,7 @@ from mtf_gradsync import xla
 from mtf_gradsync.runtimes.xla.runner import loaded_program as programs
 from mtf_gradsync.runtimes.xla.runner import step as steps
 from mtf_gradsync.xla import executable
-from tests.runtimes.xla.portable import models
+from tests.runtimes.xla.export import models
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -11,7 +11,7 @@ from mtf_gradsync.runtimes.xla.runner import Step
 from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus, nested_operations
 from mtf_gradsync.runtimes.xla.runner.command import main
 from mtf_gradsync.runtimes.xla.runner.loaded_program import LoadedProgram, compiled
-from tests.runtimes.xla.portable import models
+from tests.runtimes.xla.export import models
 
 pytestmark = pytest.mark.xla
 

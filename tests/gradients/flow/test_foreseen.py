@@ -9,8 +9,8 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.recoverable import mixed_gradients
 from tests import harness
-from tests.gradients.pending import programs
-from tests.gradients.pending.foreseen import EPS, check_foreseen
+from tests.gradients.flow import programs
+from tests.gradients.flow.foreseen import EPS, check_foreseen
 
 MESH, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = gs.ReplicaAxes(MESH, LAYOUT)

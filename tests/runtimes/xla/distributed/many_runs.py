@@ -1,6 +1,6 @@
 """Trains a small model again and again over several processes, on a machine with other work.
 
-    python -m tests.runtimes.xla.processes.many_runs --processes=2 --runs=20 --steps=2000
+    python -m tests.runtimes.xla.distributed.many_runs --processes=2 --runs=20 --steps=2000
 
 All runs must come to the losses of the first one bit for bit, on every process, and to those of one
 process but for rounding. Meanwhile as many other processes as there are cores take all that they
@@ -200,6 +200,6 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if not _ENVIRONMENT.items() <= os.environ.items():
-        command = [sys.executable, "-m", "tests.runtimes.xla.processes.many_runs", *sys.argv[1:]]
+        command = [sys.executable, "-m", "tests.runtimes.xla.distributed.many_runs", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **_ENVIRONMENT})
     sys.exit(main(sys.argv[1:]))

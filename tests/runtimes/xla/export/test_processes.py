@@ -14,7 +14,7 @@ from benchmarks.cluster import free_ports
 from mtf_gradsync.runtimes.xla.runner import Step
 from tests import networks
 from tests.forked import TIME_LIMIT
-from tests.runtimes.xla.portable import models
+from tests.runtimes.xla.export import models
 
 pytestmark = pytest.mark.xla
 

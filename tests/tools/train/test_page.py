@@ -13,8 +13,8 @@ from mtf_gradsync.tools.train.plots import Series, draw_traffic, series_of, thin
 from mtf_gradsync.tools.train.run_files import (
     REPORT_FILE,
     TIMELINE_FILE,
-    Facts,
     RecordedSteps,
+    RunFacts,
     forget_recorded,
     read_facts,
     read_recorded,
@@ -72,7 +72,7 @@ TRAFFIC = Traffic(
     ],
     scalars={"traffic/bytes_of_update_step": 130.0, "traffic/bytes_of_other_step": 30.0},
 )
-FACTS = Facts(
+FACTS = RunFacts(
     mesh="batch:4",
     layout="batch:batch",
     runtime="XLA devices",

@@ -15,7 +15,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.xla.runner import Step, StepError
 from mtf_gradsync.runtimes.xla.runner import loaded_program as programs
 from mtf_gradsync.runtimes.xla.runner.command import main
-from tests.runtimes.xla.portable import models
+from tests.runtimes.xla.export import models
 
 pytestmark = pytest.mark.xla
 

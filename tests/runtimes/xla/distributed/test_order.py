@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync.runtimes.processes.members import ProcessesError
 from mtf_gradsync.xla import core_devices
-from tests.runtimes.xla.processes import order_program
+from tests.runtimes.xla.distributed import order_program
 
 pytestmark = pytest.mark.xla
 

@@ -8,7 +8,7 @@ import pytest
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.step_means import Measured, StepMeans
 from mtf_gradsync.tools.train.metrics import MetricsFile, MetricsRecorder, read_metrics
-from tests.tools.train.metrics.events import events_shown
+from tests.tools.train.events import events_shown
 
 FILE = "metrics.jsonl"
 

@@ -26,7 +26,7 @@ os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="", TF_OVERRIDE_GLOBAL_THREADPO
 from mtf_gradsync.runtimes.simd.replica_session import lowerings_in
 from mtf_gradsync.xla import executable
 from tests import grappler
-from tests.runtimes.xla.processes import job
+from tests.runtimes.xla.distributed import job
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,6 +1,6 @@
 """Opens pages of runs in Chromium and says what is wrong with them; not part of the test suite.
 
-    python -m tests.tools.train.report.check_in_browser runs/lm_cpu_mesh/report.html
+    python -m tests.tools.train.check_in_browser runs/lm_cpu_mesh/report.html
 
 Checks, in a wide and a narrow window, light and dark: nothing on the console, nothing loaded,
 nothing wider than the window, every plot drawn. Leaves pictures to be looked at. Exit code 77 where

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.runtimes.xla.processes.jobs import RECORDED, Jobs
+from tests.runtimes.xla.distributed.jobs import RECORDED, Jobs
 
 
 @pytest.fixture(scope="package")

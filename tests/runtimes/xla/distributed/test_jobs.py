@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.runtimes.xla.processes.jobs import RECORDED, assert_same_bits, results
+from tests.runtimes.xla.distributed.jobs import RECORDED, assert_same_bits, results
 from tests.tools.timelines import traces
 
 pytestmark = pytest.mark.xla
