@@ -1,26 +1,19 @@
-"""Records a program while it is built: its stack, its gradients, its lowerings."""
+"""Records a program while it is built: its stack, which it changes, gradients and lowerings."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
-import sys
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
-
-import gin
+from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync.extension import (
     AVERAGE,
-    NOT_GIVEN,
     ClipByGlobalNormOptimizer,
-    CommonArguments,
     GradientAccumulationOptimizer,
     OwnWrites,
     StepPlan,
     SyncReplicasOptimizer,
-    TrainOptimizerInterface,
     UpdateCounters,
     WeightsOfGradients,
     Wrapper,
@@ -35,8 +28,7 @@ from mtf_gradsync.extension import (
     tf,
     why_not,
 )
-from mtf_gradsync.tools.verification.causes import random_operations, statistics_of
-from mtf_gradsync.tools.verification.model_changes import drop, make_constant
+from mtf_gradsync.tools.verification.causes import random_operations
 
 # Endings of the names of variables that a program under test has besides its own.
 GRADIENT = "/verified_gradient"
@@ -436,151 +428,3 @@ def _hidden(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType) -> mtf
             mesh, name, shape, dtype=dtype, initializer=tf.zeros_initializer(), trainable=False
         )
     return tensor.operation
-
-
-@contextlib.contextmanager
-def recording(changes: Changes) -> Iterator[RecordedProgram]:
-    """Changes the stack of a program that is built inside the block, and records the program."""
-    recorded = RecordedProgram(changes)
-    with contextlib.ExitStack() as undone:
-        undone.callback(recorded.undo)
-
-        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            method = owner.__dict__[name]
-            made: Any = functools.wraps(method)(make(method))
-            made.__signature__ = inspect.signature(method)
-            setattr(owner, name, made)
-            undone.callback(setattr, owner, name, method)
-
-        def applies(method: Any) -> Any:
-            def apply_grads(opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-                return recorded.apply(method, opt, grads, variables, *args, **kwargs)
-
-            return apply_grads
-
-        def applies_one(method: Any) -> Any:
-            def one(opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-                return method(opt, grads[0], variables[0], *args, **kwargs)
-
-            def apply_grad(opt: Any, grad: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
-                return recorded.apply(one, opt, [grad], [var], *args, **kwargs)
-
-            return apply_grad
-
-        def watch(kind: type) -> None:
-            if "apply_grads" in vars(kind):
-                replace(kind, "apply_grads", applies)
-            if "apply_grad" in vars(kind) and not issubclass(kind, Wrapper):
-                replace(kind, "apply_grad", applies_one)
-
-        def computes(method: Any) -> Any:
-            def compute_gradients(opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-                return recorded.compute_gradients(method, opt, loss, *args, **kwargs)
-
-            return compute_gradients
-
-        for kind in _kinds(mtf.optimize.Optimizer):
-            watch(kind)
-
-        # Programs define optimizers of their own, even while they are built.
-        def watch_new(cls: type, **kwargs: Any) -> None:
-            super(mtf.optimize.Optimizer, cls).__init_subclass__(**kwargs)
-            watch(cls)
-
-        mtf.optimize.Optimizer.__init_subclass__ = classmethod(watch_new)
-        undone.callback(delattr, mtf.optimize.Optimizer, "__init_subclass__")
-        replace(TrainOptimizerInterface, "compute_gradients", computes)
-
-        def notes(init: Any) -> Any:
-            def lower(self: mtf.Lowering, *args: Any, **kwargs: Any) -> None:
-                init(self, *args, **kwargs)
-                recorded.lowerings.append(self)
-
-            return lower
-
-        replace(mtf.Lowering, "__init__", notes)
-
-        differentiate = mtf.gradients
-
-        def gradients(ys: Any, *args: Any, **kwargs: Any) -> Any:
-            recorded.differentiates(ys)
-            if changes.statistics:
-                make_constant([x for _, x in statistics_of(recorded.losses, changes.statistics)])
-            return differentiate(ys, *args, **kwargs)
-
-        for module in (mtf, mtf.ops):
-            undone.callback(setattr, module, "gradients", module.gradients)
-            module.gradients = gradients
-        if changes.unwrapped:
-            for kind in _kinds(Wrapper):
-                if "__init__" in vars(kind):
-                    replace(kind, "__init__", _made_anyhow)
-            # Those that refuse one core have no stages there to compare with others.
-            replace(Wrapper, "_check_order", lambda _: lambda wrapper: None)
-            # On one core nothing is left to be reduced, and Mesh-TensorFlow has operations that
-            # take no pending sum.
-            replace(mtf.Lowering, "set_tensor_lowering", _never_pending)
-        moe = sys.modules.get("mesh_tensorflow.transformer.moe")
-        if moe is not None:
-
-            def note_experts(layer: Any) -> Any:
-                def noted(*args: Any, **kwargs: Any) -> Any:
-                    recorded.has_experts = True
-                    return layer(*args, **kwargs)
-
-                return noted
-
-            for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
-                replace(moe, name, note_experts)
-        drop(changes.drops, undone, recorded.random_sizes)
-        yield recorded
-
-
-def _never_pending(method: Any) -> Any:
-    def set_tensor_lowering(self: mtf.Lowering, tensor: mtf.Tensor, value: Any) -> None:
-        lazy = isinstance(value, mtf.LazyAllreduceSum)
-        method(self, tensor, value.to_laid_out_tensor() if lazy else value)
-
-    return set_tensor_lowering
-
-
-def _made_anyhow(init: Any) -> Any:
-    """Returns a constructor that accepts one core even if the wrapper refuses it."""
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, *args, **kwargs)
-        except ValueError:
-            if "_slots" in vars(self) and self._given_axes is not None:
-                return  # made, and then refused for a single replica
-            kwargs = {**gin.get_bindings(type(self)), **kwargs} if _is_bound(self) else kwargs
-            if not args and "opt" not in kwargs:
-                raise
-            opt = args[0] if args else kwargs["opt"]
-            given = {k: kwargs[k] for k in ("axes", "mesh_shape", "layout") if k in kwargs}
-            names = kwargs.get("batch_dims", "batch")
-            name = kwargs.get("name", type(self).__name__)
-            rate = kwargs.get("learning_rate", NOT_GIVEN)
-            common = CommonArguments(name, batch_dims=names, learning_rate=rate)
-            try:
-                self._wrap(opt, common._replace(**given))
-            except ValueError:  # these are what it refuses
-                self._wrap(opt, common)
-
-    return made
-
-
-def _is_bound(wrapper: Wrapper) -> bool:
-    """Returns whether gin binds arguments of a wrapper."""
-    with contextlib.suppress(ValueError):
-        return bool(gin.get_bindings(type(wrapper)))
-    return False
-
-
-def _kinds(kind: type) -> list[type]:
-    """Returns a class and all its subclasses."""
-    found: list[type] = [kind]
-    for one in found:
-        subclasses: list[type] = type.__subclasses__(one)
-        found += [sub for sub in subclasses if sub not in found]
-    return found

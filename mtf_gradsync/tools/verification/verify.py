@@ -11,44 +11,24 @@ import numpy as np
 from tqdm import tqdm
 
 from mtf_gradsync.extension import (
-    ClipByGlobalNormOptimizer,
-    GradientStrategy,
-    mtf,
     tf,
 )
-from mtf_gradsync.runtimes.sessions import RUNTIMES, RuntimeName, choose_runtime
+from mtf_gradsync.runtimes.sessions import RuntimeName, choose_runtime
 from mtf_gradsync.tools.verification import divisions as kinds
 from mtf_gradsync.tools.verification.causes import (
-    DifferenceFacts,
-    cause_of,
-    lowered_elsewhere,
-    name_of_factor,
     narrow_dtypes,
-    products_of_means,
     random_operations,
-    some,
-    statistics_of,
 )
-from mtf_gradsync.tools.verification.comparing import Difference
 from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.engine import CannotBeDivided, Engine, Outcome
 from mtf_gradsync.tools.verification.model_changes import DROPS
 from mtf_gradsync.tools.verification.programs import Batch, NotOnCoresError, UserProgram
-from mtf_gradsync.tools.verification.reference import (
-    Comparison,
-    Reference,
-    compare_with,
-    make_reference,
-)
 from mtf_gradsync.tools.verification.verdicts import (
     CANNOT_BE,
-    EQUAL,
-    NOT_EQUAL,
-    NOT_SHOWN,
-    Compared,
     DivisionResult,
     Verification,
 )
+from mtf_gradsync.tools.verification.verifier import REFERENCE, Verifier
 
 
 def verify(
@@ -122,7 +102,7 @@ def verify(
             base.name, base.mesh_shape, base.layout, base.runtime, CANNOT_BE, cause=str(error)
         )
         only = dataclasses.replace(line, is_asked=True)
-        return Verification((only,), _REFERENCE, "nothing", steps, (1,), 0)
+        return Verification((only,), REFERENCE, "nothing", steps, (1,), 0)
     base, out = _comparable(base, outcome)
     chosen = kinds.KINDS if divisions is None and meshes is None else tuple(divisions or ())
     every = [base]
@@ -134,7 +114,7 @@ def verify(
     of_stack = engine.steps_per_update
     every += kinds.default_divisions(base, outcome.recorded, chosen, of_stack)
     every = list({division.key: division for division in reversed(every)}.values())[::-1]
-    verifier = _Verifier(engine, base, outcome, out)
+    verifier = Verifier(engine, base, outcome, out)
     lines: list[DivisionResult] = []
     hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
     with tqdm(every, desc="verifying", unit="division", leave=False, disable=hidden) as bar:
@@ -147,7 +127,7 @@ def verify(
         names = ", ".join(outcome.recorded.islands)
         why = f"{names} trains islands apart between outer steps; all lines are without it"
         lines[0] = dataclasses.replace(first, cause=first.cause or why)
-    reference = _REFERENCE
+    reference = REFERENCE
     if base.precision:
         narrow = " and ".join(narrow_dtypes(outcome.recorded.losses))
         reference += f", all in {base.precision} in place of {narrow}"
@@ -160,9 +140,6 @@ def verify(
         len(outcome.recorded.variables),
         outcome.recorded.sees_gradients,
     )
-
-
-_REFERENCE = "one core without wrappers"
 
 
 def _comparable(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
@@ -180,360 +157,6 @@ def _comparable(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, 
     changes = changes._replace(drops=tuple(dict.fromkeys(drops)))
     precision = "float32" if narrow_dtypes(recorded.losses) else ""
     return dataclasses.replace(base, changes=changes, precision=precision), tuple(out)
-
-
-class _Verifier:
-    """The maker of a line for each division, with the cause of a difference."""
-
-    def __init__(self, engine: Engine, base: Division, outcome: Outcome, out: tuple[str, ...]):
-        self._engine, self._base, self._own, self._out = engine, base, outcome, out
-        self._references: dict[Any, Reference | CannotBeDivided] = {}
-        self._found: list[tuple[str, float | None, str]] = []
-        recorded = outcome.recorded
-        self._statistics = [op for op, _ in statistics_of(recorded.losses, recorded.batch_dims)]
-
-    @property
-    def source(self) -> str:
-        """The source of the expected errors."""
-        known = [x.source for x in self._references.values() if isinstance(x, Reference)]
-        return known[0] if known else "nothing"
-
-    def reference(self, of: Division) -> Reference:
-        """Returns the reference for a division; raises `CannotBeDivided` if it cannot be run."""
-        division = kinds.reference(self._base)
-        # What is left of the stack decides whether, and the mask of what, gradients are clipped.
-        clips = [
-            label
-            for label in of.changes.without
-            if isinstance(self._own.recorded.wrappers[label], ClipByGlobalNormOptimizer)
-        ]
-        averages = [x for x in of.changes.without if self._own.recorded.keeps_averages(x)]
-        changes = division.changes._replace(
-            mask=of.changes.mask,
-            without=(*division.changes.without, *clips, *averages),
-            statistics=of.changes.statistics,
-        )
-        division = dataclasses.replace(division, changes=changes)
-        if division.key not in self._references:
-            try:
-                made = make_reference(self._engine, division, self._own)
-                elsewhere = lowered_elsewhere(made.outcome.recorded, division.mesh_shape)
-                if elsewhere:
-                    raise CannotBeDivided(_own_mesh(elsewhere, division.mesh_shape))
-                self._references[division.key] = made
-            except CannotBeDivided as error:
-                self._references[division.key] = error
-        found = self._references[division.key]
-        if isinstance(found, CannotBeDivided):
-            raise found
-        return found
-
-    def line(self, division: Division) -> DivisionResult:
-        """Compares a division with the reference; returns the result."""
-        division, out = self._with_constant_statistics(division)
-        found = DivisionResult(
-            division.name,
-            division.mesh_shape,
-            division.layout,
-            division.runtime,
-            CANNOT_BE,
-            without=out,
-        )
-        try:
-            outcome = self._engine.run(division)
-        except CannotBeDivided as error:
-            return dataclasses.replace(found, cause=str(error))
-        elsewhere = lowered_elsewhere(outcome.recorded, division.mesh_shape)
-        if elsewhere:
-            why = _own_mesh(elsewhere, division.mesh_shape)
-            return dataclasses.replace(found, verdict=NOT_SHOWN, cause=why)
-        try:
-            reference = self.reference(division)
-        except CannotBeDivided as error:
-            why = f"There is nothing to compare with. On {_REFERENCE}: {error}"
-            return dataclasses.replace(found, verdict=NOT_SHOWN, cause=why)
-        compared = self._compare(division, reference, outcome)
-        worst = compared.worst
-        errors: dict[str, float] = {}
-        for one in compared.gradients or compared.values:
-            errors[one.variable] = max(one.error, errors.get(one.variable, 0.0))
-        open_ones = reference.not_shown()
-        counts = Compared(
-            len({x.variable for x in compared.gradients} - set(open_ones)),
-            len(compared.values),
-            len(compared.slots),
-        )
-        found = dataclasses.replace(
-            found,
-            verdict=EQUAL,
-            error=worst.error,
-            expected=worst.expected,
-            errors=errors,
-            compared=counts,
-            not_shown=tuple(open_ones),
-        )
-        if _first(compared, outcome)[1] is not None:
-            return self._differing(division, reference, outcome, compared, found)
-        alike = self._alike(division, reference, outcome)
-        if alike is not None:
-            name, axes = alike
-            return dataclasses.replace(
-                found,
-                verdict=NOT_EQUAL,
-                variable=name,
-                what="random numbers",
-                brought_in_by=f"mesh axis {axes}",
-                cause=cause_of(DifferenceFacts("random numbers")),
-            )
-        if not open_ones:
-            return self._with_schedule(found, reference)
-        return dataclasses.replace(found, verdict=NOT_SHOWN, cause=self._why_open(reference))
-
-    def _alike(
-        self, division: Division, reference: Reference, outcome: Outcome
-    ) -> tuple[str, str] | None:
-        """Returns random numbers that are equal on all shards, and along which axes; or None."""
-        if division == self._base and self._own.alike:
-            return self._own.alike[0]
-        shape = mtf.convert_to_shape(division.mesh_shape)
-        sizes = outcome.recorded.random_sizes, reference.outcome.recorded.random_sizes
-        if outcome.batches > 1 or len(sizes[0]) != len(sizes[1]):
-            return None
-        for here, there in zip(*sizes):
-            axes = [d.name for d in shape.dims if d.size > 1 and here * d.size == there]
-            if axes:
-                return f"a draw of {here} numbers", axes[0]
-        return None
-
-    def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
-        """Replaces the batch's statistics by constants where microbatches have others."""
-        other_steps = division.changes.micro_steps > 1 or division.changes.mask is not None
-        if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
-            return division, self._out
-        changes = division.changes._replace(statistics=self._own.recorded.batch_dims)
-        text = f"statistics of the batch ({some(self._statistics)})"
-        return dataclasses.replace(division, changes=changes), (*self._out, text)
-
-    def _why_open(self, reference: Reference) -> str:
-        """Returns the reason why some variables are not shown."""
-        names = reference.not_shown()
-        if not np.isfinite(reference.exact.losses).all():
-            return f"The loss of the reference is {reference.exact.losses[-1]}."
-        others = reference.not_finite()
-        if others:
-            return f"The gradient of {some(others)} is not finite in the reference."
-        return (
-            f"The gradient of {some(names)} is zero everywhere, so that no factor shows: take "
-            "other batches or more steps, or leave out of the training what is not to be trained."
-        )
-
-    def _with_schedule(self, line: DivisionResult, reference: Reference) -> DivisionResult:
-        """Returns an equal division's line, checked for a rate that changes within an update."""
-        early = reference.counted_first
-        if early is None:
-            return line
-        counters = self._engine.counted[0][0]
-        compared = compare_with(reference, early, False, [*line.not_shown, *counters])
-        first = next((x for x in (*compared.values, *compared.slots) if not x.is_equal), None)
-        if first is None:
-            return line
-        return dataclasses.replace(
-            line,
-            verdict=NOT_EQUAL,
-            variable=first.variable,
-            what="value",
-            error=first.error,
-            expected=first.expected,
-            brought_in_by=self._own.recorded.schedulers[0] if self._own.recorded.schedulers else "",
-            cause=(
-                "A schedule follows a counter that goes on in each microbatch step, and so runs "
-                "ahead of the updates: base it on gs.get_update_step, or on global_step // K."
-            ),
-        )
-
-    def _differing(
-        self,
-        division: Division,
-        reference: Reference,
-        outcome: Outcome,
-        compared: Comparison,
-        line: DivisionResult,
-    ) -> DivisionResult:
-        """Returns the line of a division that differs from the reference."""
-        what, first = _first(compared, outcome)
-        assert first is not None
-        line = dataclasses.replace(line, error=first.error, expected=first.expected)
-        by_order = max(reference.by_order.values(), default=0.0)
-        if what in ("gradient", "slot", "value", "loss") and first.error <= 2 * by_order:
-            name = max(reference.by_order, key=lambda key: reference.by_order[key])
-            why = (
-                f"The same examples in another order change gradients by {by_order:.1e} ({name}), "
-                "as where experts take a number of each group: what differs no more than that is "
-                "not told from it. Give it room for all examples."
-            )
-            return dataclasses.replace(line, verdict=NOT_SHOWN, cause=why)
-        # Such a program writes a variable twice in a step, in no order that other divisions share.
-        is_early = what == "value before the update"
-        culprit, factor = "" if is_early else self._culprit(division, first), first.factor
-        named = (
-            ""
-            if factor is None
-            else name_of_factor(factor, self._numbers(division, outcome, culprit))
-        )
-        kind = compared.values if what == "value" else compared.gradients
-        factors = [x.factor for x in kind if not x.is_equal]
-        is_one = len(factors) > 1 and all(
-            x is not None and factor is not None and abs(x - factor) < 1e-3 * abs(factor)
-            for x in factors
-        )
-        if not (named or is_one) and np.size(reference.exact.values.get(first.variable, 0.0)) == 1:
-            factor = None  # two numbers are always some number of each other
-        facts = DifferenceFacts(
-            what,
-            culprit,
-            factor,
-            named,
-            first.error,
-            is_one and len(factors) == len(compared.gradients),
-            not compared.loss.is_equal,
-            outcome.rounds,
-            self._products() if outcome.batches > 1 else (),
-            self._reducer(culprit) if factor is None else "",
-            self._counts(division, reference, outcome, line) if what in ("value", "slot") else "",
-            outcome.recorded.sees_gradients,
-        )
-        return dataclasses.replace(
-            line,
-            verdict=NOT_EQUAL,
-            variable="" if what == "loss" else first.variable,
-            what=what,
-            factor=factor,
-            of_factor=named,
-            brought_in_by=culprit,
-            cause=cause_of(facts),
-        )
-
-    def _products(self) -> list[str]:
-        recorded = self._own.recorded
-        return products_of_means(recorded.losses, recorded.batch_dims)
-
-    def _reducer(self, culprit: str) -> str:
-        """Returns the strategy of a wrapper that rounds gradients; "" for other wrappers."""
-        wrapper = self._own.recorded.wrappers.get(culprit)
-        strategy = getattr(wrapper, "reducer", None)
-        return type(strategy).__name__ if isinstance(strategy, GradientStrategy) else ""
-
-    def _counts(
-        self, division: Division, reference: Reference, outcome: Outcome, line: DivisionResult
-    ) -> str:
-        """Returns the cause if counters that advanced too early explain a difference; else ""."""
-        later = reference.counted_after
-        if later is None:
-            return ""
-        masked = division.changes.mask is not None
-        names = [*line.not_shown, *(self._engine.counted[0][0] if self._engine.counted else ())]
-        if compare_with(reference, outcome, masked, names, later).first[1] is not None:
-            return ""
-        return (
-            f"The program counts its step ({some(list(self._engine.counted[0][0]))}) before or "
-            "after the update reads it, and nothing orders the two: advance it after the update, "
-            "by tf.control_dependencies, or give the optimizer a rate of its own."
-        )
-
-    def _compare(self, division: Division, reference: Reference, outcome: Outcome) -> Comparison:
-        masked = division.changes.mask is not None
-        return compare_with(reference, outcome, masked, reference.not_finite())
-
-    def _is_equal(self, division: Division) -> bool:
-        division, _ = self._with_constant_statistics(division)
-        try:
-            outcome = self._engine.run(division)
-            compared = self._compare(division, self.reference(division), outcome)
-        except CannotBeDivided:
-            return False
-        return _first(compared, outcome)[1] is None
-
-    def _culprit(self, division: Division, first: Difference) -> str:
-        """Returns the wrapper, axis or other part without which the division is equal."""
-        simpler = list(self._simpler(division))
-        # What was found once is tried first.
-        known = [name for variable, factor, name in self._found if variable == first.variable]
-        simpler.sort(key=lambda pair: pair[0] not in known)
-        for name, other in simpler:
-            if self._is_equal(other):
-                self._found.append((first.variable, first.factor, name))
-                return name
-        return ""
-
-    def _simpler(self, division: Division) -> Iterator[tuple[str, Division]]:
-        """Yields divisions with one part taken away, each with the name of the part."""
-        changes = division.changes
-        if changes.micro_steps > 1:
-            more = changes._replace(micro_steps=1)
-            yield "microbatch steps", dataclasses.replace(division, changes=more)
-        if changes.mask is not None:
-            yield "the mask", dataclasses.replace(division, changes=changes._replace(mask=None))
-        for label in self._own.recorded.stack:
-            if label not in changes.without:
-                more = kinds.without(division, label)
-                yield label, dataclasses.replace(division, changes=more)
-        shape = mtf.convert_to_shape(division.mesh_shape)
-        for dim in shape.dims:
-            if dim.size > 1:
-                dims = [d if d != dim else mtf.Dimension(d.name, 1) for d in shape.dims]
-                yield (
-                    f"mesh axis {dim.name}",
-                    dataclasses.replace(division, mesh_shape=kinds.shape_text(dims)),
-                )
-        if division.params:
-            names = ", ".join(name for name, _ in division.params)
-            yield f"params {names}", dataclasses.replace(division, params=())
-        for runtime in RUNTIMES[:2]:
-            if runtime != division.runtime:
-                yield f"runtime {division.runtime}", dataclasses.replace(division, runtime=runtime)
-
-    def _numbers(self, division: Division, outcome: Outcome, culprit: str) -> dict[str, float]:
-        """Returns the numbers that a factor may equal, by their labels.
-
-        If a mesh axis makes the difference, numbers of other axes are a coincidence.
-        """
-        shape = mtf.convert_to_shape(division.mesh_shape)
-        batch_axes = kinds.axes_of_batch(division.layout, outcome.recorded)
-        shards = int(np.prod([d.size for d in shape.dims if d.name in batch_axes] or [1]))
-        # K of the first update, in which a factor shows first.
-        steps = max(len(self._engine.groups[0]), division.changes.micro_steps)
-        axes = [d.name for d in shape.dims if culprit == f"mesh axis {d.name}"]
-        axes = axes or [d.name for d in shape.dims]
-        numbers: dict[str, float] = {"K, the microbatch steps": steps}
-        if not batch_axes or not set(axes).isdisjoint(batch_axes):
-            numbers = {"the number of shards": shards, **numbers}
-        for dim in shape.dims:
-            if dim.name in axes:
-                numbers[f"the number of cores along {dim.name}"] = dim.size
-        numbers["the number of cores"] = shape.size
-        for name, value in division.params:
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                numbers[f"params {name}"] = value
-        return {name: value for name, value in numbers.items() if value != 1}
-
-
-def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
-    """Returns the kind and the difference that come first; None if nothing differs."""
-    # These two explain what differs in later steps.
-    for what, names in (
-        ("value before the update", outcome.changed_before),
-        ("copies", outcome.apart),
-    ):
-        if names:
-            return what, Difference(names[0], float("inf"), 0.0)
-    return compared.first
-
-
-def _own_mesh(found: str, asked: str) -> str:
-    return (
-        f"the program was lowered on a mesh of {found}, and not on {asked}: it makes a mesh of its "
-        'own; let it read params["mesh_shape"] and params["layout"]'
-    )
 
 
 def _with_params(base: Division, more: Mapping[str, Any], number: int) -> Division:

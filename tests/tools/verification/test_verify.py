@@ -10,7 +10,8 @@ import mtf_gradsync as gs
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.tools.train.cli.main import main
-from mtf_gradsync.tools.verification.recorded_program import Changes, recording
+from mtf_gradsync.tools.verification.program_patches import recording
+from mtf_gradsync.tools.verification.recorded_program import Changes
 from tests import harness, models
 from tests.tools.train.conftest import TINY
 from tests.tools.verification.faults import MESH, accumulated, along, batches, gradients, model, sgd
