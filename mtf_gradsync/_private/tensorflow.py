@@ -10,6 +10,7 @@ import contextlib
 import sys
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
+from tensorflow.python.ops import variable_scope
 from tensorflow.python.training import training_util
 
 from mtf_gradsync._common import walk
@@ -39,6 +40,17 @@ def root_scope() -> ContextManager[tf.VariableScope]:
     """Makes variable names full names inside the block: the variable scope adds no prefix."""
     root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
     return tf.variable_scope(root, auxiliary_name_scope=False)
+
+
+def forget_closed_scopes() -> None:
+    """Forgets the counts of variable scopes that are 0, as they are without an entry, too.
+
+    A variable scope that ends looks through all entries. Mesh-TF opens one for each processor of
+    each operation that it lowers, in a graph with a scope for each layer of a model.
+    """
+    store = variable_scope.get_variable_scope_store()
+    counts = store.variable_scopes_count
+    store.variable_scopes_count = {name: count for name, count in counts.items() if count}
 
 
 # The attribute of a global step for the operations that its increments wait for.

@@ -27,6 +27,7 @@ from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence, T
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import loop_body, loop_condition, sum_made_by
+from mtf_gradsync._private.tensorflow import forget_closed_scopes
 
 ControlInputs = Callable[[mtf.Lowering], Sequence[tf.Operation]]
 # The attribute of a lowering for its `Lowered`.
@@ -443,6 +444,7 @@ class StepPlan:
     def _begin(self, first: mtf.Operation, lowering: mtf.Lowering) -> None:
         lowered = vars(lowering)[_LOWERED] = Lowered(scope_around(first))
         self._give_stacks_to_branches(self.adopt())
+        forget_closed_scopes()
         lowered.extensions = [extension.begin(lowering) for extension in self._extensions.values()]
         # Slices are copies of masters. In a scope without an initializer each would get a random
         # one, which nothing runs: on a placement mesh a fifth of the graph's operations.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tensorflow.python.ops import variable_scope
 
 from mtf_gradsync import simd
 from mtf_gradsync._common import walk
@@ -18,6 +19,7 @@ from mtf_gradsync._private.tensorflow import (
     create_slots,
     cross_replica_gather,
     cross_replica_scatter,
+    forget_closed_scopes,
     give_initializer,
     hyperparameters,
     in_loop_or_branch,
@@ -66,6 +68,30 @@ def test_names_in_the_root_scope_are_full_names(fresh_graph):
             again = tf.get_variable("step", [])
     assert made.op.name == "step"
     assert again is made
+
+
+def test_scopes_are_numbered_as_before_once_closed_ones_are_forgotten(fresh_graph):
+    def names(forget):
+        found = []
+        with tf.Graph().as_default():
+            for _ in range(2):
+                with tf.variable_scope("model"), tf.variable_scope(None, default_name="layer") as x:
+                    found.append(x.name)
+                with tf.variable_scope(None, default_name="layer") as x:
+                    found.append(x.name)
+                    if forget:
+                        forget_closed_scopes()
+                    with tf.variable_scope(None, default_name="inner") as x:
+                        found.append(x.name)
+            counts = variable_scope.get_variable_scope_store().variable_scopes_count
+            return found, list(counts)
+
+    expected, kept = names(forget=False)
+    found, left = names(forget=True)
+    assert found == expected == ["model/layer", "layer", "layer/inner", *expected[3:]]
+    assert expected[3:] == ["model/layer", "layer_1", "layer_1/inner"]
+    assert "model/layer" in kept
+    assert "layer/inner" not in left
 
 
 def test_branches_and_loops_have_contexts_of_their_own(fresh_graph):
