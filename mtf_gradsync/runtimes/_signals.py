@@ -55,8 +55,8 @@ class StopSignal:
 class Interruption(StopSignal):
     """A context manager that turns SIGINT and SIGTERM into a KeyboardInterrupt at once.
 
-    Python drops what a handler raises in callbacks of the garbage collector, where it often runs
-    beside jax. So `check` raises it again between the parts of the work.
+    Python drops an exception that a handler raises in a callback of the garbage collector, where
+    handlers often run beside jax. So `check` raises it again between the parts of the work.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def signal_of(error: KeyboardInterrupt) -> int:
 def handler_kept(number: int) -> Iterator[None]:
     """Restores the handler of a signal after the block, if C code has set another.
 
-    Python knows no handlers but its own; faulthandler and libraries set theirs in C.
+    Python knows only its own handlers; faulthandler and libraries set theirs in C.
     """
     action = ctypes.create_string_buffer(_MOST_OF_SIGACTION)
     try:

@@ -24,7 +24,7 @@ def terminal_width() -> int:
 def wrapped(lines: Sequence[str], width: int | None = None) -> list[str]:
     """Returns lines of text, the long ones broken between words.
 
-    Their rest is indented as they are. `width` is None for `terminal_width`.
+    Continuations have the indentation of their line. `width` is None for `terminal_width`.
     """
     width = width or terminal_width()
     short: list[str] = []

@@ -132,7 +132,8 @@ def task_of_spec(
 def task_of_environment() -> Task | None:
     """Returns the task that the environment variable TF_CONFIG describes, as Estimator reads it.
 
-    It is None where TF_CONFIG has no cluster; what `task_of_spec` refuses is a ValueError.
+    Returns None if TF_CONFIG has no cluster; raises ValueError for a cluster that `task_of_spec`
+    refuses.
     """
     text = os.environ.get("TF_CONFIG") or "{}"
     try:
@@ -206,8 +207,8 @@ class Cluster(Membership):
 
     Attributes:
       task: the task that this process is.
-      is_chief: whether it is the one that builds the graph and runs the session: task 0 of the job
-        "chief", or of "worker" where there is no chief.
+      is_chief: whether this task builds the graph and runs the session: task 0 of the job "chief",
+        or of "worker" where there is no chief.
       target: argument of ``tf.Session(target)``, and ``master=`` of monitored sessions.
       config: the ConfigProto of the server, for sessions.
       devices: strings of the CPU devices of all tasks, task by task, the chief's first.

@@ -1,8 +1,8 @@
 """Compares the copies of variables on cores while a training runs, and ends it if they differ.
 
-Each core of a mesh has its own copy of what the mesh does not split: variables, slots, counters.
-All copies are updated alike, and nothing in a step compares them. A copy that parts, by a fault of
-memory or a race, spoils every later gradient.
+Each core of a mesh has its own copy of all values that the mesh does not split: variables, slots,
+counters. All copies are updated alike, and nothing in a step compares them. A copy that becomes
+different, by a fault of memory or a race, spoils every later gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class CopiesError(RuntimeError):
     Attributes:
       variable: the variable's name.
       cores: the cores that hold another value than most others.
-      step: the global step at which it was found; of a graph without one, the number of runs.
+      step: the global step at which the difference was found; without a global step, the number of
+        runs.
     """
 
     def __init__(self, variable: str, cores: Sequence[int], step: int, text: str):

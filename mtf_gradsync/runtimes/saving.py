@@ -53,7 +53,8 @@ class Differences(NamedTuple):
 def differences(path: str, variables: Sequence[Any]) -> Differences:
     """Compares a checkpoint with variables of the default graph.
 
-    State of wrappers for another number of shards or islands is no difference: it is resharded.
+    Wrappers' state for another number of shards or islands does not count as a difference: it is
+    resharded.
     """
     try:
         saved = Saved(path)
@@ -82,8 +83,8 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
 def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     """Replaces variables' initial values by a checkpoint's, where shapes and types agree.
 
-    The others keep their own initial values, and so does state of wrappers, which begins anew.
-    Returns text for the log, which names both. A directory stands for its newest checkpoint.
+    Other variables, and wrappers' state, keep their own initial values. Returns text for the log,
+    which names both kinds. A directory stands for its newest checkpoint.
     """
     try:
         path = init_checkpoint
@@ -168,7 +169,7 @@ def check_configuration(
     """Returns how a checkpoint and a graph differ, or raises a ConfigError if they must not.
 
     With `accept` each may have variables that the other lacks; shapes and types may never differ.
-    `changed` are lines on settings that are not those that the checkpoint was made with.
+    `changed` are lines on settings that differ from the checkpoint's.
     """
     found = differences(path, variables)
     parts = _lines(found)
@@ -378,8 +379,8 @@ class TrainingSaver(RunSaver):
     def begin_save(self, sess: Any, save_path: str, global_step: int) -> Future[str]:
         """Takes a checkpoint's values, and writes them while the program goes on.
 
-        It returns once the session may go on: the values are those of now. There may be one such
-        checkpoint at a time.
+        It returns once the session may go on: the checkpoint has the values of this moment. Only
+        one checkpoint at a time may be written like this.
 
         Args:
           sess: a session whose masters are up to date, or this saver's lowering brings them there.

@@ -90,8 +90,8 @@ def _task_name(task: str) -> str:
 def enable_mesh_defaults() -> None:
     """Sets TensorFlow's switches for Mesh-TensorFlow programs; only for entry points.
 
-    That is graph mode and control flow v1, and resource variables: with ref variables an update may
-    overtake a read of the same step.
+    The switches are graph mode, control flow v1, and resource variables: with ref variables an
+    update may overtake a read of the same step.
     """
     tf.disable_v2_behavior()
     tf.enable_resource_variables()

@@ -132,8 +132,8 @@ UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeErro
 def damage_of(path: str, of_a_run: bool = True) -> str | None:
     """Returns what is wrong with a checkpoint, in words; None if it is intact.
 
-    All of it is read, so that TensorFlow compares checksums. `of_a_run` says whether it has to have
-    a global step.
+    The whole checkpoint is read, so that TensorFlow compares checksums. `of_a_run` says whether it
+    must have a global step.
     """
     if not os.path.exists(f"{path}.index"):
         return f"{os.path.basename(path)}.index is missing"
@@ -173,9 +173,9 @@ class Start(NamedTuple):
     ) -> Iterator[str | None]:
         """Yields the path of a checkpoint of all variables of the default graph, None in a new run.
 
-        It is `path`, or that of a temporary copy, with averages in place of the variables or with
-        the missing values, which `initial_values` returns by name. Raises NoAveragesError if there
-        are no averages.
+        The path is `path`, or a temporary copy's, with averages in place of the variables or with
+        missing values, which `initial_values` returns by name. Raises NoAveragesError if there are
+        no averages.
         """
         if not self.path:
             yield None

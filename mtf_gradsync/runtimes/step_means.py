@@ -10,7 +10,7 @@ class Measured(NamedTuple):
     """The measurements of one training step.
 
     Attributes:
-      loss: the model's loss: nats, and what else the model adds, divided by its denominator.
+      loss: the model's loss: nats and other terms of the model, divided by its denominator.
       tokens: targets that are no padding.
       learning_rate: None where the optimizer has its own.
       weight: how much the loss stands for, where the optimizer was given weights.
@@ -39,8 +39,8 @@ class StepMeans:
     def add(self, measured: Measured, in_sums: int | None = None) -> None:
         """Adds a step.
 
-        `in_sums` is how much waits for an update in sums of gradients after it, 0 for nothing; None
-        where there are no such sums.
+        `in_sums` is the number of gradients that wait in sums after the step; None if there are no
+        such sums.
         """
         before, self._in_sums = self._in_sums, in_sums or 0
         if not before:
@@ -52,9 +52,9 @@ class StepMeans:
     def values(self) -> dict[str, float]:
         """Returns the means by name: "loss", "nats_per_token", "learning_rate" where there is one.
 
-        Losses that are not finite, of steps that were skipped, count only if there is no other. The
-        loss is the weighted mean, and the nats are those of all tokens together, in the unit of the
-        held-out loss.
+        Losses of skipped steps that are not finite count only if there are no others. The loss is
+        the weighted mean, and the nats are the mean over all tokens, in the unit of the held-out
+        loss.
         """
         steps = max(self._since_line, self._of_update, key=len)
         steps = [one for one in steps if math.isfinite(one.loss)] or steps

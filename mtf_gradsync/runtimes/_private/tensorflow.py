@@ -43,8 +43,8 @@ def kernel_devices(op_type: str) -> frozenset[str]:
 def bind_to_loopback(port: int) -> None:
     """Binds a port so that only this machine can call a server; raises OSError if it cannot.
 
-    TensorFlow's servers listen on "0.0.0.0", without a setting for it. Calls that came before are
-    ended; a server that has not begun has not obeyed them.
+    TensorFlow's servers listen on "0.0.0.0", without a setting for it. Earlier calls are ended; a
+    server that has not started has not obeyed them.
     """
     if not hasattr(socket, "SO_BINDTODEVICE"):
         raise OSError(f"A system like {sys.platform} cannot bind a socket to a device")

@@ -1,11 +1,11 @@
 """Brings the processes of a job together before they work on one mesh.
 
-TensorFlow waits without end for a process that never comes, and jax does, too, or ends by a signal
-without a word. So the processes meet first, over plain TCP, where missing processes can be named.
-Then the port is free again, for jax for example; the connections stay, for the watchdog.
+TensorFlow waits forever for a process that never comes. So does jax, or it ends by a signal without
+a message. So the processes meet first, over plain TCP, where missing processes can be named. Then
+the port is free again, for jax for example; the connections stay, for the watchdog.
 
-Where a job has a secret, both sides show that they have it before they believe each other. A copy
-of this module and of `members` lies in every exported step.
+If a job has a secret, both sides prove that they have it before they trust each other. A copy of
+this module and of `members` lies in every exported step.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def find_meetings(
 def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     """Returns (loop, core) -> the core whose frame it shares, where cores meet inside the loop.
 
-    Cores that meet there iterate together in one frame. Others need one of their own: in a branch
-    that only some groups take, a frame is either alive or dead as a whole.
+    Cores that meet there iterate together in one frame. Other cores need their own frame: in a
+    branch that only some groups take, a frame is alive or dead as a whole.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:

@@ -99,7 +99,8 @@ def _row(
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
     """Returns the names of mesh axes, joined by "+", by the groups of cores along these axes.
 
-    Groups are sets of physical core numbers. All sets of axes are in it, but for axes of size 1.
+    Groups are sets of physical core numbers. The result has all sets of axes, except axes of size
+    1.
     """
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]

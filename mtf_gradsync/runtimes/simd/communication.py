@@ -24,8 +24,8 @@ class CommunicationRow:
       name: name of the operation; for copies, their name scope and "/transfer".
       dtype: dtype of the operand, such as "float32".
       shape: shape of the operand on one core; None if it is unknown, or there are several tensors.
-      bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. It
-        is what the core puts in, not what crosses the wires: that depends on the algorithm. For
+      bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. These
+        are the bytes that the core puts in; the bytes on the wires depend on the algorithm. For
         transfers: bytes received, averaged over the devices. None where it is not known.
       group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
       loops: names of the loops around it, outermost first.
@@ -78,8 +78,10 @@ class Total:
 
     Attributes:
       operations: how many operations, each counted once.
-      groups: how many groups of operations that are made together; one made alone is a group, too.
-      runs: how often they run in one step; what runs an unknown number of times counts once.
+      groups: the number of groups of operations that are made together; an operation alone is a
+        group, too.
+      runs: the number of runs in one step; operations that run an unknown number of times count
+        once.
       bytes_per_core: bytes per core in one step; unknown turns count once, unknown sizes as 0.
       is_exact: whether all facts were known.
     """
@@ -207,8 +209,8 @@ _SAID_ONCE = ("operation", "dtype", "over", "together", "where", "part", "at")
 def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> list[str]:
     """Returns the lines of a table of rows, in which equal rows become one with their number.
 
-    What all rows have in common stands in a line above. `parts` has the part of a step to which
-    each row belongs, by the row's name.
+    Properties that all rows share are in a line above. `parts` has the part of a step to which each
+    row belongs, by the row's name.
     """
     counts = collections.Counter(
         (
@@ -271,7 +273,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 def has_calls(graph: tf.Graph) -> bool:
     """Returns whether a graph calls functions, in which copies are not listed.
 
-    An update that is not always due may be such a call.
+    An update that some steps skip may be such a call.
     """
     return any(operation.type in _CALLS for operation in graph.get_operations())
 
@@ -279,9 +281,9 @@ def has_calls(graph: tf.Graph) -> bool:
 def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationReport:
     """Lists the copies between the devices of a placement mesh.
 
-    A tensor is copied once to each device that uses it. Copies from and to devices outside the
-    mesh (the host's inputs, master variables) are not listed, nor what TensorFlow would place
-    differently from what the graph asks for.
+    A tensor is copied once to each device that uses it. Copies from and to devices outside the mesh
+    (the host's inputs, master variables) are not listed, nor are copies that TensorFlow makes
+    because it places an operation elsewhere than the graph asks.
 
     Args:
       fetches: the tensors and operations of one step, as for ``session.run``; what they do not
@@ -339,11 +341,11 @@ class ProcessTransfers(NamedTuple):
 def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     """Counts what a step sends between the processes of a cluster.
 
-    TensorFlow sends a tensor once to each process that uses it, on however many devices. What
-    stands in a loop counts once; what stands in branches counts whether they are taken or not.
-    Not counted: to and from operations that are on no certain process, which TensorFlow places
-    (usually with the session's master); what a collective operation sends by itself; and the
-    fetched values on their way to the client.
+    TensorFlow sends a tensor once to each process that uses it, on however many devices. A loop's
+    messages count once, and a branch's count whether it is taken or not. Not counted are messages
+    to and from operations without a fixed process, which TensorFlow places (usually with the
+    session's master), messages inside a collective operation, and fetched values on their way to
+    the client.
 
     Args:
       fetches: the tensors and operations of one step, as for ``session.run``.

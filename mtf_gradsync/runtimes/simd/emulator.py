@@ -53,8 +53,8 @@ class EmulatedGraph:
       graph_def: the rewritten graph. It has no TPU operations and no device names.
       num_replicas: name of each TPU program -> its number of cores.
       done: name of each TPU program -> the operation that runs all of it, on all cores.
-      agreements: name of each comparing operation -> what it compares.
-      random_steps: what tells random operations the step; None if there are none.
+      agreements: name of each comparing operation -> the agreement that it checks.
+      random_steps: the operations that tell random operations the step; None if there are none.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class EmulatedGraph:
         Args:
           name: name of an operation or tensor in the graph before the rewriting.
 
-        Returns: The program's name, or "" if it is outside.
+        Returns:
+          The program's name, or "" if it is outside.
 
         Raises:
           KeyError: when the graph has no such operation.
@@ -100,8 +101,8 @@ class EmulatedGraph:
           name: the operation's.
 
         Returns:
-          The core, and what the operation was called before the rewriting; None for an operation
-          outside every program.
+          The core, and the operation's name before the rewriting; None for an operation outside
+          every program.
         """
         first, _, rest = name.partition("/")
         stem, _, number = first.rpartition("_")
@@ -125,7 +126,7 @@ class EmulatedGraph:
           name: name of an operation ("loss") or tensor ("loss:0") in the graph before.
 
         Returns:
-          One name per core, or a single one for what is outside every program.
+          One name per core, or a single name outside every program.
 
         Raises:
           KeyError: when the graph has no such operation.

@@ -2,8 +2,9 @@
 
 TensorFlow's random operations draw from generators of their own, which begin anew in each session:
 a run that goes on from a checkpoint would draw the numbers of its first steps again. Each copy of
-such an operation becomes the stateless one of its kind. Its seed is a key, of the operation's seeds
-and the core, by which the words of the step are combined. In a loop each turn draws other numbers.
+such an operation becomes a stateless one of the same kind. Its seed combines the words of the step
+with a key, which depends on the operation's seeds and the core. In a loop each turn draws other
+numbers.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _enum(dtype: tf.DType) -> int:
 class StepOfDraws:
     """The step that a session's random numbers depend on: its global step.
 
-    Where that stands still, or there is none, the steps at one count draw other numbers, too.
+    If the global step does not advance, or there is none, later steps draw other numbers, too.
     """
 
     def __init__(self, steps: RandomSteps, counter: str | None):

@@ -180,7 +180,7 @@ class ReplicaSession(abc.ABC):
         Args:
           path: prefix of the checkpoint's files.
           saver: a saver that was made in the program's graph before the session, to count
-            checkpoints, delete old ones and write the state file; without it none of that is done.
+            checkpoints, delete old ones and write the state file; only a saver does these.
           global_step: a number to add to the path, as for ``tf.train.Saver.save``.
 
         Raises:

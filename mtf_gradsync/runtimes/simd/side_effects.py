@@ -172,7 +172,7 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:
     """Returns the handles of the variables that a node reads or writes.
 
-    That is a ``VarHandleOp``, or a ``TPUReplicatedInput`` over one per core.
+    A handle is a ``VarHandleOp``, or a ``TPUReplicatedInput`` over one per core.
     """
     op = facts.node[name].op
     if op in _BOOKKEEPING or op in _QUERIES:

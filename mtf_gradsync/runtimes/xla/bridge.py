@@ -42,7 +42,7 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns a custom call that stands for a collective.
 
     `data` are the operand and the groups of cores, a constant; for a reduce-scatter also the
-    dimension, likewise.
+    dimension, a constant.
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()

@@ -25,7 +25,7 @@ _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 def leave_absent_tpus_alone() -> None:
     """Keeps jax from looking for a TPU if libtpu is installed, but no TPU.
 
-    It would query a cloud's metadata server for minutes. A user's JAX_PLATFORMS is not changed.
+    jax would query a cloud's metadata server for minutes. A user's JAX_PLATFORMS is not changed.
     """
     if os.environ.get("JAX_PLATFORMS") or any(glob.glob(p) for p in _TPU_FILES):
         return
@@ -80,7 +80,7 @@ def devices_for(
       devices: jax devices to use in place of the first ones.
 
     Returns:
-      As many jax devices, those of all processes.
+      As many jax devices, of all processes.
 
     Raises:
       ValueError: num_cores is not a whole number of 1 or more.

@@ -173,7 +173,7 @@ class DeviceVariables:
     def values_on_cores(self, names: Sequence[str]) -> list[np.ndarray]:
         """Returns the values on the cores that hold these variables of TensorFlow.
 
-        Several cores may hold one: then `names` are those of all cores.
+        If several cores hold a variable, `names` has each core's.
         """
         key = next(key for key in self._on_devices if names[0] in key)
         local = [np.asarray(array) for array in self._on_devices[key].arrays]
@@ -190,7 +190,7 @@ class DeviceVariables:
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Drops the devices' values of the named variables, or all, even newer ones.
 
-        It is for variables that changed in TensorFlow; `take` copies them again.
+        Call it for variables that changed in TensorFlow; `take` copies them again.
         """
         keys = self._keys_of(names)
         for key in keys:

@@ -143,7 +143,8 @@ class Processes(Membership):
           Its result here.
 
         Raises:
-          ProcessesError: when it failed on process 0, where its own error is raised.
+          ProcessesError: when the function failed on process 0, which raises the function's own
+            error.
         """
         if self.process_index == 0:
             return gathering.together(work)
@@ -159,7 +160,7 @@ class Processes(Membership):
           advice: the error's last sentence.
 
         Raises:
-          ProcessesError: where it is not, on every process; it names the values.
+          ProcessesError: when the texts differ, on every process; it names the values.
         """
         gathering.check_equal(what, value, advice)
 

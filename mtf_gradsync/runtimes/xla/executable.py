@@ -71,8 +71,8 @@ def default_cache_dir() -> str | None:
 class Cache:
     """A folder of entries by key. A folder that cannot be used, or None, keeps nothing.
 
-    What is read is run: so the folder and each entry belong to this user (or root), and nobody else
-    may write there. A folder that others can write is not used, with one warning.
+    Entries are run as programs: so the folder and each entry must belong to this user (or root),
+    and nobody else may write there. A folder that others can write is not used, with one warning.
     """
 
     def __init__(self, folder: str | None):
@@ -240,7 +240,7 @@ class CompiledCore(NamedTuple):
 class PreparedProgram:
     """A program for devices, compiled for each set of fetches.
 
-    `version` is that of its graph, when its part outside, `host`, was made.
+    `version` is its graph's version when `host`, the part outside, was made.
     """
 
     def __init__(

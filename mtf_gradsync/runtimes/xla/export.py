@@ -69,7 +69,7 @@ class _Host:
     ) -> dict[str, np.ndarray]:
         """Returns the values of variables by the names of their ``VarHandleOp``.
 
-        They are taken from a session that `session` made, or one on the cores of the program.
+        The values come from a session of `session`, or from one on the program's cores.
         """
         access = self._access
         if isinstance(session, ReplicaSession):

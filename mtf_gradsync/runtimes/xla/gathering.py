@@ -44,7 +44,8 @@ _TEXT_BYTES = 600
 def together(work: Callable[[], _Result]) -> _Result:
     """Calls a function on every process, and waits until all have done so.
 
-    If it failed here, its own error is raised; if on another process, a ProcessesError.
+    If the function fails here, its own error is raised; if it fails on another process, a
+    ProcessesError.
     """
     try:
         result = work()

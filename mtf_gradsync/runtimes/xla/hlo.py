@@ -226,8 +226,8 @@ def read_module(serialized: bytes) -> HloModule:
 def shape_bytes(shape: Any) -> int:
     """Returns the bytes of a value, without the padding of a device's memory layout.
 
-    A tuple has those of its parts; a dimension whose size is known only later counts with its
-    bound. Raises a ValueError when the size of the elements is not known.
+    A tuple has the bytes of its parts; a dimension of unknown size counts with its bound. Raises a
+    ValueError when the size of the elements is not known.
     """
     if _type_name(shape) == "TUPLE":
         return sum(shape_bytes(part) for part in shape.tuple_shapes)

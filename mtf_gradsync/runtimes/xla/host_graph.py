@@ -55,9 +55,9 @@ class Needs(NamedTuple):
 class HostGraph:
     """The part of a user's graph outside a program: `graph`, finalized, for a ``tf.Session``.
 
-    Of the graph's programs only this one runs. `ops` are the operations that its variables need,
-    which the constructor adds to the user's graph; `facts` are those of the user's graph. A graph
-    that cannot run is unchanged, and raises an UnsupportedProgramError.
+    Only this program of the graph runs. `ops` are the operations that its variables need, which the
+    constructor adds to the user's graph; `facts` are the user's graph's. A graph that cannot run is
+    unchanged, and raises an UnsupportedProgramError.
     """
 
     def __init__(self, program: Program, lowerings: Sequence[mtf.Lowering]):

@@ -77,8 +77,8 @@ def without_overwriting(module: str) -> str:
 def share_constants(operation: Any) -> None:
     """Keeps the first of equal arrays in each block, as XLA does when it reads a module.
 
-    TensorFlow makes one for each layer: of relative positions, say, a megabyte each, and more than
-    twice that as text.
+    TensorFlow makes an array for each layer: of relative positions, for example, a megabyte each,
+    and more than twice that as text.
     """
     from jaxlib.mlir import ir
 

@@ -255,7 +255,8 @@ class XlaSession(ReplicaSession):
     ) -> dict[str, DeviceValues]:
         """Runs the program, and returns its fetches by name.
 
-        Others than the program have the values of `shared`, and those that are `fed`.
+        Other code holds the values of `shared` and of fed inputs, too, so that results must not be
+        written over them.
         """
         self.steps += 1
         self._is_stepped = True
@@ -301,7 +302,7 @@ class XlaSession(ReplicaSession):
     ) -> dict[str, Any]:
         """Runs operations and tensors on the host, with the newest values of variables.
 
-        `everywhere` are the names of what all processes together run, if these are more.
+        `everywhere` are the names that all processes together run, if these are more.
         """
         names = sorted(names)
         feeds = {name: copied(value) for name, value in feeds.items()}

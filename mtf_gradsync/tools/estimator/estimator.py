@@ -65,8 +65,8 @@ class Estimator(_TensorFlows):
         runs.train(input_fn, max_steps=1000)
         print(runs.evaluate(input_fn, steps=10))
 
-    Two things differ from TPUEstimator. Every core gets the whole batch, as Mesh-TensorFlow
-    programs ask for by `InputPipelineConfig.BROADCAST`, and not a part of it. Metrics and host_call
+    Two things differ from TPUEstimator. Every core gets the whole batch, not a part:
+    Mesh-TensorFlow programs ask for that by `InputPipelineConfig.BROADCAST`. Metrics and host_call
     get every value once, and not once for each core.
     """
 
@@ -103,7 +103,7 @@ class Estimator(_TensorFlows):
           params: a dict, or anything whose attributes can be set. The model_fn gets a copy with
             "batch_size" if one is given, "use_tpu" if it was written for TPUEstimator (use_tpu, or
             a config with a tpu_config), and in a SIMD program "use_tpu" and "context".
-          warm_start_from: where values come from while model_dir has no checkpoint: the path of a
+          warm_start_from: the source of values while model_dir has no checkpoint: the path of a
             checkpoint, of its directory or of a SavedModel, for all variables that are trained; or
             tf.estimator.WarmStartSettings, for those that they choose. Slots and counters begin as
             in a new run.
@@ -112,8 +112,8 @@ class Estimator(_TensorFlows):
             has, with use_tpu, and "placement_mesh" without.
           num_cores: cores of a SIMD program; None takes config.tpu_config.num_shards.
           train_batch_size: params["batch_size"] in training; None does not set it.
-          eval_batch_size: likewise in evaluation.
-          predict_batch_size: likewise for predictions.
+          eval_batch_size: the same for evaluation.
+          predict_batch_size: the same for predictions.
           eval_on_tpu: ignored; evaluation runs where training does.
           export_to_tpu: ignored; exported models run on a host.
           export_to_cpu: ignored, likewise.
@@ -460,7 +460,7 @@ class Estimator(_TensorFlows):
     def _step_saved(self) -> int:
         """Returns the step of the newest checkpoint, 0 without one, after checking its files.
 
-        A checkpoint of another directory, or in a remote one, is not checked.
+        A checkpoint in another directory, or in a remote one, is not checked.
         """
         start = newest(self.model_dir)
         if "://" in self.model_dir or (start.path and not start.kept):

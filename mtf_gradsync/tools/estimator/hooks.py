@@ -112,7 +112,7 @@ class MeanLossHook(tf.train.SessionRunHook):
 
         Args:
           loss: a scalar of a step.
-          every_n_iter: how many steps a line is about.
+          every_n_iter: the number of steps per line.
           in_sums: a scalar, the number of gradients that wait in sums at the end of a step; None
             where every step is an update.
           weight: a scalar, how much the loss stands for; None for losses of equal weight.
@@ -265,7 +265,7 @@ class Evaluation:
     def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
         """Runs the steps; returns the mean "loss", the metrics, and "global_step", by name.
 
-        `steps` of None makes all that the input has.
+        With `steps` of None it runs until the input ends.
         """
 
         def without_hooks(fetches: Any) -> Any:

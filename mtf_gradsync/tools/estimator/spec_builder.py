@@ -127,17 +127,17 @@ class SpecBuilder:
     ) -> Any:
         """Returns the spec of a training step.
 
-        Checkpoints are written as config says. Those of a run without the wrapper, or of another
-        mesh, are read too (`ReshardingSaver`); one of another model is an error that names what
-        differs.
+        Checkpoints are written as config says. Checkpoints of a run without the wrapper, or on
+        another mesh, can be read, too (`ReshardingSaver`); a checkpoint of another model is an
+        error that names the differences.
 
         Args:
           loss: an mtf tensor; the mean is taken of one with several elements, by the weights that
             `compute_gradients` or `minimize` was given for it.
           updates: what `apply_grads`, `apply_gradients` or `minimize` returned. The global step is
             advanced after them, unless they do so themselves.
-          optimizer: what it reports becomes summaries, such as gradient norms (`reported`), and so
-            does the traffic of a step, where that is known here.
+          optimizer: the optimizer, whose reported values become summaries, such as gradient norms
+            (`reported`); so does the traffic of a step, if it is known.
           summaries: more mtf or tf tensors by name, scalars or one value for each shard.
 
         Returns:
@@ -352,7 +352,7 @@ def _write_on_host(
 ) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
     """Returns a host_call that writes summaries of the float32 scalars of a TPU program.
 
-    It is None where there is nowhere to write, since TPUEstimator would wait for it.
+    The host_call is None if there is no directory to write to: TPUEstimator would wait for it.
     """
     if not model_dir:
         return None

@@ -39,7 +39,7 @@ class _Found(NamedTuple):
 def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
     """Finds the runs of a program's operations in a profile (``jax.profiler.ProfileData``).
 
-    They are in no order. `ordinals` are what the platform calls the devices of this process's
+    The runs are in no order. `ordinals` are the platform's numbers of the devices of this process's
     cores. Events of waiting threads, and events that only mark the end of others, are no runs.
     """
     planes = list(profile.planes)
@@ -226,8 +226,8 @@ def _of_some_programs(
 ) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
     """Returns the runs of an operation in a branch with likely places, and the branch's programs.
 
-    A run is of the program that its task belongs to, unless the next one of that device has begun
-    before it; if that is not known, or tasks are not trusted, of the last program that has begun.
+    A run belongs to its task's program, unless the device's next program has begun before it. If
+    that is not known, or tasks are not trusted, it belongs to the last program that has begun.
     """
     likely, taken = [], set()
     in_order = sorted(began, key=began.__getitem__)
@@ -253,7 +253,7 @@ def _share_out(
 ) -> None:
     """Gives each place equally many runs of an operation, and first the runs likely its own.
 
-    Runs are in the order in which they began, each with the place that it is likely of.
+    Runs are in the order in which they began, each with its likely place.
     """
     own: dict[_Place, list[_Found]] = {p: [] for p in places}
     others: list[_Found] = []
@@ -298,8 +298,9 @@ def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
 def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
     """Returns the runs, each ended at the latest when the first user of its result begins.
 
-    On CPU devices a thread begins an operation and others do it; a profile has its end only when a
-    thread has noticed. `users` has names of operations -> names of those that take their results.
+    On CPU devices one thread begins an operation and others compute it; in a profile it ends only
+    when the first thread has noticed. `users` has names of operations -> names of those that take
+    their results.
     """
     seen = {one.operation for one in ran}
     begins: dict[tuple[int, int, str], list[int]] = collections.defaultdict(list)

@@ -49,8 +49,7 @@ class Collective:
     Attributes:
       bytes_per_core: what a core puts in, or receives on a placement mesh; None where unknown.
       variables: the variables whose values its result goes into; None if unknown.
-      is_conditional: whether it stands in a branch, as the sums of an update do that is not made
-        on every step.
+      is_conditional: whether it is in a branch, as sums of an update are that some steps skip.
     """
 
     bytes_per_core: int | None = None
@@ -213,7 +212,8 @@ def steps_until(
 ) -> tuple[Step, ...]:
     """Returns the steps that end at `ends`, the first from `begin` on.
 
-    A step updated the variables if it ran one of `of_updates`. Without any it is not known.
+    A step updated the variables if it ran one of `of_updates`. Without `of_updates` that is not
+    known.
     """
     moments = [begin, *sorted(ends)]
     at = sorted(e.begin for e in events if e.name in of_updates)
@@ -228,7 +228,7 @@ def steps_until(
 def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
     """Returns the collectives in branches whose results go into trained variables.
 
-    A wrapper's own values are not that: it may sum some in the steps that make no update.
+    A wrapper's own values do not count: it may sum some of them in steps without an update.
     """
     keys = tf.GraphKeys
     collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)

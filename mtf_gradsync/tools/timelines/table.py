@@ -24,11 +24,11 @@ class CoreTimes:
     Attributes:
       core: the core's name; "all" for the mean over the cores.
       step: how long a step is.
-      compute: at least one operation of the core runs that is no collective.
-      collectives: at least one collective of the core runs, hidden or not.
-      exposed: a collective of the core runs, and nothing else of it.
-      host: no core of the process runs anything, so that all wait for the host.
-      idle: this core runs nothing while another one of the process does.
+      compute: the time in which an operation of the core runs that is no collective.
+      collectives: the time in which a collective of the core runs, hidden or not.
+      exposed: the time in which a collective of the core runs, and nothing else on it.
+      host: the time in which no core of the process runs anything: all wait for the host.
+      idle: the time in which this core runs nothing, but another core of the process does.
     """
 
     core: str
@@ -67,7 +67,7 @@ class CollectiveTimes:
         unknown.
       variables: the variables whose values its result goes into; None if unknown.
       milliseconds: how long it takes a core, all its runs together.
-      exposed: the part of that in which the core runs nothing else.
+      exposed: the part of this time in which the core runs nothing else.
       runs: how often a core runs it.
     """
 

@@ -42,8 +42,8 @@ _Read = Tuple[Dict[int, str], List[List[Event]], Dict[str, Collective]]
 def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager[list[Recording]]:
     """Returns a context manager that records steps on CPU replicas.
 
-    Their cores are parts of one graph. `lowering` names the variables. The list that it gives has
-    the recording after the block.
+    The cores are parts of one graph. `lowering` names the variables. The list that the context
+    manager gives has the recording after the block.
     """
     emulated = session.emulated
 
@@ -81,8 +81,8 @@ def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager
 def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]]:
     """Returns a context manager that records steps of a placement mesh; see `record_replicas`.
 
-    Its cores are the devices that its operations name. `is_remote` says whether the steps run on a
-    ``tf.train.Server``.
+    The mesh's cores are the devices that the operations name. `is_remote` says whether the steps
+    run on a ``tf.train.Server``.
     """
     graph = session.graph
 

@@ -29,9 +29,9 @@ class Written(NamedTuple):
     Attributes:
       path: the file.
       events: how many runs of operations it shows.
-      dropped: how many of the shortest it does not, so that it is not too large.
-      dropped_calls: likewise, how many calls of hosts.
-      dropped_steps: likewise, how many marks of steps, from the middle of the recording.
+      dropped: how many of the shortest runs it leaves out, so that it is not too large.
+      dropped_calls: how many calls of hosts it leaves out.
+      dropped_steps: how many marks of steps it leaves out, in the middle of the recording.
     """
 
     path: Path
@@ -316,8 +316,8 @@ class Timeline:
         """Marks the steps that updated the variables, where the program counts updates.
 
         Args:
-          updates: made before the first step, then by the end of each. Nothing changes where they
-            are not one more than the steps.
+          updates: the updates made before the first step, then by the end of each step. Lists of
+            another length are ignored.
         """
 
         def marked(recording: Recording) -> Recording:
@@ -359,7 +359,7 @@ class Timeline:
             not enough, the shortest calls of the host, then marks of steps in the middle.
 
         Returns:
-          The path, how many operations it shows, and how much was dropped; ``print`` says it.
+          The path, the number of operations shown, and of those left out; ``print`` shows them.
 
         Raises:
           TimelineError: before the end of the block.

@@ -45,7 +45,7 @@ class ComparedStep(NamedTuple):
 class WrapperComparison(NamedTuple):
     """A step with the innermost optimizer alone, and with the config's, on the same mesh.
 
-    Both are one object if the config's optimizer is no wrapper.
+    Both steps are one object if the config's optimizer is no wrapper.
     """
 
     mesh: str
@@ -272,7 +272,7 @@ def _bars(
 ) -> dict[str, _Bar]:
     """Returns a stacked bar for each mesh axis and step, both steps of an axis side by side.
 
-    The reports of a step stand by the labels of their colors.
+    The reports of a step are given by the labels of their colors.
     """
     bars: dict[str, _Bar] = {}
     for axis in axes:

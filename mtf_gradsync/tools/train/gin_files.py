@@ -42,9 +42,9 @@ def load(
     """Replaces gin's configuration by that of files and bindings; later ones override.
 
     Files are looked for as named, then in search_paths, then among the files that come with the
-    package. What is bound on ``utils.run`` (T5's way) goes to ``train.run`` where that has a
-    parameter of the name; of what files bind, ``train.run`` counts. Returns the ``utils.run``
-    bindings and the macros that have no meaning here.
+    package. Bindings of ``utils.run`` (T5's way) move to ``train.run`` if that has a parameter of
+    the name; a binding of ``train.run`` in the files wins. Returns the ``utils.run`` bindings and
+    the macros that have no meaning here.
     """
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()

@@ -90,8 +90,8 @@ class HeldOut:
     def prepare(self) -> None:
         """Reads the held-out batches, and scores the unigram baseline on them.
 
-        Data that is empty or cannot be read or scored, and settings of gin by which no samples can
-        be written, are a ConfigError.
+        Raises ConfigError for data that are empty or cannot be read or scored, and for gin's
+        settings that make samples impossible.
         """
         eval_dataset_fn, steps = self._config.eval_dataset_fn, self._config.perplexity_eval_steps
         assert eval_dataset_fn is not None  # the caller has asked
@@ -190,8 +190,8 @@ class HeldOut:
     def finish(self, path: str | None, writes: bool = True, **result: Any) -> Score | None:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
-        `path` is the last checkpoint. Returns its held-out score; without held-out data no path is
-        needed, and there is none. Without `writes` it only says what it finds.
+        `path` is the last checkpoint. Returns its held-out score; without held-out data it needs no
+        path and returns None. Without `writes` it only reports.
         """
         self.result = dict(result)
         if len(result) > 1:

@@ -69,8 +69,8 @@ def rate_on_mesh(
 ) -> Any:
     """Returns the learning rate of a step, as `resolve_learning_rate` returned it.
 
-    With schedule_step schedules get that step, and as their length how many updates the run makes:
-    by the optimizers of `stack`, which has them when the graph is lowered.
+    With schedule_step, schedules get that step, and the run's number of updates as their length.
+    The optimizers of `stack` give it, when the graph is lowered.
     """
     if schedule_step is None or not isinstance(schedule, functools.partial):
         return rate_of_step(schedule, step)
@@ -126,7 +126,8 @@ def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
 def adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh) -> Iterator[None]:
     """Gives Adafactors made inside a default decay rate that counts as schedules do.
 
-    `schedule_step` gives the step on the mesh; None for the global step, which it is without this.
+    `schedule_step` gives the step on the mesh; None stands for the global step, Adafactor's own
+    default.
     """
     if schedule_step is None:
         yield

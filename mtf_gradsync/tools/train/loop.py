@@ -322,7 +322,7 @@ _BAD_LOSSES = 100
 def most_bad_losses(optimizers: Sequence[Any]) -> int:
     """Returns the most losses in a row, without an update, that may be not finite.
 
-    It is 0 if no optimizer of the stack skips gradients that are not finite.
+    The result is 0 if no optimizer of the stack skips gradients that are not finite.
     """
     if not stack_skips_not_finite(optimizers):
         return 0
@@ -334,8 +334,8 @@ def most_bad_losses(optimizers: Sequence[Any]) -> int:
 class Patience:
     """The rule of whether training goes on after a loss that is not finite.
 
-    As a rule it does not. If an optimizer of the stack skips gradients that are not finite, it does
-    as long as there still are updates (see `most_bad_losses`).
+    By default training ends. If an optimizer of the stack skips gradients that are not finite,
+    training goes on as long as there are updates (see `most_bad_losses`).
     """
 
     def __init__(self, optimizers: Sequence[Any]):

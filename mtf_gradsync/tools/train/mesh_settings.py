@@ -62,10 +62,10 @@ class MeshSettings(NamedTuple):
 
         `inputs` are the names of the dimensions of its inputs.
 
-        Raises ConfigError for a dimension that the mesh cannot split evenly, and where the rules
-        for a mesh dimension split no variable and no input over it: each of its processors would
-        compute the same, but for attention, which takes any rule's name to split its own tensors.
-        Other rules that split no variable and no input are logged.
+        Raises ConfigError for a dimension that the mesh cannot split evenly, and for a mesh
+        dimension over which no rule splits a variable or an input: its processors would all compute
+        the same, except in attention, which splits its own tensors by any rule's name. Other rules
+        that split no variable and no input are logged.
         """
         dims = sorted({dim for op in graph.operations for x in op.outputs for dim in x.shape.dims})
         variables = {dim.name for v in graph.all_variables for dim in v.shape.dims}

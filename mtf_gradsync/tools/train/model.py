@@ -212,8 +212,8 @@ class TrainingJob(NamedTuple):
       optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
         returns mtf operations. It, and each optimizer inside a wrapper, may have
         ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
-        loss, ``update_step_now``, such a scalar that counts updates, and ``in_sums_now``, one that
-        is 0 where no gradients wait for an update.
+        loss, ``update_step_now``, a scalar that counts updates, and ``in_sums_now``, a scalar that
+        is 0 if no gradients wait for an update.
       learning_rate: None, a number, or a `functools.partial` with ``total_train_steps`` of a
         function of ``step``.
       schedule_step: see `RunConfig`.

@@ -54,7 +54,7 @@ def write_page(
 
     `facts` are None for a run that ended before its graph was built; unigram_nats are the
     baseline's nats per token, `samples` what the model wrote, `config` gin's text, `recorded` the
-    steps of which there is a timeline, by this session of the run or an earlier one; `islands` the
+    steps with a timeline, recorded by this session of the run or an earlier one; `islands` the
     journal of the folder of a run that is an island.
     """
     check_pages_installed()

@@ -74,7 +74,7 @@ _SHORTEST_BAR = 0.01
 class Plot(NamedTuple):
     """A plot, as an ``svg`` element with a description of what it shows, and its texts.
 
-    `wide` is the same, as wide as two columns; "" where it is not needed.
+    `wide` is the same plot, as wide as two columns; "" if it is not needed.
     """
 
     title: str
@@ -86,7 +86,7 @@ class Plot(NamedTuple):
 class _OverSteps(NamedTuple):
     """A plot over steps: `lines` are names in the metrics file, by label in the legend.
 
-    With `by_shard` there is one name, of values with a number for each shard. An axis of counts
+    With `by_shard` there is one name, whose values have a number for each shard. An axis of counts
     has whole numbers `from_zero`.
     """
 

@@ -76,8 +76,8 @@ def check_data(
 
     Args:
       directory: the run's directory.
-      before: hashes of the first examples of the run's data set, none where they are not known.
-      now: hashes of the first examples of today's.
+      before: hashes of the first examples of the run's data set; [] if they are not known.
+      now: hashes of the first examples of the data set now.
       accept: whether the run may go on with other data.
       say: takes a line where the same settings give other examples.
 

@@ -72,8 +72,8 @@ class RunResult(NamedTuple):
 class Accepted(NamedTuple):
     """The checkpoints that a user accepts besides the run's own undamaged newest.
 
-    `differences` allows one of another configuration; `damage` an older one where the newest is
-    damaged.
+    `differences` accepts a checkpoint of another configuration; `damage` accepts an older one if
+    the newest is damaged.
     """
 
     differences: bool = False

@@ -41,7 +41,7 @@ class RunFacts(NamedTuple):
 
     `optimizers` are class names, outermost first; `parameters` is the number of trainable ones;
     `traffic` is None where it could not be listed; `first_examples` are hashes of the first
-    examples of its data set, none where they are not known.
+    examples of its data set, [] if they are not known.
     """
 
     mesh: str
@@ -127,7 +127,7 @@ def keep_best(path: str, directory: Path) -> None:
     """Keeps a checkpoint as the best one of a run, in `BEST_DIR` of its directory.
 
     Files are links where the file system has them. The state file, written last, names the new
-    checkpoint before the one before is removed.
+    checkpoint before the old one is removed.
     """
     best = directory / BEST_DIR
     best.mkdir(exist_ok=True)

@@ -74,7 +74,7 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
 def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.ConfigProto]:
     """Checks a config; returns its runtime, its job, and the sessions' settings.
 
-    `target` is that of `choose_runtime`.
+    `target` is as for `choose_runtime`.
     """
     runtime = choose_runtime(config, target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
@@ -120,7 +120,7 @@ class Runner(abc.ABC):
 
     Attributes:
       first_step: steps made before, known once it is entered.
-      is_alone: whether no other process has to take part in what this one does.
+      is_alone: whether this process works without other processes.
       steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
       peak_flops: bfloat16 operations a second of all chips together; None where it is not known.
       copies_slices: whether the saver has to copy slices to masters before it saves.
@@ -198,7 +198,7 @@ class Runner(abc.ABC):
     def dispatch(self) -> Callable[[], dict[str, Any]]:
         """Begins a step; returns a function that waits for its values by name.
 
-        They are "step", "loss", "fields" and "reported" of `TrainGraph`, "update_step" and
+        The values are "step", "loss", "fields" and "reported" of `TrainGraph`, "update_step" and
         "in_sums" if the optimizers have them, and "tokens": how many targets of the batch are no
         padding.
         """
@@ -247,7 +247,8 @@ class Runner(abc.ABC):
     def exchange(self, step: int, last: int) -> int:
         """Lets an island exchange values with others after a step; `last` is the run's last step.
 
-        Returns the step that the run is at: an island's may be a later one, of values that it took.
+        Returns the run's step, which for an island may be later: the step of the values that it
+        took.
         """
         if self._island is None:
             return step

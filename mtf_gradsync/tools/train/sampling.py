@@ -117,7 +117,7 @@ def sample_after(
 ) -> list[Sample]:
     """Continues a text by the model of a checkpoint, of any runtime.
 
-    Where the prompt does not fit into the model's sequence, its end counts. With with_averages the
+    If the prompt is longer than the model's sequence, only its end is used. With with_averages the
     checkpoint's moving averages replace the variables.
     """
     if model.model_type != "lm":

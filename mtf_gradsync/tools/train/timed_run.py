@@ -24,7 +24,7 @@ _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 class TimedRun:
     """A recorder of some steps of a run; it is called as `run` is.
 
-    It makes `warm_up` steps before, at least one: the first step compiles.
+    It makes at least one `warm_up` step before: the first step compiles.
     """
 
     def __init__(self, steps: int, warm_up: int):

@@ -97,9 +97,9 @@ _PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer"
 class TrafficRow(NamedTuple):
     """Collectives, or copies ("transfer"), of one kind along a group of mesh axes.
 
-    They belong to a `part` of the step, "" where it is not known; if `on_updates`, only update
-    steps have them. `groups` counts those that are made together once, and `bytes_per_core` is what
-    a core sends, or a device receives, in one update step.
+    The row belongs to a `part` of the step, "" if unknown; with `on_updates` only update steps have
+    it. `groups` counts collectives that are made together once, and `bytes_per_core` is what a core
+    sends, or a device receives, in one update step.
     """
 
     operation: str
@@ -114,8 +114,8 @@ class TrafficRow(NamedTuple):
 class Traffic(NamedTuple):
     """The bytes per core of a training step, without and with an update, by their parts.
 
-    `scalars` are the totals by the names that summaries have, empty where `is_complete` is false:
-    functions, such as an update that is one call, are not looked into.
+    `scalars` are the totals by the names that summaries have, empty if `is_complete` is false:
+    functions, such as an update that is one call, are not examined.
     """
 
     every_step: int

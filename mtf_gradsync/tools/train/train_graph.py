@@ -143,7 +143,7 @@ def is_last_step() -> tf.Tensor:
     """Returns whether the training step that is being built is the last one of its run.
 
     ``GradientAccumulationOptimizer.flush = @is_last_step`` applies the sums of an update that the
-    end of the run cuts short. A run that is made longer afterwards has that update in it.
+    end of the run cuts short. If the run is made longer afterwards, it keeps that update.
 
     Returns:
       A boolean tf scalar: true on step `RunConfig.train_steps`.

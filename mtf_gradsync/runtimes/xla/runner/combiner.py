@@ -1,9 +1,9 @@
 """Combines collectives when a program is compiled for CPUs, as XLA does for TPUs and GPUs.
 
-The graph has said which of them are one group (`summed_together`), and nothing is planned here:
-those of a group that do not depend on each other become one, in the order of the program. Which
-tensors a strategy packs itself is in `mtf_gradsync.reduce.sums`. Large ones are written piece by
-piece, in place of a slow concatenation.
+The graph says which collectives are one group (`summed_together`); this module plans nothing.
+Collectives of a group that do not depend on each other become one, in the order of the program.
+Which tensors a strategy packs itself is in `mtf_gradsync.reduce.sums`. Large ones are written piece
+by piece, in place of a slow concatenation.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -
     """Returns a program that computes the same bits, with few collectives in place of each group.
 
     `program` is StableHLO as text with the groups as attributes, or a portable artifact, which may
-    lack them; `groups` are then those that `group_names` returned. A program that this jax cannot
-    read is returned unchanged.
+    lack the groups; then `groups` are from `group_names`. A program that this jax cannot read is
+    returned unchanged.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -382,7 +382,8 @@ def _is_summed(op: Any) -> bool:
 def _scatter_as_packed(op: Any) -> None:
     """Scatters a pack by its rows, in the shape in which it was packed.
 
-    TPUs need it in tiles. Here the change of shape would be one loop with the last piece.
+    TPUs need another shape, in tiles. Here that change of shape would become one loop with the last
+    piece.
     """
     from jaxlib.mlir import ir
 

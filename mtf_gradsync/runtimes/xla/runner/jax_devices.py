@@ -24,7 +24,7 @@ class DevicesError(StepError, RuntimeError):
 def devices_errors(in_step: bool = True) -> Iterator[None]:
     """Turns XLA's errors in the block into `DevicesError`, with its message and a remedy.
 
-    With in_step=False, while a program is compiled, only errors about too little memory.
+    With in_step=False, for compiling a program, it turns only errors about too little memory.
     """
     try:
         yield
@@ -58,8 +58,8 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 class DeviceValues:
     """The values of a program on the cores of this process.
 
-    They are given as single-device jax arrays in the order of its devices, as programs take them,
-    or as one array `joined` over all devices of the program, as programs return them.
+    The values are single-device jax arrays in the order of this process's devices, as programs take
+    them, or one array `joined` over all devices of the program, as programs return them.
     """
 
     def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
@@ -82,8 +82,8 @@ class DeviceValues:
     def joined(self, sharding: Any) -> Any:
         """Returns the values as one jax array, by a sharding over all devices of the program.
 
-        Values differ between devices whatever it says: it only tells jax that each device has an
-        array of the full shape.
+        Values may differ between devices even if the sharding replicates them: it only tells jax
+        that each device has an array of the full shape.
         """
         import jax
 
@@ -97,7 +97,7 @@ class DeviceValues:
 def make_cpu_devices(count: int, replace: bool = False) -> None:
     """Asks jax for CPU devices of this process; has no effect once jax has started its devices.
 
-    With `replace` it does so also where XLA_FLAGS asks for some already.
+    With `replace` it also replaces a number in XLA_FLAGS.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in flags if not flag.startswith(COUNT_FLAG)]
@@ -108,8 +108,8 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
 def exchange_at(address: str) -> None:
     """Makes CPU devices exchange values over sockets of one address of this machine.
 
-    gloo would take the address that the machine's host name stands for. Call it before jax starts
-    its devices.
+    By default gloo takes the address of the machine's host name. Call it before jax starts its
+    devices.
     """
     try:
         from jaxlib import _jax as library
@@ -220,7 +220,8 @@ def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray
 def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") -> np.ndarray:
     """Returns the rows of all processes, stacked ("gather") or added up ("sum").
 
-    `devices` are those of all processes. All have to call this with rows of one shape and dtype.
+    `devices` are the devices of all processes. All have to call this with rows of one shape and
+    dtype.
     """
     import jax
 

@@ -21,8 +21,8 @@ def run_in_turn(
 ) -> list[DeviceValues]:
     """Runs a program after those that were called before; may return before its results are ready.
 
-    A program that takes results of the last one waits for them by itself, on the devices. Where
-    this process has to wait for a program that has failed, that program's error is raised here.
+    A program that takes results of the last one waits for them by itself, on the devices. If this
+    process waits for a program that has failed, that program's error is raised here.
     """
     global _last, _results
     if _results.isdisjoint(arguments):

@@ -33,8 +33,8 @@ class Input(NamedTuple):
 
     Attributes:
       name: the input's name.
-      shape: shape of the array. Where cores read different rows of it, they are along its first
-        dimension.
+      shape: shape of the array. If cores read different rows of the array, the rows are along its
+        first dimension.
       dtype: numpy's dtype.
       default: the value if none is given: "kept" for the folder's value, "step" for the number of
         steps made before, None for nothing.
@@ -52,7 +52,8 @@ class Input(NamedTuple):
 class Fetched(Mapping):
     """The values that a step returned, by name. Reading one waits for the step.
 
-    A value is that of this process's first core; `per_core` has all of this process's.
+    A value is from this process's first core; `per_core` returns all of this process's cores'
+    values.
     """
 
     def __init__(self, values: Mapping[str, DeviceValues]):
@@ -152,8 +153,8 @@ class Step:
         """Makes a step; returns at once, and steps run in the order of the calls.
 
         Args:
-          inputs: name -> array. Those that the folder has a value for, and the step counter, need
-            not be given.
+          inputs: name -> array. Inputs with a value in the folder, and the step counter, need not
+            be given.
 
         Returns:
           The fetches.

@@ -39,10 +39,10 @@ def ask(
 ) -> dict[str, Any]:
     """Returns the compiler's answer for a program, which `compiler_script` writes into the folder.
 
-    Without a module it is about the topology only. `estimate` has StableHLO of further programs, by
-    name; `begun` is called with the compiler's process once it runs, so that the caller can end it.
-    The answer has "no_topology" with libtpu's message; or "device_kind", "num_cores", "places", and
-    for a compiled program "seconds", "memory" and "cost", or "error".
+    Without a module the answer is about the topology only. `estimate` has StableHLO of further
+    programs, by name; `begun` is called with the compiler's process once it runs, so that the
+    caller can end it. The answer has "no_topology" with libtpu's message; or "device_kind",
+    "num_cores", "places", and for a compiled program "seconds", "memory" and "cost", or "error".
     """
     environment = {
         **os.environ,

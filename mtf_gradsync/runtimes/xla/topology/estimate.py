@@ -29,7 +29,7 @@ class CostEstimate:
     """The estimate of one step on one core. It is no timing.
 
     It adds up the operations of the compiled program one after the other: nothing overlaps, and
-    neither links nor the host nor the input count.
+    links, the host and the input do not count.
 
     Attributes:
       flops: floating-point operations, by the compiler's count.

@@ -91,9 +91,9 @@ def _flops(instruction: Instruction) -> float:
 def _bytes(instruction: Instruction) -> int:
     """Returns the bytes that an instruction reads and writes.
 
-    One that is started and done later reads at its start, and writes when it is done. Copies that
-    are so, to the core's fast memory and back, run beside other operations: the bytes that they
-    bring count at the operation that reads them.
+    An operation in two halves reads at its start and writes at its end. Copies to the core's fast
+    memory and back are such, and run beside other operations: the bytes that they bring count at
+    the operation that reads them.
     """
     opcode = instruction.opcode
     is_free_call = opcode == "custom-call" and instruction.proto.custom_call_target in _FREE_CALLS
@@ -163,7 +163,7 @@ def _passed_on(value: Instruction) -> Instruction:
 def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
     """Returns a convolution's operations, without those on padding or dilation.
 
-    The TPU compiler writes products of matrices as convolutions with much of both.
+    The TPU compiler writes products of matrices as convolutions with much padding and dilation.
     """
     numbers = convolution.convolution_dimension_numbers
     positions = 1

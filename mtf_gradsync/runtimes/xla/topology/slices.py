@@ -29,7 +29,7 @@ class Slice(NamedTuple):
     Attributes:
       topology: libtpu's name of the chips, as in "v4:2x2x1".
       config: libtpu's name of a way to see their cores, as in "megacore"; "" for its own choice.
-      generation: the generation, with the memory of a core that is seen so.
+      generation: the generation, with the memory of such a core.
       chip: the published figures of the chip.
       slices: the number of such slices, which a data center network joins.
     """

@@ -92,7 +92,8 @@ def run_by_flags(
 ) -> Any:
     """Calls `work` like `run`: alone, or on all processes that the flags or TF_CONFIG name.
 
-    Only alone may model_dir be None; `settings` and `first_does` are those of `run_on_processes`.
+    model_dir may be None only in a single process; `settings` and `first_does` are those of
+    `run_on_processes`.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync.tools.train.distributed_run import run_on_cluster, run_on_processes

@@ -63,15 +63,16 @@ class TrainingBatches:
         """Makes the data set, of single examples: vectors of integers by feature name.
 
         A make_dataset that takes an argument `start` gets an int64 scalar, and returns the examples
-        from that number on, counted from 0, without end. Of any other data set the examples before
-        are drawn and dropped when a run goes on, with a progress bar.
+        from that number on, counted from 0, without end. For any other data set, a run that goes on
+        draws and drops the earlier examples, with a progress bar.
 
         Examples are those of `part`. A make_dataset with arguments `part` and `parts` gets them and
         returns its part; of any other data set, repeated, every `parts`-th example is taken.
 
         Features that are not `wanted` are dropped. feature_length returns the length of a feature,
-        and vocab_sizes has the number of ids of each that holds ids. `seed` is that of TensorFlow
-        operations without a seed of their own, so that a data set is shuffled alike each time.
+        and vocab_sizes has the number of ids of each that holds ids. `seed` is the seed of
+        TensorFlow operations without their own, so that a data set is shuffled in the same order
+        each time.
         """
         self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
         self._first = self._step = self._examples = 0
@@ -198,8 +199,8 @@ class TrainingBatches:
     def first_examples(self) -> list[str]:
         """Returns short hashes of the first examples of the data set, of a few or of one batch.
 
-        Before the first batch of a session of the run they are drawn for it; afterwards they are
-        those of that batch, if it was the run's first. There are none if they cannot be drawn.
+        Before a session's first batch a few examples are drawn for it; afterwards they are that
+        batch's, if it was the run's first. The list is empty if examples cannot be drawn.
         """
         if not self._first_examples and not self._begun:
             examples, self._examples = self._examples, 0

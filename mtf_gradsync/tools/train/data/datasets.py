@@ -142,7 +142,7 @@ _IN_A_FILE = 4 << 20
 def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
     """Returns the ids of all documents, in the smallest type that holds the vocabulary's.
 
-    Many of them are a memory-mapped file, which vanishes with the array.
+    If there are many, the array is a memory-mapped file, which vanishes with it.
     """
     dtype = np.min_scalar_type(vocabulary.vocab_size - 1)
 

@@ -121,11 +121,11 @@ def _named(documents: Mapping[str, bytes]) -> str:
 def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: int) -> list[bytes]:
     """Returns the documents of the split "train" or "validation", in the order of their names.
 
-    Whether a document is held out, about one in held_out_every, depends on its name alone. Where
-    those would be less than half or more than twice ``1 / held_out_every`` of the text (few
-    documents, or of unequal lengths), the last part of each document is held out instead, from the
-    nearest paragraph or line on. Documents quote each other, so paragraphs of the held-out part are
-    removed from the training text. How long both are is logged. Documents are UTF-8.
+    Whether a document is held out, about one in held_out_every, depends on its name alone. If the
+    held-out documents would be less than half or more than twice ``1 / held_out_every`` of the text
+    (few documents, or of unequal lengths), the last part of each document is held out instead, from
+    the nearest paragraph or line on. Documents quote each other, so paragraphs of the held-out part
+    are removed from the training text. The lengths of both are logged. Documents are UTF-8.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f'dataset_split must be "train" or "validation", got {split!r}')
@@ -194,7 +194,7 @@ def _divided(
 def _cut_of(text: bytes, held_out_every: int) -> int:
     """Returns where the last part of a text begins.
 
-    Its length is ``1 / held_out_every`` of the text, or by up to a half more or less, so that it
+    The last part is ``1 / held_out_every`` of the text, or up to half more or less, so that it
     begins with a paragraph, or at least with a line.
     """
     length = len(text) // held_out_every
