@@ -27,7 +27,7 @@ class _State(NamedTuple):
 
 
 class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
-    """Adds up the gradients of several microbatch steps, then applies another optimizer once.
+    """An optimizer that applies another once, to the sum of several microbatch steps' gradients.
 
     The state is in local variables, on the worker where the graph has several tasks: no
     checkpoint holds it, and a restart begins a new accumulation. Whatever initializes local

@@ -41,7 +41,7 @@ _instance_keys = _instance_keys_of_a_client()
 
 @late_configurable(module="mtf_gradsync")
 class CollectiveAllReduce(OneLevel):
-    """All-reduces by TensorFlow's collectives: rings on CPUs, NCCL on GPUs that have it.
+    """A strategy of TensorFlow's collectives: rings on CPUs, NCCL on GPUs that have it.
 
     The devices of all processors, in one or several processes, share the work equally. The
     processes of a cluster have to know their collective group leader: start each `tf.train.Server`

@@ -264,7 +264,7 @@ Spec = Union[_Entry, List[_Entry]]
 
 @late_configurable(module="mtf_gradsync")
 class HierarchicalAllReduce(Strategy):
-    """Sums in two levels: within inner groups first, then over the slow links between them.
+    """A strategy of two levels: within inner groups, then over the slow links between them.
 
     An inner group is the processors of one process if the mesh's devices are in several processes,
     otherwise the processors that differ only along the inner mesh axes. On a placement mesh only

@@ -63,7 +63,7 @@ class OneLevel(Strategy):
 
 @gin.configurable(module="mtf_gradsync")
 class AllReduce(OneLevel):
-    """All-reduces packs of tensors by one algorithm.
+    """A strategy that sums packs of tensors by one algorithm.
 
     On a placement mesh the algorithms are "add_n" (one device adds up a pack and the others read
     it; the devices take turns) and "ring" (Mesh-TF's). A SIMD mesh always uses the all-reduce of
@@ -122,7 +122,7 @@ def warn_algorithm_on_simd(algorithm: str) -> None:
 
 @gin.configurable(module="mtf_gradsync")
 class RingAllReduce(OneLevel):
-    """Sums each tensor as Mesh-TensorFlow does without this package.
+    """A strategy that sums each tensor as Mesh-TensorFlow does without this package.
 
     On a placement mesh that is a ring in which every device talks to two neighbours, and all links
     and devices carry the same. On a SIMD mesh it is one CrossReplicaSum a tensor. Unlike Mesh-TF's
@@ -135,7 +135,7 @@ class RingAllReduce(OneLevel):
 
 @gin.configurable(module="mtf_gradsync")
 class ReductionToOneDevice(OneLevel):
-    """Adds up each tensor on one device, from which all others read the sum.
+    """A strategy that adds up each tensor on one device, from which others read the sum.
 
     On a SIMD mesh each tensor is summed by the mesh's all-reduce instead, with a warning.
 
@@ -218,7 +218,7 @@ PLACEMENT_PACKED_BYTES = 16 * 1024
 
 @gin.configurable(module="mtf_gradsync")
 class FusedAllReduce(OneLevel):
-    """Reduces tensors together: in one group on SIMD meshes, in buckets on placement meshes.
+    """The default strategy: one group of sums on SIMD meshes, buckets on placement meshes.
 
     On a SIMD mesh each tensor has a CrossReplicaSum of its own, and the sums of one call are marked
     as one group. The compilers of TPUs and GPUs combine them without copies; for CPUs the package

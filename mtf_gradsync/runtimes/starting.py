@@ -159,7 +159,7 @@ def damage_of(path: str, of_a_run: bool = True) -> str | None:
 
 
 class Start(NamedTuple):
-    """Where a session begins."""
+    """The checkpoint, or the values, with which a session begins."""
 
     path: str | None = None  # the checkpoint to restore; None for initial values
     kept: tuple[str, ...] = ()  # all checkpoints of the run, from the oldest to the newest

@@ -127,7 +127,7 @@ class ExtensionLowering:
 
 
 class PlanExtension:
-    """What a wrapper adds to a plan: it can lower operations.
+    """A wrapper's part of a plan, which can lower operations.
 
     Subclasses replace their attributes and do not change the values, so that a plan can undo
     changes after an error by a shallow copy.

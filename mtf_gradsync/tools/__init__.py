@@ -1,1 +1,1 @@
-"""What people do with the wrappers: train, verify, plan, record timelines, and islands."""
+"""Tools that use the wrappers: train, verify, plan, record timelines, islands."""

@@ -1,4 +1,4 @@
-"""How a run is an island: settings for gin, its part of the data, and a hook for sessions."""
+"""A run as an island: settings for gin, its part of the data, and a hook for sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an island keeps beside its own checkpoint, so that no learning in it is lost.
+"""The file beside an island's checkpoint, so that no learning in it is lost.
 
 A checkpoint has the island's values. Its learning since the last contribution is the difference of
 these values from the values that it went on from. Those are kept beside the checkpoint, with
@@ -78,7 +78,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedIsland(NamedTuple):
-    """What an island keeps beside a checkpoint.
+    """The content of the file beside an island's checkpoint.
 
     Attributes:
       learned: the island's counts.

@@ -115,7 +115,7 @@ class IslandTotal(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version is made of. It is written once, before the version.
+    """The composition of a version. It is written once, before the version.
 
     Attributes:
       version: the version that it makes.

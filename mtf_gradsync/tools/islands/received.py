@@ -1,4 +1,4 @@
-"""What a merger has received: contributions and offers in the folder, each checked once."""
+"""The contributions and offers that a merger has received, each checked once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: traces and tables of recorded steps."""
+"""Traces and tables of recorded steps, which show where their time goes."""
 
 from mtf_gradsync.tools.timelines.recording import (
     Call,

@@ -74,7 +74,7 @@ Batches = List[Dict[str, np.ndarray]]
 
 
 class Score(NamedTuple):
-    """How well targets were predicted: `nats` is the sum of their negative log-likelihoods.
+    """The quality of predictions: `nats` is the sum of the targets' negative log-likelihoods.
 
     `tokens` counts the targets without padding, `num_bytes` the bytes of text they stand for.
     """

@@ -21,7 +21,7 @@ _UNPRINTABLE = re.compile(
 
 
 class Ended(NamedTuple):
-    """How a run ended, and after which of its train_steps.
+    """The end of a run, and the number of its train_steps that it made.
 
     `how` is "finished", or says why it ended before; `result` is the content of the result file,
     empty for a run that ended early.

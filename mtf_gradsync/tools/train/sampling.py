@@ -39,7 +39,7 @@ def visible(text: str) -> str:
 @gin.configurable("sample", module="mtf_gradsync.train")
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a language model continues texts; gin binds its fields on ``train.sample``.
+    """The settings for continuing texts by a language model; gin binds them on ``train.sample``.
 
     Every token takes a pass of the whole model over the batch, on the training mesh. That needs
     no second graph and runs whatever Unitransformer the config describes; a large model wants

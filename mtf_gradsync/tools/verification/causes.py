@@ -25,7 +25,7 @@ def narrow_dtypes(losses: Sequence[mtf.Tensor]) -> list[str]:
 
 
 class _Flow(NamedTuple):
-    """What the computation of a forward pass's tensor contains.
+    """The kinds of operations on the way to a tensor of a forward pass.
 
     Attributes:
       is_summed: something was summed over the batch on its way.
