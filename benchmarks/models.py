@@ -99,6 +99,7 @@ def lm(
     mesh_shape: str = "batch:4;model:2",
     layout: str = "batch:batch;d_ff:model;heads:model;vocab:model",
     scaled_embedding: bool = False,
+    dtype: mtf.VariableDType | None = None,
 ) -> Model:
     """A decoder-only transformer, batch and model parallel, 4x2 by default. Adafactor.
 
@@ -111,11 +112,12 @@ def lm(
       layout: Mesh-TF's layout rules.
       scaled_embedding: whether the embedding, which makes the logits too, begins as small as a
         classifier's weights. Mesh-TF's default begins at 1, with which Adam learns more slowly.
+      dtype: the dtypes of variables; None for float32.
 
     Returns:
       The model.
     """
-    vocab_size = 256
+    vocab_size, dtypes = 256, dtype or mtf.VariableDType()
 
     def make_loss(mesh: mtf.Mesh, x: tf.Tensor) -> mtf.Tensor:
         transformer = transformer_models()
@@ -162,7 +164,7 @@ def lm(
                 mesh,
                 model.input_vocab_dim,
                 model.model_dim,
-                mtf.VariableDType(),
+                dtypes,
                 name="embedding",
                 ensemble_dim=None,
                 scale_variable_like_classifier_weights=scaled_embedding,
@@ -172,7 +174,7 @@ def lm(
             targets=targets,
             compute_loss=True,
             mode="train",
-            variable_dtype=mtf.VariableDType(),
+            variable_dtype=dtypes,
             shared_params={"embedding": embedding},
         )
         return loss

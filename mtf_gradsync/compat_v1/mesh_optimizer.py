@@ -14,6 +14,18 @@ from mtf_gradsync.compat_v1.rules import NOT_GIVEN, V1OptimizerLike, given_optim
 from mtf_gradsync.compat_v1.update_rules import RULES, Rule, Slot, rule_of
 from mtf_gradsync.gradients.arguments import check_grads_and_variables
 from mtf_gradsync.gradients.operations import on_mesh
+from mtf_gradsync.gradients.rounding import (
+    COUNT,
+    NEAREST,
+    STOCHASTIC,
+    assign,
+    check_rounded,
+    check_rounding,
+    make_count,
+    needs_count,
+    subtract,
+    tell_if_nothing_is_rounded,
+)
 from mtf_gradsync.step import StepPlan, gated_update
 
 
@@ -46,22 +58,32 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         optimizer = gs.MeshOptimizer(tf.compat.v1.train.AdamOptimizer(1e-3))
         update_ops = gs.CrossShardOptimizer(optimizer, axes=axes).apply_grads(grads, variables)
 
+    With rounding="stochastic", a variable that is rounded, or has slots that are, has one more:
+    `w/rounding_t`, the int32 number of its updates.
+
     Attributes:
       opt: the optimizer of TensorFlow.
+      rounding: how new values of bfloat16 variables and slots are rounded.
     """
 
-    def __init__(self, opt: V1OptimizerLike, learning_rate: Any = NOT_GIVEN):
+    def __init__(
+        self, opt: V1OptimizerLike, learning_rate: Any = NOT_GIVEN, rounding: str = NEAREST
+    ):
         """Wraps an optimizer.
 
         Args:
           opt: an optimizer of one of the seven classes, or a class of them or factory, which is
             called with `learning_rate=learning_rate`.
           learning_rate: only with a class or factory as opt: passed on untouched.
+          rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
+            "nearest", or "stochastic": up or down by chance, the more often up the nearer that is,
+            so that small changes are not lost.
 
         Raises:
           TypeError: opt is none of these; the error lists them.
-          ValueError: learning_rate is missing, or opt has one already.
+          ValueError: learning_rate is missing, or opt has one already; or rounding is none of both.
         """
+        self.rounding = check_rounding(rounding)
         opt = given_optimizer(opt, learning_rate, "MeshOptimizer")
         if type(opt) not in RULES:
             raise TypeError(
@@ -104,6 +126,11 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                     f"{name!r} of {self.opt.get_name()} begins with {value!r}, but what a variable "
                     "begins with has to be a number or a tf tensor."
                 )
+        if self.rounding == STOCHASTIC:
+            for _, variable in pairs:
+                check_rounded("MeshOptimizer", variable)
+            dtypes = {dtype for _, v in pairs for dtype in (v.slice_dtype, v.master_dtype)}
+            tell_if_nothing_is_rounded("MeshOptimizer", dtypes)
         graph = pairs[0][1].graph
 
         def make() -> list[mtf.Operation]:
@@ -167,29 +194,39 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         on = {m: _on_mesh(scalars, m) for m in dict.fromkeys(v.mesh for _, v in pairs)}
         for grad, variable in pairs:
             slots = [self._slot(state, slot, variable) for slot in rule.slots]
-            operations += _update(rule, grad, variable, slots, on[variable.mesh])
+            draw = None
+            if needs_count(self.rounding, variable, *slots):
+                count = self._count(state, variable)
+                draw = count.value
+                operations.append(mtf.assign(count, draw + 1))
+            operations += _update(rule, grad, variable, slots, on[variable.mesh], draw)
         return operations
 
     def _slot(self, state: _MeshState, slot: Slot, variable: mtf.Variable) -> mtf.Variable:
         key = variable, slot.key
         if key not in state.slots:
-            scope = tf.get_variable_scope().name
-            taken = variable.graph.name_to_variable
-            if variable.master_dtype.size < 4:
+            is_drawn = self.rounding == STOCHASTIC and variable.master_dtype == tf.bfloat16
+            if variable.master_dtype.size < 4 and not is_drawn:
                 warn_once(
                     f"narrow slots {type(self.opt).__name__}",
                     "MeshOptimizer(%s): the slots of %s are %s, as its master is, and TensorFlow's "
                     "slots are: a mean that decays slowly stands still there (0.999 x is x). Give "
-                    "variables float32 masters, or use gs.AdamWOptimizer, whose slots are float32.",
+                    "variables float32 masters, use gs.AdamWOptimizer, whose slots are float32, or "
+                    "give rounding='stochastic', for bfloat16.",
                     type(self.opt).__name__,
                     variable.name,
                     variable.master_dtype.name,
                 )
-            name = f"{variable.name}/{slot.name}"
-            free = _first_free(name, lambda n: (f"{scope}/{n}" if scope else n) in taken)
+            free = _free_slot_name(variable, slot.name)
             state.slots[key] = _make(
                 variable.mesh, free, variable.shape, variable.master_dtype, slot.initial
             )
+        return state.slots[key]
+
+    def _count(self, state: _MeshState, variable: mtf.Variable) -> mtf.Variable:
+        key = variable, COUNT
+        if key not in state.slots:
+            state.slots[key] = make_count(variable.mesh, _free_slot_name(variable, COUNT))
         return state.slots[key]
 
 
@@ -207,6 +244,13 @@ def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
 
 def _on_mesh(scalars: dict[str, Any], mesh: mtf.Mesh) -> dict[str, Any]:
     return {k: on_mesh(x, mesh) if isinstance(x, mtf.Tensor) else x for k, x in scalars.items()}
+
+
+def _free_slot_name(variable: mtf.Variable, name: str) -> str:
+    scope, taken = tf.get_variable_scope().name, variable.graph.name_to_variable
+    return _first_free(
+        f"{variable.name}/{name}", lambda n: (f"{scope}/{n}" if scope else n) in taken
+    )
 
 
 def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
@@ -257,8 +301,12 @@ def _update(
     variable: mtf.Variable,
     slots: Sequence[mtf.Variable],
     scalars: dict[str, Any],
+    draw: mtf.Tensor | None,
 ) -> list[mtf.Operation]:
-    """Returns the assignments of one variable and its slots."""
+    """Returns the assignments of one variable and its slots, rounded by chance if `draw` is given.
+
+    That is the number of the update.
+    """
     dtype = variable.master_dtype if variable.master_dtype.size >= 4 else tf.float32
     tensors = {name: value for name, value in scalars.items() if isinstance(value, mtf.Tensor)}
     inputs = [grad, *(slot.value for slot in slots), *tensors.values()]
@@ -281,8 +329,8 @@ def _update(
         splittable_dims=variable.shape.dims,
         name="update",
     )
-    assign = mtf.assign if rule.replaces else mtf.assign_sub
+    write = assign if rule.replaces else subtract
     return [
-        assign(variable, results[0]),
-        *(mtf.assign(slot, new) for slot, new in zip(slots, results[1:])),
+        write(variable, results[0], draw),
+        *(assign(slot, new, draw) for slot, new in zip(slots, results[1:])),
     ]

@@ -10,7 +10,8 @@ from mtf_gradsync._common import check_number, elements
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.gradients.arguments import check_rate, rate_of_step
-from mtf_gradsync.optimizers.inner import InnerOptimizer, slot, wide_dtype
+from mtf_gradsync.gradients.rounding import NEAREST, STOCHASTIC, assign, subtract
+from mtf_gradsync.optimizers.inner import InnerOptimizer, wide_dtype
 from mtf_gradsync.optimizers.state.variables import named_state
 
 
@@ -30,9 +31,10 @@ class AdamWOptimizer(InnerOptimizer):
     default betas. It is an optimizer like any other, inside every wrapper or without one.
 
     State, by name: `<variable>/adam_m` and `<variable>/adam_v`, laid out like the variable and at
-    least float32, and `<variable>/adam_t`, the int32 number of updates of the variable. The first
-    two have the names and values of `AdamWeightDecayOptimizer`: its checkpoints continue, with t as
-    the number of updates that they count, or, if they count none, with no correction.
+    least float32 (or as `slot_dtype` says), and `<variable>/adam_t`, the int32 number of updates of
+    the variable. The first two have the names and values of `AdamWeightDecayOptimizer`: its
+    checkpoints continue, with t as the number of updates that they count, or, if they count none,
+    with no correction.
 
     References:
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
@@ -47,6 +49,8 @@ class AdamWOptimizer(InnerOptimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         exclude_from_weight_decay: str | Sequence[str] | None = None,
+        rounding: str = NEAREST,
+        slot_dtype: tf.DType | None = None,
     ):
         """Sets what an update takes.
 
@@ -60,6 +64,11 @@ class AdamWOptimizer(InnerOptimizer):
           epsilon: what is added to the square root, 0 or more.
           exclude_from_weight_decay: regular expressions; variables with a name in which one of them
             is found (`re.search`) do not decay. None excludes none.
+          rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
+            "nearest", or "stochastic": up or down by chance, the more often up the nearer that is,
+            so that small changes are not lost.
+          slot_dtype: dtype of the slots. None takes float32, or the variable's dtype if that is
+            wider; tf.bfloat16 goes with rounding="stochastic".
 
         Raises:
           TypeError: learning_rate is no number and no scalar tensor, or an expression no string.
@@ -71,35 +80,36 @@ class AdamWOptimizer(InnerOptimizer):
         self.beta_1 = check_number("beta_1", beta_1, beta, below=1.0)
         self.beta_2 = check_number("beta_2", beta_2, beta, below=1.0)
         self.epsilon = check_number("epsilon", epsilon, what)
+        self._round(rounding, slot_dtype)
         self.exclude_from_weight_decay = _checked_patterns(exclude_from_weight_decay)
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
         wide = wide_dtype(var)
-        m, v = slot(var, "adam_m", wide), slot(var, "adam_v", wide)
+        m, v = self._slot(var, "adam_m"), self._slot(var, "adam_v")
         # One for each variable: it may be trained later than others, or apart from them.
         t = named_state(
             var.mesh,
             f"{var.name}/adam_t",
             start="global_step",
             in_scope=True,
-            follows=m.operation.name,
+            follows=m.name,
         )
         t.restarts_with_slots = True
         count = t.value + 1
         grad = mtf.cast(grad, wide)
-        new_m = m * self.beta_1 + grad * (1.0 - self.beta_1)
-        new_v = v * self.beta_2 + mtf.square(grad) * (1.0 - self.beta_2)
+        new_m = mtf.cast(m.value, wide) * self.beta_1 + grad * (1.0 - self.beta_1)
+        new_v = mtf.cast(v.value, wide) * self.beta_2 + mtf.square(grad) * (1.0 - self.beta_2)
         mean = new_m / _weight(self.beta_1, count, wide)
         square = new_v / _weight(self.beta_2, count, wide)
         update = mean / (mtf.sqrt(square) + self.epsilon)
         if self._decays(var.name):
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
         rate = rate_of_step(self.learning_rate, var.mesh, wide, type(self).__name__)
+        draw = count if self.rounding == STOCHASTIC else None
         return [
-            # Not `assign`, as the value may be in a narrower dtype than the variable.
-            mtf.assign_sub(var, update * rate),
-            mtf.assign(m.operation, new_m),
-            mtf.assign(v.operation, new_v),
+            subtract(var, update * rate, draw),
+            assign(m, new_m, draw),
+            assign(v, new_v, draw),
             mtf.assign(t, count),
         ]
 

@@ -11,6 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.gradients.arguments import check_variables
 from mtf_gradsync.gradients.layout import find_axes
+from mtf_gradsync.gradients.rounding import NEAREST
 from mtf_gradsync.mesh.axes import (
     LayoutLike,
     MeshShapeLike,
@@ -200,6 +201,9 @@ def _update(opt: Any, more: str, count: int) -> str:
     inside = opt.opt if type(opt).__name__ == "MeshOptimizer" else opt
     name = type(inside).__name__
     name = name[: -len("Optimizer")] if name.endswith("Optimizer") else name
+    rounding = getattr(opt, "rounding", NEAREST)
+    if rounding != NEAREST and "rounding" not in more:
+        name += f", rounding {rounding}"
     return f"update{which} by {name}{more}"
 
 

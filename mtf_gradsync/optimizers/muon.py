@@ -6,11 +6,19 @@ import math
 from typing import Any, Sequence
 
 from mtf_gradsync._common import check_number, check_whole_number
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.gradients.arguments import check_rate, rate_of_step
-from mtf_gradsync.optimizers.inner import InnerOptimizer, slot, wide_dtype
+from mtf_gradsync.gradients.rounding import (
+    COUNT,
+    NEAREST,
+    assign,
+    make_count,
+    needs_count,
+    subtract,
+)
+from mtf_gradsync.optimizers.inner import InnerOptimizer, wide_dtype
 from mtf_gradsync.optimizers.matrices import Matrix, matrix_of
 
 # The coefficients of the quintic iteration: its slope at 0 is as steep as it can be, and singular
@@ -37,7 +45,9 @@ class MuonOptimizer(InnerOptimizer):
     Arithmetic is in float32 at least. A matrix that the mesh splits is gathered once for all steps,
     or stays split where the products of its shorter side are fewer bytes.
 
-    State, by name: `<variable>/muon_m`, laid out like the variable and at least float32.
+    State, by name: `<variable>/muon_m`, laid out like the variable and at least float32 (or as
+    `slot_dtype` says); with rounding="stochastic", where something is rounded,
+    `<variable>/rounding_t`, the int32 number of updates of the variable.
 
     References:
       Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, and its
@@ -51,6 +61,8 @@ class MuonOptimizer(InnerOptimizer):
         nesterov: bool = True,
         steps: int = 5,
         weight_decay_rate: float = 0.0,
+        rounding: str = NEAREST,
+        slot_dtype: tf.DType | None = None,
     ):
         """Sets what an update takes.
 
@@ -63,6 +75,11 @@ class MuonOptimizer(InnerOptimizer):
           steps: the number of Newton-Schulz steps, 1 or more.
           weight_decay_rate: the part of its value, times the learning rate, that a variable loses
             in an update; 0 or more.
+          rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
+            "nearest", or "stochastic": up or down by chance, the more often up the nearer that is,
+            so that small changes are not lost.
+          slot_dtype: dtype of the slots. None takes float32, or the variable's dtype if that is
+            wider; tf.bfloat16 goes with rounding="stochastic".
 
         Raises:
           TypeError: learning_rate is no number and no scalar tensor.
@@ -76,8 +93,10 @@ class MuonOptimizer(InnerOptimizer):
         self.weight_decay_rate = check_number(
             "weight_decay_rate", weight_decay_rate, "a number from 0"
         )
+        self._round(rounding, slot_dtype)
 
     def _check(self, var: mtf.Variable) -> None:
+        super()._check(var)
         if var.shape.ndims < 2:
             raise ValueError(
                 f"MuonOptimizer updates matrices, and {var.name!r} of shape {var.shape.to_string} "
@@ -88,10 +107,10 @@ class MuonOptimizer(InnerOptimizer):
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
         wide = wide_dtype(var)
-        m = slot(var, "muon_m", wide)
+        m = self._slot(var, "muon_m")
         # 1. Momentum.
         grad = mtf.cast(grad, wide) * (1.0 - self.momentum)
-        new_m = m * self.momentum + grad
+        new_m = mtf.cast(m.value, wide) * self.momentum + grad
         update = new_m * self.momentum + grad if self.nesterov else new_m
         # 2. Orthogonal, and as large as for a square matrix.
         matrix = matrix_of(var)
@@ -102,7 +121,11 @@ class MuonOptimizer(InnerOptimizer):
         if self.weight_decay_rate:
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
         rate = rate_of_step(self.learning_rate, var.mesh, wide, type(self).__name__)
-        return [mtf.assign_sub(var, update * rate), mtf.assign(m.operation, new_m)]
+        draw, counting = None, []
+        if needs_count(self.rounding, var, m):
+            count = make_count(var.mesh, f"{var.name}/{COUNT}")
+            draw, counting = count.value, [mtf.assign(count, count.value + 1)]
+        return [subtract(var, update * rate, draw), assign(m, new_m, draw), *counting]
 
 
 def orthogonal(x: mtf.Tensor, steps: int, matrix: Matrix) -> mtf.Tensor:

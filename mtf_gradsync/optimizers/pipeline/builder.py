@@ -28,7 +28,12 @@ from mtf_gradsync.optimizers.pipeline.stack import Partition, Reduction, Stack
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners, tell_of_names_and_dtypes
-from mtf_gradsync.optimizers.state.variables import SLOTS_COLLECTION, UpdateCounters, named_state
+from mtf_gradsync.optimizers.state.variables import (
+    SLOTS_COLLECTION,
+    UpdateCounters,
+    named_state,
+    note_state,
+)
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import Compression
 from mtf_gradsync.step import (
@@ -512,6 +517,9 @@ class StepBuilder(StepConditions):
         self.plan.extension(SlotOwners).check(self._keeper, written, gradients.variables)
         for variable in created:
             tf.add_to_collection(SLOTS_COLLECTION, variable.name)
+        for variable in written:
+            if getattr(variable, "begins_at_zero", False):
+                note_state(variable)
         self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
         tell_of_names_and_dtypes(opt, gradients.variables)
         return updates

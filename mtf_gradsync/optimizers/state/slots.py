@@ -9,6 +9,7 @@ from mtf_gradsync._common import counted, warn_of_unmatched, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import patterns_of
 from mtf_gradsync._private.patches import patch
+from mtf_gradsync.gradients.rounding import STOCHASTIC, is_rounded
 from mtf_gradsync.step import PlanExtension, StepPlan
 
 
@@ -162,20 +163,34 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
             warn_once(f"letters {what} {patterns}", text, what, patterns, patterns)
         else:
             warn_of_unmatched(what, patterns, names)
-    narrow = [v for v in variables if v.slice_dtype.is_floating and v.slice_dtype.size < 4]
+    narrow = [
+        v
+        for v in variables
+        if v.slice_dtype.is_floating and v.slice_dtype.size < 4 and not _draws(optimizer, v)
+    ]
     if narrow:
         dtype = narrow[0].slice_dtype
         warn_once(
             "narrow variables",
             "Stored in %s, so that updates of less than 1/%d of a value are lost: %s. Store "
             "variables in float32 and compute in %s: mtf.VariableDType(tf.float32, tf.float32, "
-            "tf.%s), in gin utils.get_variable_dtype.slice_dtype = 'float32'.",
+            "tf.%s), in gin utils.get_variable_dtype.slice_dtype = 'float32'%s.",
             dtype.name,
             2 ** (9 if dtype == tf.bfloat16 else 12),
             counted([v.name for v in narrow if v.slice_dtype == dtype], "variable"),
             dtype.name,
             dtype.name,
+            "; or give gs.AdamWOptimizer or gs.MeshOptimizer rounding='stochastic'"
+            if dtype == tf.bfloat16
+            else "",
         )
+
+
+def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
+    """Whether an optimizer, or the one of its group (`ByVariable`), rounds a variable by chance."""
+    of = getattr(optimizer, "optimizer_of", None)
+    optimizer = optimizer if of is None else of(variable)
+    return is_rounded(variable) and getattr(optimizer, "rounding", None) == STOCHASTIC
 
 
 def check_bare_optimizers() -> None:

@@ -1,0 +1,191 @@
+"""Rounding by chance: new values of bfloat16 variables, up or down with a probability by distance.
+
+Rounded to nearest, a change of less than half of the distance between two numbers is lost, however
+often it comes. Rounded by chance, new values are right in the mean. The chance is a hash of the
+variable's name, the number of its update and the number of the element in the whole variable: the
+same for the same run, on every runtime, on all copies and after a restart, whether the mesh splits
+the variable or not.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Collection, Sequence
+
+from mtf_gradsync._common import mixed, warn_once
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
+from mtf_gradsync.mesh.axes import is_simd
+
+NEAREST, STOCHASTIC = "nearest", "stochastic"
+# The last part of the name of a count of updates.
+COUNT = "rounding_t"
+
+
+def check_rounding(rounding: Any) -> str:
+    """Returns how new values are rounded, or raises ValueError."""
+    if rounding not in (NEAREST, STOCHASTIC):
+        raise ValueError(f"rounding must be {NEAREST!r} or {STOCHASTIC!r}, got {rounding!r}.")
+    return rounding
+
+
+def check_rounded(owner: str, variable: mtf.Variable) -> None:
+    """Raises ValueError for a variable whose new values cannot be rounded by chance."""
+    if tf.float16 in (variable.slice_dtype, variable.activation_dtype):
+        raise ValueError(
+            f'{owner}: rounding="stochastic" is for variables in bfloat16 or wider, and '
+            f"{variable.name!r} is stored in {variable.slice_dtype.name} and read in "
+            f"{variable.activation_dtype.name}: store it in bfloat16, or in float32."
+        )
+
+
+def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
+    """Warns once of rounding by chance if bfloat16 is not among the dtypes of what is written."""
+    if tf.bfloat16 not in dtypes:
+        warn_once(
+            f"nothing is rounded {owner}",
+            "%s: rounding='stochastic' changes nothing, as no variable and no slot is stored in "
+            "bfloat16. Store variables in it: mtf.VariableDType(tf.bfloat16, tf.bfloat16, "
+            "tf.bfloat16).",
+            owner,
+        )
+
+
+def is_rounded(variable: mtf.Variable) -> bool:
+    """Whether new values of a variable are rounded, by chance if its optimizer does that."""
+    return variable.slice_dtype == tf.bfloat16
+
+
+def needs_count(rounding: str, *variables: mtf.Variable) -> bool:
+    """Whether one of some variables is rounded by chance, by the number of the update."""
+    return rounding == STOCHASTIC and any(map(is_rounded, variables))
+
+
+def make_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
+    """Makes an int32 number of updates, for optimizers that do not count them themselves."""
+    count = mtf.get_variable(
+        mesh,
+        name,
+        mtf.Shape([]),
+        tf.int32,
+        initializer=tf.zeros_initializer(),
+        trainable=False,
+    ).operation
+    # Also after a checkpoint of a run that rounded to nearest.
+    count.begins_at_zero = True
+    return count
+
+
+def assign(variable: mtf.Variable, value: mtf.Tensor, count: mtf.Tensor | None) -> mtf.Operation:
+    """Makes the assignment of a new value.
+
+    Args:
+      variable: the variable.
+      value: its new value, in any dtype.
+      count: the number of the update, an integer scalar: a bfloat16 variable is rounded by chance.
+        None rounds to nearest.
+    """
+    if count is not None and is_rounded(variable):
+        value = _RoundByChance(mtf.cast(value, tf.float32), variable, count).outputs[0]
+    return mtf.assign(variable, value)
+
+
+def subtract(variable: mtf.Variable, change: mtf.Tensor, count: mtf.Tensor | None) -> mtf.Operation:
+    """Makes the assignment that subtracts a change, as `assign` does."""
+    if count is not None and is_rounded(variable):
+        change = mtf.cast(change, tf.float32)
+        return assign(variable, mtf.cast(variable.value, tf.float32) - change, count)
+    # Not `assign`, as the value may be in a narrower dtype than the variable.
+    return mtf.assign_sub(variable, change)
+
+
+class _RoundByChance(GradientOperation):
+    """Rounds a float32 value of a variable, or of a part of it, to bfloat16."""
+
+    def __init__(self, value: mtf.Tensor, variable: mtf.Variable, count: mtf.Tensor):
+        self._key = key_of(variable.name)
+        super().__init__([value, count], [value.shape], "round_by_chance", [tf.bfloat16])
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        shape = self.inputs[0].shape
+        value, count = reduced_values(lowering, self.inputs)
+        first = _first_elements(mesh_impl, shape)
+        strides = [mtf.list_product(shape.to_integer_list[i + 1 :]) for i in range(shape.ndims)]
+
+        def round_slice(x: tf.Tensor, count: tf.Tensor, first: Any) -> tf.Tensor:
+            bits = _bits(x.shape.as_list(), strides, first, count, self._key)
+            return round_by_bits(x, bits)
+
+        self.set_outputs(lowering, [mesh_impl.slicewise(round_slice, value, count, first)])
+
+
+def _first_elements(mesh_impl: Any, shape: mtf.Shape) -> Any:
+    """Returns the number in the whole tensor of the first element of each processor's slice."""
+    sizes = shape.to_integer_list
+    firsts = []
+    for processor in range(mesh_impl.size):
+        first = 0
+        for begin, size in zip(mesh_impl.slice_begin(shape, processor), sizes):
+            first = first * size + begin
+        firsts.append(first % 2**32)
+    if not any(firsts):
+        return 0
+    if is_simd(mesh_impl):
+        # As int32, of which TPUs gather.
+        at = [first - 2**32 if first >= 2**31 else first for first in firsts]
+        return mesh_impl.slicewise(lambda p: tf.gather(at, p), mesh_impl.laid_out_pnum())
+    # One object for equal numbers: processors that share a memory then share the result.
+    same = {first: first for first in firsts}
+    return mesh_impl.LaidOutTensor([same[first] for first in firsts])
+
+
+def key_of(name: str) -> int:
+    """Returns 64 bits that differ from name to name."""
+    return mixed(zlib.crc32(name.encode()), len(name))
+
+
+def _bits(
+    sizes: Sequence[int], strides: Sequence[int], first: Any, count: tf.Tensor, key: int
+) -> tf.Tensor:
+    """Returns 16 random bits for each element of a slice, as uint32."""
+    seed = _hashed(tf.cast(count, tf.uint32) + _word(key))
+    second_seed = _hashed(seed + _word(key >> 32))
+    index = seed + (tf.cast(first, tf.uint32) if isinstance(first, tf.Tensor) else _word(first))
+    for axis, (size, stride) in enumerate(zip(sizes, strides)):
+        # Sums are small up to the last axis.
+        along = tf.reshape(tf.range(size), [size] + [1] * (len(sizes) - 1 - axis))
+        index = index + tf.cast(along, tf.uint32) * _word(stride)
+    return tf.bitwise.right_shift(_hashed(index, second_seed), _word(16))
+
+
+def _hashed(x: tf.Tensor, seed: Any = 0) -> tf.Tensor:
+    """Returns a hash of uint32 words, of which the upper half is the better one.
+
+    It is "lowbias32" of Chris Wellons' hash-prospector, with a seed in its middle: with one at its
+    beginning alone, the bits of an update are those of another one, moved along.
+    """
+    x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _word(16))) * _word(0x7FEB352D)
+    x = x + seed if isinstance(seed, tf.Tensor) else x
+    return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _word(15))) * _word(0x846CA68B)
+
+
+def _word(number: int) -> tf.Tensor:
+    return tf.constant(number & 0xFFFFFFFF, tf.uint32)
+
+
+def round_by_bits(x: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
+    """Rounds a float32 tensor to bfloat16, down or, more often the nearer the next number is, up.
+
+    What is not finite is kept, and what is beyond the largest number is rounded to nearest: to that
+    number or to infinity.
+
+    Args:
+      x: the tensor.
+      bits: uint32 numbers from 0 to 2**16 - 1, of its shape.
+    """
+    # bfloat16 has the upper 16 bits of float32: of larger magnitudes these are larger integers.
+    upper = tf.bitwise.bitwise_and(tf.bitcast(x, tf.uint32) + bits, _word(0xFFFF0000))
+    within = tf.abs(x) <= float(tf.bfloat16.max)
+    return tf.cast(tf.where_v2(within, tf.bitcast(upper, tf.float32), x), tf.bfloat16)
