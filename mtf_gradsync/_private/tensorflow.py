@@ -60,8 +60,8 @@ _WAITED_FOR = "_mtf_gradsync_waited_for"
 def advance_step_after(step: Any, reads: Sequence[tf.Operation]) -> None:
     """Makes increments of a global step wait for operations, also for later ones.
 
-    What reads the step after it was advanced, by its own order, does so still. Increments in loops,
-    branches and functions do not wait: to the graph these have a handle of their own.
+    A read that is ordered after an increment stays after it. Increments in loops, branches and
+    functions do not wait: there the step has another handle.
     """
     for increment in step.handle.consumers():
         is_increment = increment.type in ("AssignAddVariableOp", "AssignSubVariableOp")

@@ -318,7 +318,7 @@ def which_not_finite(
 ) -> mtf.Tensor:
     """Returns flags of gradients that are not finite, `[shards..., gradients]`.
 
-    Every processor has all of it. Gradients of several meshes have no common shards, so that axes
+    Every processor has all flags. Gradients of several meshes have no common shards, so that axes
     is None for them; the result is on the mesh of the first one.
     """
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)

@@ -419,7 +419,7 @@ def _errors_of_islands() -> ContextManager[None]:
 def _unread_bindings() -> str:
     """Returns a line about bindings that nothing has read yet; "" if all were read.
 
-    Those of ``utils.run`` and macros are not in it: the command names them.
+    The line leaves out bindings of ``utils.run`` and macros, which the command names.
     """
     most_names = 12
     names = [name for name in unread() if not name.startswith("utils.run.")]

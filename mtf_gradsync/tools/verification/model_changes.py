@@ -81,7 +81,7 @@ def drop(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -
 
 
 def make_constant(tensors: Sequence[mtf.Tensor]) -> None:
-    """Replaces tensors, before their graph is lowered, by ones that no gradient passes."""
+    """Replaces tensors, before their graph is lowered, by tensors of ones without gradients."""
     for x in tensors:
         operation: Any = x.operation
 
