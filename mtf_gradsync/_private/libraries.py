@@ -1,7 +1,7 @@
 """The libraries underneath, ``tf`` and ``mtf``: makes ``mesh_tensorflow`` importable.
 
-Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later TensorFlows moved or dropped
-things that it names while it is being imported:
+Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later versions moved or dropped names
+that it needs while it is imported:
 
 - ``ops.register_tensor_conversion_function``: moved to another module in 2.13;
 - ``tf.estimator`` (also read by ``gin.tf``), ``tensorflow.python.tpu.tpu_config`` and

@@ -137,7 +137,7 @@ def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
 def patterns_of(optimizer: Any) -> dict[str, str | tuple[str, ...]]:
     """Returns the regular expressions by which an optimizer picks variables, by argument.
 
-    A string in place of a list, of which Mesh-TF 0.1.21 takes each letter, is returned as it is.
+    A string in place of a list is returned unchanged; Mesh-TF 0.1.21 takes each of its letters.
     """
     given = {
         name: getattr(optimizer, name, None) or ()
@@ -175,7 +175,7 @@ def reduction(operation: mtf.ReduceOperation) -> str:
 def output_gradients(operation: mtf.GenericGradOperation) -> list[mtf.Tensor]:
     """Returns an operation's gradient inputs, one for each output of the forward operation.
 
-    They are the last of its inputs.
+    They are the operation's last inputs.
     """
     return operation._grad_ys
 
@@ -265,7 +265,7 @@ class Seed(mtf.Constant):
     """The gradient of a loss by itself, with which `mtf.gradients` begins: ones.
 
     Attributes:
-      scale: the factor that multiplies them: None, a number or an mtf scalar.
+      scale: the factor that multiplies the ones: None, a number or an mtf scalar.
       rounded: rounds a scale to a number that every other loss's dtype can hold.
     """
 
@@ -295,7 +295,7 @@ class GradientsCall(NamedTuple):
     Attributes:
       losses: the differentiated tensors.
       seeds: one for each loss.
-      outputs: the gradients, without those that are None.
+      outputs: the gradients that are not None.
       inputs: for each gradient the tensor that it is the gradient by.
     """
 

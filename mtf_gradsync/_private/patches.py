@@ -136,7 +136,8 @@ def keep_apart_when_combined(kind: type) -> None:
 def explain_mesh_tensors_to_tensorflow() -> None:
     """Makes TensorFlow's operations refuse mesh tensors with an error that has a remedy.
 
-    It is a TypeError as before, so that ``tf_tensor * mesh_tensor`` still is a product on the mesh.
+    The error is a TypeError as before, so that ``tf_tensor * mesh_tensor`` still is a product on
+    the mesh.
     """
     tf.register_tensor_conversion_function((mtf.Tensor, mtf.Variable), _refuse)
 
@@ -156,7 +157,7 @@ def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -
 def keep_summaries_in_meta_graphs() -> None:
     """Makes savers write Mesh-TF's summaries into a graph's file.
 
-    Without it they log a warning, and leave them out.
+    Without the patch, savers log a warning, and leave the summaries out.
     """
     collection = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
     try:
@@ -190,9 +191,9 @@ _NOTHING = 1e-30
 def recompute_each_shard_by_itself() -> None:
     """Makes `mtf.recompute_grad` wait for each example's gradient, not for their sum.
 
-    So that XLA does not merge a recomputation with the original, Mesh-TF adds next to nothing of
-    the incoming gradient to what the block is recomputed from, but of its sum over all examples: an
-    all-reduce for each block, by which a NaN of one shard reaches the gradients of all.
+    To keep XLA from merging a recomputation with the original, Mesh-TF adds a tiny part of the
+    incoming gradient's sum over all examples to the block's inputs. That is an all-reduce for each
+    block, by which a NaN of one shard reaches all gradients.
     """
 
     def each_shard_by_itself(unused_original: Any) -> Any:
@@ -229,8 +230,8 @@ def _recompute(
 def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
     """Makes tensors with a gradient's first dimension, the examples, wait for the gradient.
 
-    The others would wait for a sum over examples. Where none has it, those wait that have most
-    dimensions in common with the gradient, and variables only if there are no others.
+    Other tensors would wait for a sum over examples. If no tensor has this dimension, the tensors
+    with most of the gradient's dimensions wait, and variables only if there are no others.
     """
     first = grad.shape.dims[:1]
     shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}
@@ -295,8 +296,8 @@ class _OwnFlags:
 def check_imported_shapes() -> None:
     """Makes a step fail if an input's shape is not that of its mtf tensor.
 
-    Where TensorFlow does not know the shape before, the meshes would take as much of the input as
-    the mtf tensor has, and train on a part of the batch.
+    If TensorFlow does not know the input's shape when it builds the step, meshes would take as much
+    of the input as the mtf tensor has, and train on a part of the batch.
     """
 
     def with_checked_shape(init: Any) -> Any:
@@ -402,7 +403,7 @@ class _Numbers:
 
     Attributes:
       seed: the graph's.
-      step: int64 ``[2]``, another in each step.
+      step: int64 ``[2]``, different in each step.
       operations: numbers of the random operations.
     """
 

@@ -197,7 +197,7 @@ class TracedFunction(NamedTuple):
     """The operations that a Python function of TensorFlow tensors makes.
 
     Attributes:
-      operations: all of them, in the order in which they were made; placeholders included.
+      operations: all operations in the order in which they were made, with placeholders.
       inputs: the placeholder of each argument.
       captures: pairs of a tensor from outside that the function uses, and its placeholder.
       outputs: the function's results, flattened; each may be a placeholder.
@@ -233,8 +233,9 @@ _NEVER_FORWARD = -2
 def write_to_own_memory(operation: tf.Operation) -> None:
     """Keeps an operation's kernel from writing its output into its first input's memory.
 
-    An `AddN` then adds up in its inputs' order: it begins with the input whose memory it takes. The
-    attribute ``_forward_input`` holds pairs of an input and the output that its memory is for.
+    An `AddN` then adds up in its inputs' order; otherwise it begins with the input whose memory it
+    reuses. The attribute ``_forward_input`` holds pairs of an input and the output that its memory
+    is for.
     """
     pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])
     set_attr(operation, "_forward_input", tf.AttrValue(list=pairs))
@@ -360,9 +361,8 @@ _MOST_INSIDE = 100
 def each_inside(optimizer: Any, names: Sequence[str], method: str = "") -> list[Any]:
     """Returns an optimizer and the optimizers inside it, outermost first.
 
-    The optimizer directly inside one is the value of the first of some attributes that is not None,
-    and has a method of a name if that is given. Raises a ValueError if that has no end, because an
-    optimizer contains itself.
+    The optimizer directly inside another is its first attribute of `names` that is not None and, if
+    `method` is given, has this method. Raises a ValueError if an optimizer contains itself.
     """
     found: list[Any] = []
     while optimizer is not None:
@@ -458,7 +458,7 @@ def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis:
     """Returns, on each core of a group of a TPU program, the parts of all, joined along `axis`.
 
     TensorFlow has no all-gather for TPUs: each core sends its part to each other by ``AllToAll``,
-    which is the same number of bytes and gets the attribute `GATHERS`.
+    which sends the same bytes and gets the attribute `GATHERS`.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 

@@ -271,8 +271,8 @@ def _local(value: tf.Tensor, name: str) -> tf.Variable:
 class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
     """`tf.compat.v1.tpu.CrossShardOptimizer`, which also runs outside of TPU programs.
 
-    There TensorFlow's class adds operations that no CPU or GPU can run. This one logs, as
-    TensorFlow's does, that it assumes one shard, and then does what the inner optimizer does.
+    Outside of a TPU program TensorFlow's class adds operations that no CPU or GPU can run. This
+    class logs, as TensorFlow's does, that it assumes one shard, and then calls the inner optimizer.
 
     Attributes:
       opt: the inner optimizer.
@@ -329,7 +329,7 @@ class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
 
         Args:
           opt: the optimizer.
-          replicas_to_aggregate: gradients of an update.
+          replicas_to_aggregate: the number of gradients in an update.
           total_num_replicas: how many replicas there are; None for replicas_to_aggregate.
           variable_averages: a `tf.train.ExponentialMovingAverage`, or its decay.
           *arguments: TensorFlow's.

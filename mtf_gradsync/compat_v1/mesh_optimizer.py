@@ -51,9 +51,9 @@ class MeshOptimizer(mtf.optimize.Optimizer):
     float32.
 
     Slots are laid out like their variables and have TensorFlow's names (`w/Adam`, `w/Adam_1`,
-    `beta1_power`), in the scopes in which gradients are applied, so that checkpoints go both ways
-    between a model without a mesh and one with. Another optimizer of the same class and name on
-    the same variables gets the next free names, as in TensorFlow.
+    `beta1_power`), in the scopes in which gradients are applied, so that models with and without a
+    mesh can read each other's checkpoints. Another optimizer of the same class and name on the same
+    variables gets the next free names, as in TensorFlow.
 
         optimizer = gs.MeshOptimizer(tf.compat.v1.train.AdamOptimizer(1e-3))
         update_ops = gs.CrossShardOptimizer(optimizer, axes=axes).apply_grads(grads, variables)
@@ -113,7 +113,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         Raises:
           TypeError: a gradient or variable has the wrong type.
           ValueError: lengths differ, a shape differs from its variable's, or an mtf scalar was
-            given for what a variable begins with.
+            given as a variable's initial value.
         """
         grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]

@@ -137,8 +137,8 @@ def _refuse_keras(opt: Any, wrapper: str) -> None:
 class OffMesh:
     """An optimizer of tf.compat.v1 that refuses mesh tensors and variables, with a TypeError.
 
-    Subclasses name it before TensorFlow's class, so that its methods check arguments and then call
-    those of TensorFlow's class.
+    Subclasses name it before TensorFlow's class, so that its methods check arguments before they
+    call TensorFlow's.
     """
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:

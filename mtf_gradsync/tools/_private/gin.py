@@ -61,7 +61,7 @@ def unread() -> list[str]:
     """Returns the names of the bindings, except macros, that no call has read yet.
 
     Where `note_written` was called for this configuration, bindings of optimizers that are not in
-    its texts are left out: they are of a file that these include, and choose another optimizer.
+    its texts are left out: they come from an included file, and the texts choose another optimizer.
     """
     there, written = _written
     is_noted = set(bindings()) == there

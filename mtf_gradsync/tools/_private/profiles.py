@@ -13,8 +13,8 @@ from typing import Any, Iterator
 def profile_data(serialized: bytes) -> Any:
     """Parses a serialized ``XSpace``, as jax's profiler writes it, into a ``ProfileData`` of jax.
 
-    jax 0.4 has none; there the result has the attributes that are read here. Raises a ValueError
-    where the bytes are something else.
+    jax 0.4 has no such class; there the result has the attributes that this package reads. Raises a
+    ValueError where the bytes are something else.
     """
     from google.protobuf.message import DecodeError
     from jax import profiler
@@ -33,8 +33,8 @@ def profile_data(serialized: bytes) -> Any:
 def _with_types(data: Any) -> Any:
     """Returns a ``ProfileData`` of jax after registering the types of its iterators.
 
-    Each is made when it is first asked for, and Python 3.12 and later warn of it. Where warnings
-    are errors, that error ends the process, as it is raised in C++.
+    Each type is made on its first use, and Python 3.12 and later warn of it. Where warnings are
+    errors, that error ends the process, as it is raised in C++.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -44,9 +44,10 @@ def exchanges_of(
 
     Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
     loops from `report`, which is of the program before compilation and says how often a loop turns
-    (once if not known). Those of each core with itself are not listed. `axes` is what
-    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step. Of
-    `slices` the first mesh axis joins the cores; what goes between them has the axis `DCN`.
+    (once if not known). Collectives of each core with itself are not listed. `axes` is what
+    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step. The
+    first mesh axis joins the cores of several `slices`; exchanges between slices have the axis
+    `DCN`.
     """
     of_slice = cores // slices
     everyone = (tuple(range(of_slice)),)

@@ -53,7 +53,7 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
 def bytes_of_chip(operation: str, cores: float, size: float) -> float:
     """Returns the bytes that a chip puts in, if `cores` of its cores put in `size` each.
 
-    What is summed is summed on the chip first. Of the others' data no two parts become one.
+    Sums are made on the chip first. In other operations, each core's data stay apart.
     """
     return cores * size if operation in ("all-gather", "all-to-all") else size
 
@@ -105,7 +105,7 @@ class Torus:
     def links(self, group: Sequence[int]) -> Links:
         """Returns the links of the smallest box of chips around a group of cores.
 
-        Where other groups have cores in that box, all of these share the links.
+        If other groups have cores in that box, all of these groups share the links.
         """
         cores = [self._places[core] for core in group]
         chips = {place[:-1] for place in cores}
@@ -129,8 +129,8 @@ class Torus:
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Returns the seconds that a collective takes on the links, without other traffic.
 
-        That is the time of the slowest of the groups (for "collective-permute" pairs), which run at
-        the same time. Each core puts in `size` bytes; the time to read and write memory is not
+        The groups (pairs, for "collective-permute") run at the same time: the result is the time of
+        the slowest. Each core puts in `size` bytes; the time to read and write memory is not
         counted.
         """
         slowest = 0.0
@@ -193,7 +193,7 @@ class TpuMachine:
     def __init__(self, topology: str, dcn_bytes_per_second: float | None = None):
         """Asks the compiler for the places of a topology's cores, as in "v5e:4x4".
 
-        Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`: what a chip sends over the data
+        Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`, the rate of a chip over the data
         center network.
         """
         named = slice_of(topology)
@@ -239,8 +239,8 @@ class TpuMachine:
 
         The step's own estimate counts a collective's bytes in memory, and no links.
 
-        Groups are of one slice, or of cores of several at one place: all cores of a chip share what
-        the chip sends over the network.
+        Groups are in one slice, or have cores at the same place of several slices: all cores of a
+        chip share what the chip sends over the network.
         """
         if any(group[0] // self._of_slice != group[-1] // self._of_slice for group in groups):
             count = max(map(len, groups))

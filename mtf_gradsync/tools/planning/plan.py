@@ -47,8 +47,8 @@ def plan(
         for two slices that a data center network joins.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
-        `axes`. Of several slices the first axis of a mesh shape crosses the network: each axis that
-        they divide comes first once.
+        `axes`. With several slices, the first axis of a mesh shape crosses the network: each axis
+        that the slices divide comes first once.
       axes: names of the mesh axes; None for those that the first layout names, in its order.
       jobs: the number of compilers that run at once. Each takes a processor, and memory.
       progress: whether to show a progress bar on terminals.
@@ -168,7 +168,7 @@ def _each_once(
 ) -> list[str]:
     """Returns texts of different meanings, so that repeated ones are planned once.
 
-    For what Mesh-TF cannot read it raises a ValueError that says how to write it.
+    Raises a ValueError, which shows the right form, for a text that Mesh-TF cannot read.
     """
     found: dict[Any, str] = {}
     for text in texts:

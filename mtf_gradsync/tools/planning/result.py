@@ -48,7 +48,7 @@ class FewerMessages:
       way: "OuterOptimizer", or "islands" (programs that meet in a folder).
       inner_steps: the number of steps of a round.
       step_seconds: the mean step of a round.
-      exchange_seconds: what the exchange of a round takes over the data center network.
+      exchange_seconds: the time of a round's exchange over the data center network.
     """
 
     way: str
@@ -73,7 +73,7 @@ class PlanRow:
       bytes_accessed: bytes that one core's operations read and write in a step.
       estimate_seconds: the time of its operations one after the other, without the links; by
         `estimate_source`.
-      unknown_operations: the number of custom calls of which the estimate has the bytes alone.
+      unknown_operations: the number of custom calls for which the estimate has only the bytes.
       traffic: the collectives, by mesh axis.
       link_seconds: the time that all of them take over the links.
       step_seconds: the predicted time of a step: `estimate_seconds` plus `link_seconds`.
@@ -81,8 +81,8 @@ class PlanRow:
       tokens_per_second: predicted, over the steps of `mean_step_seconds`; None if the tokens of a
         step are unknown.
       share_of_peak: operations per second by the compiler's count as a share of the chip's peak,
-        over the same steps; None if that is unknown. What is computed a second time counts twice:
-        it is the "hardware FLOPs utilization" (HFU), and `mfu` is what compares programs.
+        over the same steps; None if that is unknown. Recomputed operations count twice: this is the
+        "hardware FLOPs utilization" (HFU); compare programs by `mfu`.
       build_seconds: how long building the program took.
       compile_seconds: how long the compiler took.
       is_repeated: whether an equal program had been compiled before.
@@ -180,7 +180,7 @@ class Plan:
       refused: meshes that are not possible, with the reason.
       is_partial: whether planning was stopped before all meshes were planned.
       not_reached: the number of meshes that were not planned when it was stopped.
-      stopped_by: the number of the signal that stopped it; None where none did.
+      stopped_by: the number of the signal that stopped it; None if no signal did.
     """
 
     rows: tuple[PlanRow, ...]

@@ -46,8 +46,8 @@ class Built(NamedTuple):
       fetches: tensors that a step returns besides the updates, such as the loss.
       tokens: the number of tokens (or examples) that a step trains on; None if unknown.
       parameters: the number of trainable parameters; None if unknown.
-      steps_per_update: of so many steps one has the program's conditions true, and the others have
-        them false, as in accumulation over so many steps. The plan's means are over these.
+      steps_per_update: the period of the program's conditions: they are true in one of so many
+        steps, as in accumulation over so many steps. The plan's means are over these.
       model_flops: operations that the model needs in a step on all cores, as `model_flops` counts
         them; None for 6 for each parameter and token, without attention.
     """
@@ -63,11 +63,11 @@ class Built(NamedTuple):
 def model_flops(loss: mtf.Tensor) -> float:
     """Returns the operations of a model's training step, whatever the program computes.
 
-    They are 6 for each weight and each token that it is multiplied with (2 forward, 4 backward) and
-    12 for each layer, head dimension, token and token that it attends to, masked ones included:
-    6 N D and 12 L H Q T D of Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311, appendix B.
-    Looking up an embedding and dispatching tokens to experts are no products here, although
-    Mesh-TensorFlow makes them as such; what is computed a second time counts once.
+    The count is 6 for each weight and token that it is multiplied with (2 forward, 4 backward), and
+    12 for each layer, head dimension, token, and token that it attends to, masked or not: 6 N D and
+    12 L H Q T D of Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311, appendix B. Looking
+    up an embedding and dispatching tokens to experts do not count, although Mesh-TensorFlow makes
+    them by products; recomputed operations count once.
 
     Args:
       loss: the loss, a tensor of an mtf graph; what was added to the graph before it counts.
@@ -159,7 +159,7 @@ def search(
 
     `build` gets a mesh shape and a layout, in a graph of its own; its errors of the types
     `refusals` mean that a mesh is not possible. `done` is called after each candidate. `stop` is
-    checked, where the caller has entered one.
+    checked if the caller has entered it.
     """
     return _Search(build, jobs, refusals, done, stop or Interruption()).run(candidates)
 
