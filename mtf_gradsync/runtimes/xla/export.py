@@ -11,6 +11,7 @@ from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Seque
 import numpy as np
 
 from mtf_gradsync.extension import counted, mtf, tf
+from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes.processes import meeting, members
 from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
@@ -203,7 +204,7 @@ def export(
         "format": FORMAT,
         "made_by": {**entries.made_by(), "stablehlo": artifact.version},
         "cores": replica.num_replicas,
-        "mesh": ";".join(f"{d.name}:{d.size}" for d in program.mesh_impl.shape.dims),
+        "mesh": mesh_text(program.mesh_impl.shape),
         "steps": 0,
         "counter": host.counter,
         "global_step": step,

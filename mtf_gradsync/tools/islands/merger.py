@@ -16,6 +16,7 @@ from typing import Any, Callable, Literal, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
+from mtf_gradsync.extension import some_of
 from mtf_gradsync.tools.islands import leases
 from mtf_gradsync.tools.islands.changes import Length, scale_of
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
@@ -35,7 +36,7 @@ from mtf_gradsync.tools.islands.objects import (
     soon_object,
     version_object,
 )
-from mtf_gradsync.tools.islands.received import ReceivedContributions, some_names
+from mtf_gradsync.tools.islands.received import ReceivedContributions
 from mtf_gradsync.tools.islands.tensor_files import (
     SUFFIX,
     DamagedObjectError,
@@ -422,8 +423,8 @@ class Merger:
             return True
         missing, there = sorted(self._living - set(islands)), ""
         if islands:
-            there = f" ({some_names(sorted(islands))})"
-        who = f"{some_names(missing)} may come"
+            there = f" ({some_of(sorted(islands), 5)})"
+        who = f"{some_of(missing, 5)} may come"
         self._reminders.lasts(
             "quorum",
             f"version {self._next} waits: it has {len(islands)} of {quorum} contributions{there}; "

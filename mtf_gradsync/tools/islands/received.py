@@ -8,7 +8,7 @@ from typing import Callable, Mapping, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import is_number
+from mtf_gradsync.extension import is_number, some_of
 from mtf_gradsync.tools.islands.changes import Length, decoded, weight_of, wide
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.leases import Reminders
@@ -119,7 +119,7 @@ class ReceivedContributions:
                 logger.warning(
                     "The changes of %s have equal bits: do these islands learn from the same data? "
                     "Give each a part of its own (claim_part, ElasticIslands.parts)",
-                    some_names(sorted(islands)),
+                    some_of(sorted(islands), 5),
                 )
 
 
@@ -159,9 +159,3 @@ def _described(
         weight=weight_of(facts.tokens, facts.steps, settings.weight),
         norm=norm,
     )
-
-
-def some_names(names: Sequence[str]) -> str:
-    """Returns up to five names as text, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

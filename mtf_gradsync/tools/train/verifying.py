@@ -9,7 +9,7 @@ from typing import Any, Generator, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import tf
-from mtf_gradsync.runtimes._common import ConfigError
+from mtf_gradsync.runtimes._common import ConfigError, mesh_text
 from mtf_gradsync.runtimes.sessions import RuntimeName
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig
@@ -64,7 +64,7 @@ def verify_config(
 
     mesh = job.model.mesh
     params = {
-        "mesh_shape": ";".join(f"{dim.name}:{dim.size}" for dim in mesh.shape.dims),
+        "mesh_shape": mesh_text(mesh.shape),
         "layout": ";".join(f"{name}:{axis}" for name, axis in mesh.rules),
     }
     with contextlib.closing(_batches(job)) as batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync.extension import mtf, tf, walk
+from mtf_gradsync.extension import mtf, some_of, tf, walk
 
 
 def behind(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
@@ -120,12 +120,6 @@ def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -
     return found
 
 
-def some(names: Sequence[str]) -> str:
-    """Returns a few of the names, for a sentence."""
-    shown = ", ".join(list(dict.fromkeys(names))[:3])
-    return shown if len(names) <= 3 else f"{shown}, and {len(names) - 3} more"
-
-
 def rounds_to_bfloat16(graph: tf.Graph, model: Sequence[str]) -> bool:
     """Returns whether only the lowered program has bfloat16, not its model (`narrow_dtypes`)."""
     if tf.bfloat16.name in model:
@@ -225,9 +219,9 @@ def _causes(facts: DifferenceFacts) -> Iterator[str]:
         )
     if facts.products:
         yield (
-            f"The loss has a product of means over the batch ({some(facts.products)}), as a loss "
-            "that balances experts: the mean over microbatches of a product is not the product of "
-            "the means."
+            f"The loss has a product of means over the batch ({some_of(facts.products)}), as a "
+            "loss that balances experts: the mean over microbatches of a product is not the "
+            "product of the means."
         )
     if what == "slot":
         yield (

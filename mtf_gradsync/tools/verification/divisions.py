@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Sequence
 
 from mtf_gradsync.extension import SyncReplicasOptimizer, mtf
+from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes.sessions import RuntimeName, runtimes_here
 from mtf_gradsync.tools.verification.recorded_program import Changes, RecordedProgram
 
@@ -68,7 +69,8 @@ def reference(base: Division) -> Division:
 
 def on_one_core(mesh_shape: str) -> str:
     """Returns a mesh shape with the same axes, all of size 1."""
-    return ";".join(f"{d.name}:1" for d in mtf.convert_to_shape(mesh_shape).dims)
+    dims = mtf.convert_to_shape(mesh_shape).dims
+    return mesh_text(mtf.Shape([mtf.Dimension(d.name, 1) for d in dims]))
 
 
 def default_divisions(
@@ -99,7 +101,8 @@ def default_divisions(
         found.append(Division(name, **values))
 
     def along(axis: str) -> str:
-        return ";".join(f"{d.name}:{size if d.name == axis else 1}" for d in dims)
+        sizes = [mtf.Dimension(d.name, size if d.name == axis else 1) for d in dims]
+        return mesh_text(mtf.Shape(sizes))
 
     batch_axes = axes_of_batch(base.layout, recorded)
     if "batch" in kinds and len(dims) > 1:
@@ -109,7 +112,7 @@ def default_divisions(
         for axis in [d.name for d in dims if d.name not in batch_axes]:
             varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
     if "order" in kinds and len(dims) > 1:
-        varied("axes in the reverse order", mesh_shape=shape_text(dims[::-1]))
+        varied("axes in the reverse order", mesh_shape=mesh_text(mtf.Shape(dims[::-1])))
     if (
         "microbatches" in kinds
         and recorded.sees_gradients
@@ -157,8 +160,3 @@ def axes_of_batch(layout: str, recorded: RecordedProgram) -> list[str]:
     rules = mtf.convert_to_layout_rules(layout)
     pairs = sorted(rules._pairs)
     return [axis for name in names for dim, axis in pairs if dim == name]
-
-
-def shape_text(dims: Sequence[mtf.Dimension]) -> str:
-    """Writes a mesh shape as Mesh-TF reads it."""
-    return ";".join(f"{d.name}:{d.size}" for d in dims)

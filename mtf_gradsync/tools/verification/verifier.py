@@ -7,11 +7,8 @@ from typing import Any, Iterator
 
 import numpy as np
 
-from mtf_gradsync.extension import (
-    ClipByGlobalNormOptimizer,
-    GradientStrategy,
-    mtf,
-)
+from mtf_gradsync.extension import ClipByGlobalNormOptimizer, GradientStrategy, mtf, some_of
+from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes.sessions import RUNTIMES
 from mtf_gradsync.tools.verification import divisions as kinds
 from mtf_gradsync.tools.verification.causes import (
@@ -20,7 +17,6 @@ from mtf_gradsync.tools.verification.causes import (
     lowered_elsewhere,
     name_of_factor,
     products_of_means,
-    some,
     statistics_of,
 )
 from mtf_gradsync.tools.verification.comparing import Difference
@@ -52,7 +48,8 @@ class Verifier:
         self._references: dict[Any, Reference | CannotBeDivided] = {}
         self._found: list[tuple[str, float | None, str]] = []
         recorded = outcome.recorded
-        self._statistics = [op for op, _ in statistics_of(recorded.losses, recorded.batch_dims)]
+        found = statistics_of(recorded.losses, recorded.batch_dims)
+        self._statistics = list(dict.fromkeys(op for op, _ in found))
 
     @property
     def source(self) -> str:
@@ -173,7 +170,7 @@ class Verifier:
         if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
             return division, self._out
         changes = division.changes._replace(statistics=self._own.recorded.batch_dims)
-        text = f"statistics of the batch ({some(self._statistics)})"
+        text = f"statistics of the batch ({some_of(self._statistics)})"
         return dataclasses.replace(division, changes=changes), (*self._out, text)
 
     def _why_open(self, reference: Reference) -> str:
@@ -183,9 +180,9 @@ class Verifier:
             return f"The loss of the reference is {reference.exact.losses[-1]}."
         others = reference.not_finite()
         if others:
-            return f"The gradient of {some(others)} is not finite in the reference."
+            return f"The gradient of {some_of(others)} is not finite in the reference."
         return (
-            f"The gradient of {some(names)} is zero everywhere, so that no factor shows: take "
+            f"The gradient of {some_of(names)} is zero everywhere, so that no factor shows: take "
             "other batches or more steps, or leave out of the training what is not to be trained."
         )
 
@@ -297,7 +294,7 @@ class Verifier:
         if compare_with(reference, outcome, masked, names, later).first[1] is not None:
             return ""
         return (
-            f"The program counts its step ({some(list(self._engine.counted[0][0]))}) before or "
+            f"The program counts its step ({some_of(list(self._engine.counted[0][0]))}) before or "
             "after the update reads it, and nothing orders the two: advance it after the update, "
             "by tf.control_dependencies, or give the optimizer a rate of its own."
         )
@@ -345,7 +342,7 @@ class Verifier:
                 dims = [d if d != dim else mtf.Dimension(d.name, 1) for d in shape.dims]
                 yield (
                     f"mesh axis {dim.name}",
-                    dataclasses.replace(division, mesh_shape=kinds.shape_text(dims)),
+                    dataclasses.replace(division, mesh_shape=mesh_text(mtf.Shape(dims))),
                 )
         if division.params:
             names = ", ".join(name for name, _ in division.params)
