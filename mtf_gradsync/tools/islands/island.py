@@ -12,7 +12,12 @@ from mtf_gradsync.extension import counted, is_number
 from mtf_gradsync.tools.islands.changes import FORMS, Form, encoded, wide
 from mtf_gradsync.tools.islands.exchange import Exchange, IslandError
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
-from mtf_gradsync.tools.islands.island_checkpoint import Learned, SavedIsland, Sent
+from mtf_gradsync.tools.islands.island_checkpoint import (
+    Learned,
+    SavedIsland,
+    Sent,
+    saved_beside,
+)
 from mtf_gradsync.tools.islands.journal import events_by_step
 from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
 from mtf_gradsync.tools.islands.objects import (
@@ -20,11 +25,9 @@ from mtf_gradsync.tools.islands.objects import (
     ContributionFacts,
     Decision,
     IslandTotal,
-    life_and_number,
 )
 from mtf_gradsync.tools.islands.session_values import StepCounts, Values
 from mtf_gradsync.tools.islands.tensor_files import (
-    DamagedObjectError,
     OtherTensorsError,
     TensorSpec,
     dtype_of,
@@ -207,7 +210,9 @@ class Island:
         self._step_counts = self._counts_of(session)
         self._waiting_tokens: float | None = None if self._step_counts.waiting else 0.0
         self._checkpoint = checkpoint
-        saved = self._read_saved(checkpoint) if checkpoint else None
+        saved = saved_beside(checkpoint, self.name, self._specs) if checkpoint else None
+        if saved and not (saved.has_learned or self._replay):
+            saved = None
         self._exchange.lease.abandon()
         self._exchange = self._new_exchange()
         if self._replay:
@@ -221,10 +226,12 @@ class Island:
         # The merger may merge what an earlier life contributed.
         outstanding = self._exchange.outstanding(decision, self._turn_specs(version))
         self._exchange.journal.keeps_all = decision.keeps_all
-        if saved and self._is_left(saved, version, decision, outstanding):
+        sent = outstanding[0] if outstanding else ""
+        last = decision.totals.get(self.name, IslandTotal()).last
+        life, fragments = self._exchange.journal.life, self._fragments
+        if saved and saved.is_left([last, sent], life, version, fragments):
             return self._go_on_with(session, saved, version, decision)
         self._join(session, version, decision, outstanding)
-        sent = outstanding[0] if outstanding else ""
         self._note("joined", bytes=_bytes(self._base), sent=sent)
         # A run that begins takes values as it should; what is overwritten or jumps is said.
         level = logging.WARNING if self.step != step or step else logging.INFO
@@ -259,40 +266,6 @@ class Island:
             self._checkpoint = checkpoint
         except FolderError as error:
             logger.warning("Island %s: %s", self.name, error)
-
-    def _read_saved(self, checkpoint: str) -> SavedIsland | None:
-        """Returns the `SavedIsland` beside a checkpoint, if it has something to contribute."""
-        try:
-            saved = SavedIsland.read(checkpoint)
-        except (DamagedObjectError, FolderError) as error:
-            logger.warning("Island %s: %s", self.name, error)
-            return None
-        if saved is None or saved.learned.island != self.name:
-            return None
-        has_learned = saved.learned.is_sent or any(saved.learned.tokens)
-        is_same = {name: TensorSpec.of(value) for name, value in saved.base.items()} == self._specs
-        return saved if is_same and (has_learned or self._replay) else None
-
-    def _is_left(
-        self,
-        saved: SavedIsland,
-        version: int,
-        decision: Decision,
-        outstanding: tuple[str, ContributionFacts, Mapping[str, np.ndarray]] | None,
-    ) -> bool:
-        """Returns whether what the island had learned by a checkpoint is not contributed yet."""
-        learned = saved.learned
-        last = decision.totals.get(self.name, IslandTotal()).last
-        later = [
-            name
-            for name in (last, outstanding[0] if outstanding else "")
-            if life_and_number(name) > (learned.life, learned.number)
-        ]
-        if later:
-            logger.info("What the checkpoint of %s has learned is in %s", self.name, later[0])
-        # Lives and versions count up in a folder: others are of another one.
-        is_same = learned.life < self._exchange.journal.life and learned.version <= version
-        return is_same and not later and len(learned.tokens) == self._fragments
 
     def _go_on_with(
         self, session: Any, saved: SavedIsland, version: int, decision: Decision

@@ -7,13 +7,18 @@ contributions that no version contains yet.
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import NamedTuple
+from typing import Mapping, NamedTuple, Sequence
 
 import msgspec
 import numpy as np
 
-from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.folder import Folder, FolderError
+from mtf_gradsync.tools.islands.objects import life_and_number
+from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 _ENDING = ".island"
 _BASE, _ROUNDED = "base", "rounded"  # what parts of the tensors' names say
@@ -92,6 +97,28 @@ class SavedIsland(NamedTuple):
     residual: dict[str, np.ndarray]
     attempts: dict[str, Sent]
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether the island had learned anything that no version contains."""
+        return self.learned.is_sent or any(self.learned.tokens)
+
+    def is_left(self, contributed: Sequence[str], life: int, version: int, fragments: int) -> bool:
+        """Returns whether what the island had learned by the checkpoint is not contributed yet.
+
+        Args:
+          contributed: names of the island's last contributions, "" for none.
+          life: the number of its life now.
+          version: the folder's newest version.
+          fragments: the number of sets of variables that take turns.
+        """
+        learned = self.learned
+        later = [x for x in contributed if life_and_number(x) > (learned.life, learned.number)]
+        if later:
+            logger.info("What the checkpoint of %s has learned is in %s", learned.island, later[0])
+        # Lives and versions count up in a folder: others are of another one.
+        is_same = learned.life < life and learned.version <= version
+        return is_same and not later and len(learned.tokens) == fragments
+
     def write(self, checkpoint: str, before: str | None) -> None:
         """Writes this beside a checkpoint, and removes the same of checkpoints that are gone.
 
@@ -138,6 +165,24 @@ class SavedIsland(NamedTuple):
             for number, one in enumerate(found.facts.attempts)
         }  # fmt: skip
         return cls(found.facts, tensors[_BASE], tensors[_ROUNDED], attempts)
+
+
+def saved_beside(
+    checkpoint: str, island: str, specs: Mapping[str, TensorSpec]
+) -> SavedIsland | None:
+    """Returns what an island kept beside a checkpoint; None where it fits no island of `specs`.
+
+    A file that is damaged or cannot be read is logged, and counts as none.
+    """
+    try:
+        saved = SavedIsland.read(checkpoint)
+    except (DamagedObjectError, FolderError) as error:
+        logger.warning("Island %s: %s", island, error)
+        return None
+    if saved is None or saved.learned.island != island:
+        return None
+    is_same = {name: TensorSpec.of(value) for name, value in saved.base.items()} == specs
+    return saved if is_same else None
 
 
 def _place(checkpoint: str) -> tuple[Folder, str]:
