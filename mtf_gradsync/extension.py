@@ -35,7 +35,7 @@ __all__ = [
     "NoAveragesError",
     "NoUpdateError",
     "OuterOptimizer",
-    "OwnWrites",
+    "ProgramWrites",
     "ReportsSkips",
     "ReshardingSaver",
     "Saved",
@@ -186,7 +186,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.step import (
         WATCHED,
         HeldSlices,
-        OwnWrites,
+        ProgramWrites,
         StepPlan,
         gated_update,
         is_advanced,

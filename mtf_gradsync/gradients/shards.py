@@ -23,7 +23,7 @@ from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import OwnWrites
+from mtf_gradsync.step import ProgramWrites
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
@@ -220,7 +220,7 @@ def sum_shards(
         sum_dims = [[] if axes is None else shard_dims_in(g.shape, axes) for g in present]
         sums = sum_gradients(present, sum_dims, strategy, batch_dims)
         for mesh in dict.fromkeys(x.mesh for x in sums):
-            OwnWrites.wait_for([x for x in sums if x.mesh is mesh])
+            ProgramWrites.wait_for([x for x in sums if x.mesh is mesh])
         return sums
 
     return on_present(grads, make)

@@ -139,10 +139,11 @@ def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
 
 
 def _check_on_mesh(mesh_impl: Any, value: Any, what: str) -> None:
-    slices = 1 if is_simd(mesh_impl) else mesh_impl.size
+    slices, each = mesh_impl.size, f"one slice for each of the {mesh_impl.size} processors"
+    if is_simd(mesh_impl):
+        slices, each = 1, "the one slice that a core's program holds"
     if len(value.tensor_list) != slices:
         raise ValueError(
-            f"{what} must have one slice for each of the {slices} "
-            f"{'programs' if is_simd(mesh_impl) else 'processors'} of the mesh "
-            f"{mesh_impl.shape.to_string}, got {len(value.tensor_list)}."
+            f"{what} must have {each} of the mesh {mesh_impl.shape.to_string}, got "
+            f"{len(value.tensor_list)}."
         )

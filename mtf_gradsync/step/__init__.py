@@ -13,7 +13,7 @@ from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StandIn, St
 from mtf_gradsync.step.writes import (
     AdvanceStep,
     Gate,
-    OwnWrites,
+    ProgramWrites,
     WriteInPlace,
     WriteOrder,
     advance_step,
@@ -36,8 +36,8 @@ __all__ = [
     "Gate",
     "HeldSlices",
     "IslandVariables",
-    "OwnWrites",
     "PlanExtension",
+    "ProgramWrites",
     "StandIn",
     "StepPlan",
     "ValuesAfter",

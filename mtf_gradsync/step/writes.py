@@ -307,7 +307,7 @@ def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
     return made
 
 
-class OwnWrites(PlanExtension):
+class ProgramWrites(PlanExtension):
     """A program's own assignments, which wait for all reads and for the sums before them.
 
     Their variables are read once, as a wrapper's are.

@@ -16,7 +16,7 @@ from mtf_gradsync.runtimes.processes.members import MissingProcessesError, Proce
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools.train.config import RunConfig, check_positive, check_schedule
 from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
-from mtf_gradsync.tools.train.run import NOTHING, Accepted, RunPart, run
+from mtf_gradsync.tools.train.run import NOTHING, Accepted, RunRole, run
 from mtf_gradsync.tools.train.runner import choose_runtime
 
 # By these each process decides alone how many steps it makes, and when all exchange something.
@@ -78,15 +78,15 @@ def run_on_processes(
             **meeting,
             settings={**schedule, **(settings or {})},
         ) as processes, StopSignal(_end):
-            part = RunPart(chosen=lambda choose: _chosen(processes, choose))
+            role = RunRole(chosen=lambda choose: _chosen(processes, choose))
             if process_id == 0:
-                return work(config, model_dir, say, accepted, part)
+                return work(config, model_dir, say, accepted, role)
             say(f"process 0 {first_does or f'evaluates, and writes to {model_dir}'}")
-            part = part._replace(checkpoint_dir=model_dir)
+            role = role._replace(checkpoint_dir=model_dir)
             config = dataclasses.replace(config, eval_dataset_fn=None)
             # Process 0 writes the same files.
             with tempfile.TemporaryDirectory() as own:
-                return work(config, own, lambda line: None, accepted, part)
+                return work(config, own, lambda line: None, accepted, role)
     except MissingProcessesError:
         raise
     except (ProcessesError, ValueError) as error:
@@ -144,7 +144,7 @@ def run_on_cluster(
         raise TrainingError(str(error)) from error
     with cluster:
         if cluster.is_chief:
-            return work(config, model_dir, say, accepted, RunPart(target=cluster.target))
+            return work(config, model_dir, say, accepted, RunRole(target=cluster.target))
         say(f"serves its devices until {task.names[0]} ends")
     return None
 

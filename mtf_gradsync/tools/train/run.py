@@ -83,8 +83,8 @@ class Accepted(NamedTuple):
 NOTHING = Accepted()
 
 
-class RunPart(NamedTuple):
-    """This process's part of a run of several processes.
+class RunRole(NamedTuple):
+    """The role of this process in a run of several processes.
 
     Attributes:
       target: the server of a cluster's chief, which builds and writes for all; "" for none.
@@ -98,7 +98,7 @@ class RunPart(NamedTuple):
     chosen: Callable[[Callable[[], Start]], Start] = lambda choose: choose()
 
 
-ALONE = RunPart()
+ALONE = RunRole()
 
 
 def run(
@@ -106,7 +106,7 @@ def run(
     model_dir: str,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
-    part: RunPart = ALONE,
+    role: RunRole = ALONE,
 ) -> RunResult:
     """Trains a mesh_tensorflow.transformer model and evaluates it.
 
@@ -120,7 +120,7 @@ def run(
       TrainingError: if training cannot go on, as `train_loop` says, or nothing can be written.
     """
     with _log_lines(say):
-        this = _Run(config, model_dir, say, accepted, part)
+        this = _Run(config, model_dir, say, accepted, role)
         with only_run_in(model_dir), this.evaluation, writing_to(this.directory):
             return this.train_and_evaluate()
 
@@ -163,17 +163,17 @@ class _Run:
         model_dir: str,
         say: Callable[[str], None],
         accepted: Accepted,
-        part: RunPart,
+        role: RunRole,
     ):
         """Checks the settings as far as possible before anything is read or written."""
         check_schedule(config)
         check_pages_installed()
-        self._config, self._say, self._accepted, self._part = config, say, accepted, part
-        self._runtime, self._job, self._session = prepare(config, part.target)
+        self._config, self._say, self._accepted, self._role = config, say, accepted, role
+        self._runtime, self._job, self._session = prepare(config, role.target)
         self.directory = Path(model_dir)
-        self._checkpoint_dir = part.checkpoint_dir or model_dir
+        self._checkpoint_dir = role.checkpoint_dir or model_dir
         model = self._job.model
-        if part.target:
+        if role.target:
             # Evaluation has a session of its own: on a server it would share variables with
             # training.
             model = model._replace(mesh=model.mesh.on_one_process())
@@ -182,7 +182,7 @@ class _Run:
     def train_and_evaluate(self) -> RunResult:
         """Trains from the newest checkpoint, evaluates, and writes the report."""
         remove_leftovers(str(self.directory))
-        start = self._part.chosen(
+        start = self._role.chosen(
             lambda: choose_checkpoint(self._checkpoint_dir, self._accepted.damage, self._say)
         )
         if self._config.eval_dataset_fn is not None:

@@ -14,7 +14,7 @@ from mtf_gradsync.tools.timelines import Timeline, TimelineError
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.resuming import adapted
-from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunPart
+from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunRole
 from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
 
 # It moves files of the run, which a timeline may not.
@@ -36,7 +36,7 @@ class TimedRun:
         model_dir: str | None = None,
         say: Callable[[str], None] = print,
         accepted: Accepted = NOTHING,
-        part: RunPart = ALONE,
+        role: RunRole = ALONE,
     ) -> Timeline:
         """Records steps after the newest checkpoint of model_dir; None begins with new values.
 
@@ -44,11 +44,11 @@ class TimedRun:
           ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
           TrainingError: if a step fails, or nothing can be recorded.
         """
-        runtime, job, session = prepare(config, part.target)
-        checkpoints = part.checkpoint_dir or model_dir
+        runtime, job, session = prepare(config, role.target)
+        checkpoints = role.checkpoint_dir or model_dir
         start = Start()
         if checkpoints is not None:
-            start = part.chosen(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
+            start = role.chosen(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
         say(f"steps run on {runtime}")
         job = job._replace(examples_before=start.step * job.model.batch_size)
         with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:

@@ -139,7 +139,7 @@ class Engine:
             with built.session() as running:
                 if self._moved:
                     running.write(_moved(running.values(), built.recorded))
-                self.initial = _own(running.values())
+                self.initial = _without_records(running.values())
                 outcome = self._run(built, running, self._groups_of(running, first), None)
         except BatchesEndError:
             raise
@@ -304,7 +304,11 @@ class Engine:
             recorded,
             losses,
             gradients,
-            {k: v for k, v in _own(after).items() if k not in hidden or k in recorded.averages},
+            {
+                k: v
+                for k, v in _without_records(after).items()
+                if k not in hidden or k in recorded.averages
+            },
             list(dict.fromkeys(changed)) if recorded.sees_gradients else [],
             list(dict.fromkeys(early)),
             *running.compared_cores(),
@@ -360,7 +364,8 @@ def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
     return float(np.average(losses, weights=weights if weights.any() else None))
 
 
-def _own(values: Values) -> dict[str, np.ndarray]:
+def _without_records(values: Values) -> dict[str, np.ndarray]:
+    """Returns the values of variables but for those of `RecordedProgram`."""
     hidden = (GRADIENT, UPDATES, RANDOM)
     return {k: np.array(v) for k, v in values.items() if not k.endswith(hidden)}
 
@@ -400,7 +405,7 @@ def _programs_own(built: BuiltDivision, values: Values) -> list[str]:
     """Returns the untrained variables that neither an optimizer nor a wrapper has made."""
     state = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
     others = {*state, *built.recorded.order, *built.recorded.slots}
-    return [name for name in _own(values) if name not in others]
+    return [name for name in _without_records(values) if name not in others]
 
 
 def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from mtf_gradsync.extension import (
     AVERAGE,
     ClipByGlobalNormOptimizer,
     GradientAccumulationOptimizer,
-    OwnWrites,
+    ProgramWrites,
     StepPlan,
     SyncReplicasOptimizer,
     UpdateCounters,
@@ -213,7 +213,7 @@ class RecordedProgram:
         """Makes updates that wait for all reads, also the program's own without any wrapper."""
         if any(isinstance(busy, Wrapper) for busy in self._busy):
             return make_update()
-        OwnWrites.wait_for([g for g in grads if g is not None])
+        ProgramWrites.wait_for([g for g in grads if g is not None])
 
         def make() -> list[mtf.Operation]:
             operations, graph = list(make_update()), variables[0].graph
