@@ -52,12 +52,12 @@ def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
 
 
 def is_rounded(variable: mtf.Variable) -> bool:
-    """Whether new values of a variable are rounded, by chance if its optimizer does that."""
+    """Returns whether a variable's new values are rounded, by chance if its optimizer does that."""
     return variable.slice_dtype == tf.bfloat16
 
 
 def needs_count(rounding: str, *variables: mtf.Variable) -> bool:
-    """Whether one of some variables is rounded by chance, by the number of the update."""
+    """Returns whether a variable is rounded by chance, for which it needs the update's number."""
     return rounding == STOCHASTIC and any(map(is_rounded, variables))
 
 
@@ -100,14 +100,13 @@ def subtract(variable: mtf.Variable, change: mtf.Tensor, count: mtf.Tensor | Non
 
 
 class _RoundByChance(GradientOperation):
-    """Rounds a float32 value of a variable, or of a part of it, to bfloat16."""
+    """A rounding of a variable's float32 values, or of a part of them, to bfloat16 by chance."""
 
     def __init__(self, value: mtf.Tensor, variable: mtf.Variable, count: mtf.Tensor):
         self._key = key_of(variable.name)
         super().__init__([value, count], [value.shape], "round_by_chance", [tf.bfloat16])
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         shape = self.inputs[0].shape
         value, count = reduced_values(lowering, self.inputs)

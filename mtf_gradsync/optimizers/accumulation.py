@@ -87,7 +87,7 @@ _SYNCED_INSTEAD = "Accumulate reduced gradients, by accumulate='synced', for one
 
 
 class _Counters(NamedTuple):
-    """Integer scalars: mtf variables, or their values after a step."""
+    """The counters of an accumulation: integer mtf variables, or their values after a step."""
 
     mini_step: Any
     update_step: Any
@@ -98,21 +98,21 @@ class _Counters(NamedTuple):
 
 @gin.configurable(module="mtf_gradsync")
 class GradientAccumulationOptimizer(ReportsSkips):
-    """Adds up the gradients of several microbatch steps, then applies another optimizer once.
+    """A wrapper that adds up several microbatch steps' gradients, and applies them once.
 
     On microbatch steps without an update the inner optimizer does not run, variables and slots do
     not change, and no gradients are reduced if they accumulate locally.
 
     Gradients accumulate in one of three places. "local": each shard adds up its own partial sums,
     which are reduced once for each update; the mesh must be known when the graph is built.
-    "synced": gradients are reduced on each microbatch step. "sharded": so they are, but each
-    replica receives its part of them and adds that up, in 1/num_shards of the memory (ZeRO-2); with
-    `ShardedUpdateOptimizer` inside, the update goes on from the parts, and without it the sums are
-    gathered for the update. The log says once which it is.
+    "synced": gradients are reduced on each microbatch step. "sharded": gradients are reduced on
+    each microbatch step, and each replica receives and adds up its part only, in 1/num_shards of
+    the memory (ZeRO-2); with `ShardedUpdateOptimizer` inside, the update goes on from the parts,
+    and without it the sums are gathered for the update. The log says once which place it is.
 
-    State, by name: `<variable>/gradient_accumulator` for each variable, and
-    `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`, with max_steps_without_update
-    `<name>/waiting`, and with weights `<name>/weight`, the sum of those in the accumulators.
+    State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/mini_step`,
+    `<name>/update_step`, `<name>/skipped`, with max_steps_without_update `<name>/waiting`, and with
+    weights `<name>/weight`, the sum of the weights in the accumulators.
 
     Attributes:
       accumulate: where gradients accumulate, "local", "synced" or "sharded"; None if that is
@@ -187,8 +187,9 @@ class GradientAccumulationOptimizer(ReportsSkips):
             gradients are applied: given, or the only one that the program has made for this graph
             by then; if not, or if a wrapper around this one reduces on every step, "synced".
           sparse_as_dense: only with an optimizer of `tf.compat.v1.train`: turn `tf.IndexedSlices`
-            into dense gradients. Those of mesh variables are always dense.
-          allreduce_fn: only with such an optimizer; see there.
+            into dense gradients. Gradients of mesh variables are always dense.
+          allreduce_fn: only with an optimizer of `tf.compat.v1.train`; see
+            `compat_v1.GradientAccumulationOptimizer`.
           name: name of the wrapper, prefix of its counters.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
@@ -205,8 +206,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
             that names variables and shards (see `NoUpdateError`). None for no limit.
           flush: a boolean scalar, a tf or mtf tensor or variable, or a function without arguments
             that makes one when gradients are applied: whether to update on this step even if the
-            sums have fewer microbatch steps, as on the last step of a training. Where that step is
-            skipped, the update is that of the steps before. None never does.
+            sums have fewer microbatch steps, as on the last step of a training. If that step is
+            skipped, the update has the steps before it. None never updates early.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -266,16 +267,15 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
     @property
     def axes(self) -> ReplicaAxes | None:
-        """`ReplicaAxes`: those given, or found when gradients were applied; None for neither."""
+        """The `ReplicaAxes` that were given, or found when gradients were applied, or None."""
         return self._given_axes or vars(self).get("_found_axes")
 
     @property
     def accumulate(self) -> Accumulate | None:
-        """Where gradients accumulate; None if that is decided when they are applied."""
+        """Where gradients accumulate; None before that is decided, when they are applied."""
         return self._given_place or self._place_now
 
     def stages(self, place: Place) -> list[Stage]:
-        """See `Wrapper.stages`."""
         if not self._accumulates:  # it is the inner optimizer, which may be anywhere
             return []
         where, axes, why = self._given_place, place.axes, ""
@@ -298,7 +298,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def _shapes_of_parts(
         self, axes: ReplicaAxes, variables: Sequence[mtf.Variable]
     ) -> Mapping[mtf.Variable, mtf.Shape]:
-        """Returns the shapes of the parts of variables where the update needs all of each sum."""
+        """Returns the shapes of variables' parts, if the update needs all of each sum."""
         if share_copies(axes):
             return {}
         sums = {v: self._slots.get(v, ACCUMULATOR) for v in variables}
@@ -309,31 +309,30 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
     @property
     def mini_step(self) -> mtf.Variable | None:
-        """Microbatch steps in the sum so far; None if nothing accumulates (yet)."""
+        """The microbatch steps in the sum so far; None if nothing accumulates (yet)."""
         return self.state and self.state.mini_step
 
     @property
     def update_step(self) -> mtf.Variable | None:
-        """Updates made so far (int32); None before gradients were applied."""
+        """The updates made so far (int32); None before gradients were applied."""
         return self.state and self.state.update_step
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """`update_step` after the step that it is fetched with; None if every step updates."""
+        """`update_step` after the step that fetches it; None if every step updates."""
         return self._now and self._now.update_step
 
     @property
     def in_sums_now(self) -> mtf.Tensor | None:
-        """`mini_step` after the step that it is fetched with; None if every step updates."""
+        """`mini_step` after the step that fetches it; None if every step updates."""
         return self._now and self._now.mini_step
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """Microbatch steps skipped so far (int32); None before gradients were applied."""
+        """The microbatch steps skipped so far (int32); None before gradients were applied."""
         return self.state and self.state.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        """See `mtf_gradsync.reported`."""
         now = self._now
         if now is None:
             return {}
@@ -354,7 +353,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
             )
 
     def _dtype_of_products(self) -> tf.DType | None:
-        """Returns the dtype to add up gradients times weights in: float16 has too small a range."""
+        """Returns the dtype of sums of gradients times weights: float16's range is too small."""
         if self._dtype != tf.float16:
             return self._dtype
         warn_once(
@@ -375,9 +374,9 @@ _MIXED_WARNING = (
 
 @dataclasses.dataclass(frozen=True)
 class _Accumulate(Stage):
-    """Adds up gradients, and passes on the sums when an update is due.
+    """The stage that adds up gradients, and passes on the sums when an update is due.
 
-    `why` says, for the log, why gradients do not accumulate where they could.
+    `why` says, for the log, why gradients do not accumulate in a better place.
     """
 
     wrapper: GradientAccumulationOptimizer
@@ -393,7 +392,6 @@ class _Accumulate(Stage):
         return Form.PART if self._parts else Form.PENDING
 
     def within(self, inside: Sequence[Stage], others: Sequence[Any]) -> Stage:
-        """See `Stage.within`."""
         of_updates = next((s._partition for s in inside if s._partition is not None), None)
         if self._parts is None or of_updates is None:
             return self
@@ -404,7 +402,6 @@ class _Accumulate(Stage):
 
     @property
     def takes(self) -> Form | PerShard:  # type: ignore[override]
-        """See `Stage.takes`."""
         if self.where != LOCAL:
             return Form.PART if self._parts else Form.REDUCED
         or_else = "accumulate reduced gradients, by accumulate='synced'"
@@ -412,7 +409,6 @@ class _Accumulate(Stage):
 
     @property
     def due(self) -> str:  # type: ignore[override]
-        """See `Stage.due`."""
         return nth(self.wrapper.backward_passes_per_step)
 
     @property
@@ -427,7 +423,6 @@ class _Accumulate(Stage):
 
     @property
     def finite(self) -> str:  # type: ignore[override]
-        """See `Stage.finite`."""
         return "skips" if getattr(self.wrapper._skip_fn, "skips_not_finite", False) else ""
 
     @property
@@ -454,7 +449,6 @@ class _Accumulate(Stage):
             log_once(f"{name} {how} {self.why}", level, "%s%s%s.", name, how, self.why)
 
     def describe(self, about: About) -> list[Line]:
-        """See `Stage.describe`."""
         wrapper = self.wrapper
         what = f"{_WHAT[self.where]}{self.why}"
         if wrapper._dtype is not None:
@@ -472,7 +466,6 @@ class _Accumulate(Stage):
         return [Line(what)]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         wrapper, mesh = self.wrapper, gradients.mesh
         name, skip_fn, checkpointed = wrapper.name, wrapper._skip_fn, wrapper._checkpointed
         skips: Skips | None = None
@@ -627,7 +620,7 @@ class _Accumulate(Stage):
 def _why_synced(place: Place, is_known: bool) -> str:
     """Returns, for the log, why gradients cannot accumulate on each shard; "" if they can.
 
-    `is_known` says whether the replica axes are.
+    `is_known` says whether the replica axes are known.
     """
     kinds = [(one.wrapper, one.stages) for one in place.around]
     outer = next((name for name, x in kinds if reduces(x) and not needs_not_finite(x)), None)

@@ -28,13 +28,13 @@ class AdamWOptimizer(InnerOptimizer):
 
     Arguments are named as those of `mtf.optimize.AdamWeightDecayOptimizer`, which has no bias
     correction: its first steps are (1 - beta_1) / sqrt(1 - beta_2) times as large, 3.2 with the
-    default betas. It is an optimizer like any other, inside every wrapper or without one.
+    default betas. It works inside every wrapper, and without one.
 
     State, by name: `<variable>/adam_m` and `<variable>/adam_v`, laid out like the variable and at
     least float32 (or as `slot_dtype` says), and `<variable>/adam_t`, the int32 number of updates of
-    the variable. The first two have the names and values of `AdamWeightDecayOptimizer`: its
-    checkpoints continue, with t as the number of updates that they count, or, if they count none,
-    with no correction.
+    the variable. The first two have the names and values of `AdamWeightDecayOptimizer`, so that its
+    checkpoints can be restored: t is then the number of updates in the checkpoint, or, if it has
+    none, there is no correction.
 
     References:
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
@@ -52,7 +52,7 @@ class AdamWOptimizer(InnerOptimizer):
         rounding: str = NEAREST,
         slot_dtype: tf.DType | None = None,
     ):
-        """Sets what an update takes.
+        """Sets the learning rate, the weight decay and Adam's constants.
 
         Args:
           learning_rate: a number of 0 or more, or a scalar tf or mtf tensor or variable, such as a
@@ -61,9 +61,9 @@ class AdamWOptimizer(InnerOptimizer):
             in an update; 0 or more. 0 is Adam.
           beta_1: decay of the mean of gradients, from 0 up to 1 (not included).
           beta_2: decay of the mean of their squares, likewise.
-          epsilon: what is added to the square root, 0 or more.
-          exclude_from_weight_decay: regular expressions; variables with a name in which one of them
-            is found (`re.search`) do not decay. None excludes none.
+          epsilon: a number added to the square root, 0 or more.
+          exclude_from_weight_decay: regular expressions; variables whose name matches one
+            (`re.search`) do not decay. None excludes no variable.
           rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
             "nearest", or "stochastic": up or down by chance, the more often up the nearer that is,
             so that small changes are not lost.

@@ -36,11 +36,11 @@ AVERAGE = "ExponentialMovingAverage"
 
 
 class NoAveragesError(ValueError):
-    """A graph or checkpoint has no moving averages of its variables."""
+    """The error of a graph or checkpoint without moving averages of its variables."""
 
 
 def check_averages_kept() -> None:
-    """Raises NoAveragesError if the default graph, with the step of training, has no averages."""
+    """Raises NoAveragesError if the default graph, with its training step, has no averages."""
     variables = tf.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
     if not any(variable.op.name.endswith(f"/{AVERAGE}") for variable in variables):
         raise NoAveragesError(
@@ -52,10 +52,10 @@ def check_averages_kept() -> None:
 
 @contextlib.contextmanager
 def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
-    """Gives the path of a copy of a checkpoint with moving averages in place of tf variables.
+    """Yields the path of a temporary checkpoint with averages in place of the variables.
 
-    The copy has only these variables; those without an average keep their own values. It has the
-    file name of `path`, and is deleted when the block ends.
+    The copy has only these variables; variables without an average keep their own values. It has
+    the file name of `path`, and is deleted when the block ends.
 
     Raises:
       NoAveragesError: the checkpoint has no average of any of the variables.
@@ -83,7 +83,7 @@ def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
 
 
 class AverageRule(NamedTuple):
-    """How moving averages follow; see the arguments of `AverageOptimizer`."""
+    """The rule of moving averages; see the arguments of `AverageOptimizer`."""
 
     decay: Any
     num_updates: Any = None
@@ -96,7 +96,7 @@ _DECAYS, _COUNTS = Bounds(0.0, 1.0), Bounds(0.0, math.inf)
 def check_averages(
     variable_averages: Any, variables_to_average: Sequence[mtf.Variable] | None
 ) -> tuple[AverageRule, list[mtf.Variable]]:
-    """Returns the rule and the variables to average, checked; none without averages."""
+    """Returns the rule and the variables to average, checked; no variables without averages."""
     if (variable_averages is None) != (variables_to_average is None):
         raise ValueError(
             "variable_averages and variables_to_average must be given together, got "
@@ -111,7 +111,7 @@ def check_averages(
 def rule_of(
     argument: str, average: Any, num_updates: Any = None, zero_debias: Any = False
 ) -> AverageRule:
-    """Returns the rule that `average`, a decay or a `tf.train.ExponentialMovingAverage`, gives.
+    """Returns the rule of `average`: a decay or a `tf.train.ExponentialMovingAverage`.
 
     Raises:
       ValueError: the decay is out of range, or settings contradict each other. It names `argument`.
@@ -149,9 +149,9 @@ def rule_of(
 
 
 def moving_average(variable: mtf.Variable) -> mtf.Variable:
-    """Finds or makes the average of a variable, `<variable>/ExponentialMovingAverage`.
+    """Returns the average of a variable, `<variable>/ExponentialMovingAverage`.
 
-    It is for programs that evaluate in a graph without an optimizer, and restore the average from a
+    It is made on the first call. Programs that evaluate without an optimizer restore it from a
     checkpoint of training. Only `AverageOptimizer` and `SyncReplicasOptimizer` update it.
 
     Args:
@@ -192,9 +192,9 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
 
 @dataclasses.dataclass(frozen=True)
 class MoveAverages(Stage):
-    """After each update, makes `average -= weight * (average - variable)`.
+    """The stage that makes `average -= weight * (average - variable)` after each update.
 
-    `variables` are those to average, or None for all that get a gradient.
+    `variables` are the variables to average, or None for all with a gradient.
     """
 
     rule: AverageRule
@@ -212,14 +212,12 @@ class MoveAverages(Stage):
         return self.rule.zero_debias or self.rule.num_updates is True
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         if self._counts:  # before the update, which advances the counter
             self.slots.record([update_counter(gradients.mesh, self.name)], [])
         step.after_update(functools.partial(self._move, step), is_shown=True)
         return gradients
 
     def describe(self, about: About) -> list[Line]:
-        """See `Stage.describe`."""
         if not self._averages:
             return []
         decay, num_updates, zero_debias = self.rule
@@ -280,7 +278,7 @@ class MoveAverages(Stage):
 
 
 def _debiased(decay: float, count: tf.Tensor) -> tf.Tensor:
-    """Returns the weight of the last of some values in a mean that has nothing else in it."""
+    """Returns the weight of the newest value in a mean without any initial value."""
     if not decay:
         return tf.ones_like(count)
     # 1 - decay^count, without the rounding of a power near 1.
@@ -304,7 +302,7 @@ class KeepsAverages(Wrapper):
     """A wrapper with a stage `MoveAverages`."""
 
     def average(self, var: mtf.Variable) -> mtf.Variable | None:
-        """Returns the moving average of a variable, if there is one.
+        """Returns the moving average of a variable, or None.
 
         Args:
           var: a mesh variable, or its value.
@@ -319,11 +317,11 @@ class KeepsAverages(Wrapper):
 
 @gin.configurable(module="mtf_gradsync")
 class AverageOptimizer(KeepsAverages):
-    """Applies another optimizer, and keeps moving averages of the variables.
+    """A wrapper that keeps moving averages of the variables that another optimizer updates.
 
     Averages change after each update, with the new values, and not on steps without an update, in
     any order with `GradientAccumulationOptimizer`, `SyncReplicasOptimizer` and
-    `LossScaleOptimizer`. Inside or around `OuterOptimizer` they are of the outer values, and move
+    `LossScaleOptimizer`. Inside or around `OuterOptimizer` they average the outer values, and move
     towards them after each update of the islands. An average begins with the value that its
     variable has when training begins.
 
@@ -362,7 +360,7 @@ class AverageOptimizer(KeepsAverages):
           decay: the decay of the averages, from 0 up to 1 (not included): a number, a scalar tensor
             or variable, which is checked in each step, or a `tf.train.ExponentialMovingAverage`,
             whose num_updates and zero_debias are taken, too.
-          variables_to_average: mesh variables; None for all that get a gradient.
+          variables_to_average: mesh variables; None for all variables with a gradient.
           name: name of the wrapper.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
@@ -371,11 +369,11 @@ class AverageOptimizer(KeepsAverages):
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None for `FusedAllReduce()`.
           num_updates: True, or a scalar tensor or variable with the number of updates so far, n,
-            for a decay of min(decay, (1 + n) / (10 + n)), so that averages leave the beginning
-            behind in a training that is short for the decay. True counts updates, this one
+            for a decay of min(decay, (1 + n) / (10 + n)), so that averages forget the initial
+            values, even if the training is short for the decay. True counts updates, this one
             included. None for the same decay always.
-          zero_debias: whether averages are those of the values after updates alone, the first of
-            which takes the place of the initial value. Not together with num_updates.
+          zero_debias: whether averages leave the initial value out: they begin with the value after
+            the first update. Not together with num_updates.
 
         Raises:
           ValueError: decay is out of range, or arguments contradict each other.
@@ -389,6 +387,5 @@ class AverageOptimizer(KeepsAverages):
         self._check_order()
 
     def stages(self, place: Place) -> list[Stage]:
-        """See `Wrapper.stages`."""
         del place
         return [MoveAverages(self._rule, self._averaged, self._slots, self.name)]

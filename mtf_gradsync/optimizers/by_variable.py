@@ -25,7 +25,7 @@ class _Group(NamedTuple):
 
     Attributes:
       which: a regular expression for names, or a function of the variable; None for all others.
-      opt: the optimizer; None for variables that stay as they are.
+      opt: the optimizer; None for variables that are not updated.
       clip_norm: the largest norm of the group's gradients together; None for any.
       changes: the settings that differ from those of the other variables, for `describe`.
     """
@@ -53,13 +53,13 @@ class _Group(NamedTuple):
 
 @late_configurable(module="mtf_gradsync")
 class ByVariable(mtf.optimize.Optimizer):
-    """Updates groups of variables by other settings, by other optimizers, or not at all.
+    """An optimizer that updates groups of variables by other settings or optimizers, or not at all.
 
-    A variable belongs to the first group that has it, and to `opt` if none has it. It is an
-    optimizer like any other, inside every wrapper or without one; wrappers stand around it, not in
-    its groups. Slots have the names that each optimizer gives them, so that checkpoints stay
-    readable where groups change. Variables that stay as they are have no slots, and their gradients
-    are neither accumulated nor reduced.
+    A variable belongs to the first group that has it, and to `opt` if none has it. `ByVariable`
+    works inside every wrapper, and without one; wrappers go around it, not into its groups. Slots
+    have the names that each optimizer gives them, so that checkpoints can be restored with other
+    groups. Variables that no optimizer updates have no slots, and their gradients are neither
+    accumulated nor reduced.
 
     References:
       `optax.multi_transform`; the parameter groups of `torch.optim`
@@ -80,16 +80,16 @@ class ByVariable(mtf.optimize.Optimizer):
         learning_rate: Any = NOT_GIVEN,
         name: str = "ByVariable",
     ):
-        """Makes an optimizer of groups.
+        """Sets the groups.
 
         Args:
           opt: the optimizer of all variables that no group has: a Mesh-TF optimizer, or a class or
             factory of one, which groups then can call with other arguments.
-          groups: pairs of which variables and what updates them. Which: a regular expression that
-            is found in their names (`re.search`), or a function of the variable that returns
-            whether it is one of them. What: a dictionary of arguments that differ from those of
-            `opt` ("learning_rate", "weight_decay_rate", ...; "clip_norm" clips the gradients of the
-            group by their norm), another optimizer, or None for variables that stay as they are.
+          groups: pairs (which, what) of variables and the settings of their update. Which: a
+            regular expression that matches their names (`re.search`), or a function that returns
+            whether a variable belongs to the group. What: a dictionary of arguments that differ
+            from those of `opt` ("learning_rate", "weight_decay_rate", ...; "clip_norm" clips the
+            gradients of the group by their norm), another optimizer, or None for no update.
           learning_rate: the learning rate for opt and the groups' classes or factories; only if opt
             is a class or factory.
           name: name in errors and warnings.
@@ -114,7 +114,7 @@ class ByVariable(mtf.optimize.Optimizer):
         return tuple({id(g.opt): g.opt for g in self._all if g.opt is not None}.values())
 
     def optimizer_of(self, variable: mtf.Variable) -> Any:
-        """Returns the optimizer that updates a variable; None if it stays as it is."""
+        """Returns the optimizer that updates a variable; None if nothing updates it."""
         return self._group_of(variable).opt
 
     def _group_of(self, variable: mtf.Variable) -> _Group:
@@ -173,7 +173,7 @@ class ByVariable(mtf.optimize.Optimizer):
         return self.apply_grads([grad], [var])
 
     def described(self, variables: Sequence[mtf.Variable]) -> list[tuple[Any, str, int]]:
-        """Returns what `describe` says of each group: its optimizer, what differs, its size."""
+        """Returns, for `describe`, each group's optimizer, its other settings and its size."""
         of = [self._group_of(v) for v in variables]
         told = [(g.opt, f"{g.changes}: {g.name}", sum(its is g for its in of)) for g in self._all]
         return [one for one in told if one[2] or not variables]
@@ -217,7 +217,7 @@ class ByVariable(mtf.optimize.Optimizer):
         return _Group(which, self._checked(opt), clip_norm, told)
 
     def _made(self, opt: Any) -> Any:
-        """Returns an optimizer that a user gave, made if it is a class or factory."""
+        """Returns the user's optimizer, made from a class or factory if it is one."""
         if not isinstance(opt, type) and hasattr(opt, "apply_grads"):
             return self._checked(opt)
         if self._learning_rate is NOT_GIVEN and callable(opt) and not isinstance(opt, type):

@@ -37,10 +37,10 @@ class _Clip(Stage):
 
 @gin.configurable(module="mtf_gradsync")
 class ClipByGlobalNormOptimizer(Wrapper):
-    """Reduces gradients over the mesh, clips them by their global norm, applies another optimizer.
+    """A wrapper that reduces gradients, clips them by their global norm, and applies them.
 
     Inside `GradientAccumulationOptimizer` it clips the accumulated gradients, once for each update.
-    Around or inside `ShardedUpdateOptimizer`, the norm is that of all replicas' parts together.
+    Around or inside `ShardedUpdateOptimizer`, the norm is over all replicas' parts together.
 
     References:
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
@@ -90,6 +90,5 @@ class ClipByGlobalNormOptimizer(Wrapper):
         self._check_order()
 
     def stages(self, place: Place) -> list[Stage]:
-        """See `Wrapper.stages`."""
         del place
         return [_Clip(self._clip_norm, self.reducer, self.name)]

@@ -26,7 +26,7 @@ Reduction = tf.losses.Reduction
 
 @dataclasses.dataclass(frozen=True)
 class _ReduceOverShards(Stage):
-    """Reduces gradients; those of variables with shard dims within groups of shards."""
+    """The stage that reduces gradients; within groups of shards for variables with copies."""
 
     wrapper: CrossShardOptimizer
     place: Place
@@ -38,13 +38,11 @@ class _ReduceOverShards(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """See `Stage.check`."""
         del arguments
         present = [v for g, v in zip(grads, variables) if g is not None]
         self.wrapper._check_variables(present, self.place)
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         del step
         wrapper, place = self.wrapper, self.place
         around = [stage for one in place.around for stage in one.stages]
@@ -66,7 +64,6 @@ class _ReduceOverShards(Stage):
         return gradients.with_grads([g if s is None else s for s, (g, _) in zip(sums, pairs)])
 
     def describe(self, about: About) -> list[Line]:
-        """See `Stage.describe`."""
         groups = self.wrapper._groups
         if groups is None:
             return []
@@ -75,7 +72,7 @@ class _ReduceOverShards(Stage):
 
 @gin.configurable(module="mtf_gradsync")
 class CrossShardOptimizer(Wrapper):
-    """Sums gradients over the shards, then applies another optimizer.
+    """A wrapper that sums gradients over the shards, and applies them by another optimizer.
 
     It is the mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. A gradient may be
 
@@ -119,7 +116,7 @@ class CrossShardOptimizer(Wrapper):
           name: name of the wrapper.
           group_assignment: groups of shards that sum with each other, for variables with shard
             dims: equally long lists of shard numbers, together a permutation of range(num_shards).
-            None makes one group of all.
+            None puts all shards into one group.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             shard dims are recognised by their names.
@@ -153,7 +150,6 @@ class CrossShardOptimizer(Wrapper):
             check_groups_cover(self._groups, max(self.axes.num_shards, listed))
 
     def stages(self, place: Place) -> list[Stage]:
-        """See `Wrapper.stages`."""
         return [_ReduceOverShards(self, place)]
 
     def _check_variables(
@@ -181,7 +177,7 @@ class CrossShardOptimizer(Wrapper):
                     )
 
     def _sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
-        """Describes over which shards the copies' gradients are summed; "" for no copies."""
+        """Returns which shards' copies are summed together, in words; "" without copies."""
         if not self._has_own_copy(variable, place):
             return ""
         dims = mtf.Shape(self._shard_dims(variable.shape, place))

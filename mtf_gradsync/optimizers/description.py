@@ -1,4 +1,4 @@
-"""describe: what an optimizer does in a step, a line for each part of it."""
+"""describe: the work of an optimizer in a step, a line for each part."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class DescribedLine(NamedTuple):
     """A line of a description.
 
     Attributes:
-      when: on which steps, such as "every step"; "" on those of the line before.
-      what: what is done then.
-      wrapper: the name of the wrapper that does it; "" for the optimizer inside of all.
+      when: the steps, such as "every step"; "" for the same steps as the line before.
+      what: the work on these steps.
+      wrapper: the name of the wrapper that does the work; "" for the innermost optimizer.
     """
 
     when: str
@@ -42,7 +42,7 @@ class DescribedLine(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What an optimizer does in a step, in order; as a string, a table.
+    """The work of an optimizer in a step, in order; as a string, a table.
 
     Attributes:
       lines: the lines.
@@ -89,8 +89,8 @@ def describe(
 ) -> Description:
     """Describes what an optimizer does in a step: when, what, over which axes, how many bytes.
 
-    It shows the value that the step is built from, of the step that was built last where gradients
-    were applied already. Nothing is built.
+    The description is of the last step that was built, if gradients were applied already. It builds
+    nothing.
 
     Args:
       opt: an optimizer, usually a stack of wrappers.
@@ -123,7 +123,7 @@ def describe(
 
 
 class _Told(NamedTuple):
-    """A line, the wrapper that it is of, and on which steps those after it run."""
+    """A line, its wrapper, and the steps on which the lines after it run."""
 
     line: Line
     wrapper: str
@@ -131,7 +131,7 @@ class _Told(NamedTuple):
 
 
 def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
-    """Returns the lines of a stack in the order in which its stages stand."""
+    """Returns the lines of a stack, in the order of its stages."""
     if not isinstance(opt, Wrapper):
         return _updates(opt, variables)
     step = opt.step
@@ -170,7 +170,7 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
 
 
 def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
-    """Puts lines in the order in which they are done, and says when."""
+    """Returns the lines in the order of their work, each with its steps."""
     first = [x for x in told if x.line.first]
     after = [x for x in reversed(told) if x.line.after]
     between = [x for x in told if x not in first and x not in after]
@@ -228,7 +228,7 @@ def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype:
 
 
 def _size(own: tf.DType, summed_in: Any, strategy: Any) -> int:
-    """Returns the bytes of a number of a gradient as it is sent."""
+    """Returns the bytes of a gradient's number as it is sent."""
     size = own.size
     if summed_in is not None:
         size = max(size, 4) if summed_in == "wide" else summed_in.size

@@ -1,4 +1,4 @@
-"""InnerOptimizer: an optimizer of this package that wrappers, and programs, use as Mesh-TF's."""
+"""InnerOptimizer: the base class of this package's optimizers that update variables themselves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mtf_gradsync.step import gated_update
 
 
 class InnerOptimizer(mtf.optimize.Optimizer):
-    """Updates each variable by itself; a subclass has `_update`, and `_check` where it needs one.
+    """An optimizer that updates each variable by itself; a subclass has `_update`, maybe `_check`.
 
-    Updates wait until all gradients exist and all variables are read, without a wrapper, too.
+    Updates wait until all gradients exist and all variables are read, also without a wrapper.
 
     Attributes:
       rounding: how new values of bfloat16 variables and slots are rounded, "nearest" or
@@ -33,7 +33,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     slot_dtype: tf.DType | None = None
 
     def _round(self, rounding: Any, slot_dtype: Any) -> None:
-        """Sets how values are rounded; raises ValueError for what an argument cannot be."""
+        """Sets how values are rounded; raises ValueError for a wrong argument."""
         self.rounding = check_rounding(rounding)
         self.slot_dtype = _checked_slot_dtype(slot_dtype)
         if self.slot_dtype == tf.bfloat16 and self.rounding != STOCHASTIC:
@@ -78,7 +78,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         return gated_update(functools.partial(self._update, grad, var), [grad])
 
     def _check(self, var: mtf.Variable) -> None:
-        """Raises ValueError for a variable that the optimizer does not update."""
+        """Raises ValueError for a variable that the optimizer cannot update."""
         if self.rounding == STOCHASTIC:
             check_rounded(type(self).__name__, var)
 
@@ -96,7 +96,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
 
 
 def wide_dtype(var: mtf.Variable) -> tf.DType:
-    """Returns the dtype in which a variable's update is computed: float32 at least."""
+    """Returns the dtype of a variable's update and slots: at least float32."""
     return var.slice_dtype if var.slice_dtype.size > 4 else tf.float32
 
 

@@ -26,7 +26,8 @@ class TrainOptimizerInterface:
 
     Attributes:
       loss_reduction: how `compute_gradients` joins losses of shards, `tf.losses.Reduction.MEAN` or
-        `.SUM`. None leaves that to the rest of the stack, where it is the mean if all have None.
+        `.SUM`. None leaves the choice to the rest of the stack; if all wrappers have None, it is
+        the mean.
     """
 
     name: str
@@ -63,16 +64,16 @@ class TrainOptimizerInterface:
     ) -> arguments.GradsAndVars:
         """Differentiates a loss, or the mean of one loss for each shard.
 
-        It is their sum if the stack has a `CrossShardOptimizer` with `reduction=SUM`. Which wrapper
-        is the outermost, and which ones know the shards, makes no difference.
+        Losses are summed if the stack has a `CrossShardOptimizer` with `reduction=SUM`. Which
+        wrapper is the outermost, and which ones know the shards, makes no difference.
 
         Args:
           loss: an mtf tensor; a scalar, or with its shard dims one loss per shard.
           var_list: mesh variables; None takes the trainable variables of the loss's graph.
           weights: how much the loss, a mean, stands for, such as a number of tokens: an mtf scalar,
-            or with the shard dims a number for each shard (a tf scalar or a number, too). What the
-            stack joins (shards, microbatch steps, islands) is then the weighted mean, and
-            `apply_gradients` takes them from here. None for equal weights.
+            or with the shard dims a number for each shard (a tf scalar or a number, too). The stack
+            then makes weighted means (over shards, microbatch steps, islands); `apply_gradients`
+            remembers the weights. None for equal weights.
 
         Returns:
           A list of (gradient or None, variable).
@@ -189,8 +190,8 @@ class TrainOptimizerInterface:
         """Applies the gradient of one variable, in one step with all other pairs of the graph.
 
         The step of all pairs is built when the graph is lowered, or when an attribute of the step
-        is read. Pairs given later make another step, with a warning, and so do pairs of a variable
-        that has one already, in another variable scope, or with other arguments.
+        is read. Later pairs make another step, with a warning; so does a second pair of a variable,
+        a pair in another variable scope, and one with other arguments.
 
         Args:
           grad: a gradient, or None.
@@ -235,7 +236,7 @@ class TrainOptimizerInterface:
             pairs.build_if_here()
 
     def _check_no_groups(self) -> None:
-        """Raises ValueError for weights of a stack that sums within groups of shards."""
+        """Raises ValueError for weights, if the stack sums within groups of shards."""
         grouped = next((w for w in self._wrappers() if w._groups), None)
         if grouped is not None:
             raise ValueError(
@@ -244,7 +245,7 @@ class TrainOptimizerInterface:
             )
 
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
-        """Returns the share of each shard's loss in the loss of an update of the stack."""
+        """Returns the share of each shard's loss in the loss of the stack's update."""
         wrappers, names = self._wrappers(), self._stack_shard_names()
         dims = mtf.Shape([d for d in loss.shape.dims if d.name in names])
         _warn_of_other_dims(type(self).__name__, loss.shape, names, wrappers)
@@ -270,7 +271,7 @@ def _check_loss(loss: Any) -> None:
 def _warn_of_other_dims(
     kind: str, shape: mtf.Shape, names: Sequence[str], wrappers: Sequence[Any]
 ) -> None:
-    """Warns once of a loss that may be one for each shard along dimensions of other names."""
+    """Warns once of a loss whose other dimensions may be those of shards."""
     shards = [d.name for d in shape.dims if d.name in names]
     # No warning for a scalar if CrossShardOptimizer was given no mesh, as in most programs.
     is_given = any(w.loss_reduction and (w.axes is not None or w._groups) for w in wrappers)
@@ -304,7 +305,7 @@ def _warn_of_other_dims(
 
 
 class _Pairs(DeferredUpdate):
-    """The pairs of one wrapper and graph, whose step is built later."""
+    """The gradients and variables of one wrapper and graph, whose step is built later."""
 
     def __init__(self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, own: OwnArguments):
         super().__init__(StepPlan.of(graph))
@@ -316,11 +317,11 @@ class _Pairs(DeferredUpdate):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the step is to be built: neither built, nor being built."""
+        """Whether the step is neither built nor being built."""
         return self in self.plan.deferred
 
     def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
-        """Whether a pair can be part of the same step."""
+        """Returns whether a pair can be part of the same step."""
         return (
             variable not in self._pairs
             and self._where == self._here()
@@ -345,7 +346,6 @@ class _Pairs(DeferredUpdate):
         return tf.get_default_graph(), *self.plan.surroundings
 
     def make(self) -> list[mtf.Operation]:
-        """See `DeferredUpdate.make`."""
         args, kwargs = self._own
         with tf.variable_scope(self._scope, auxiliary_name_scope=False):
             grads, variables = list(self._pairs.values()), list(self._pairs)
@@ -357,9 +357,9 @@ class _Pairs(DeferredUpdate):
 
 
 def _identities(own: OwnArguments) -> dict[Any, Any]:
-    """Returns keys of arguments that can be compared without calling their ``__eq__``.
+    """Returns keys of arguments, to compare them without their ``__eq__``.
 
-    They are equal for the same objects, equal strings, and equal numbers of one type.
+    The keys are equal for the same objects, equal strings, and equal numbers of one type.
     """
     values = [*enumerate(own.positional), *own.named.items()]
     plain = (bool, int, float, str)

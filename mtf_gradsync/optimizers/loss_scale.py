@@ -48,13 +48,13 @@ class ScaleRule(NamedTuple):
 
 
 class LossScaleState(NamedTuple):
-    """Scalars: mtf variables, or their values after a step.
+    """The scale and its counters: mtf variables, or their values after a step.
 
     Attributes:
       scale: float32, the loss scale; None if it is fixed.
       good_steps: int32, updates in a row with finite gradients since it changed; None if fixed.
       skipped: int32, steps skipped so far.
-      waiting: int32, the number of these since the last update; None without a limit.
+      waiting: int32, steps skipped since the last update; None without a limit.
     """
 
     scale: Any
@@ -83,8 +83,8 @@ def after_step(
 ) -> LossScaleState:
     """Returns the variables' new values.
 
-    `finite`, a boolean scalar, says if all gradients are, and `has_data` if there are any; None if
-    there always are. A step without data says nothing about the scale.
+    `finite`, a boolean scalar, says if all gradients are finite, and `has_data` if the step has
+    data; None if it always has. A step without data does not change the scale.
     """
     updated = finite if has_data is None else mtf.logical_and(finite, has_data)
     known = [] if has_data is None else [has_data]
@@ -127,12 +127,12 @@ _LEAST, _MOST = 1e-30, 1e30
 
 @gin.configurable(module="mtf_gradsync")
 class LossScaleOptimizer(ReportsSkips):
-    """Multiplies the loss by a scale, divides gradients by it, and applies another optimizer.
+    """A wrapper that multiplies the loss by a scale, and divides gradients by it.
 
-    So small gradients of narrow dtypes (float16) do not become zero. A step with a gradient that is
-    not finite, on any shard, is skipped: variables and slots do not change, and a global step that
-    is given to `apply_gradients` does not advance. A dynamic scale is then divided by `multiplier`;
-    after `growth_steps` updates without a skipped step it is multiplied by it.
+    This keeps small gradients of narrow dtypes (float16) from becoming zero. A step with a gradient
+    that is not finite, on any shard, is skipped: variables and slots do not change, and a global
+    step that is given to `apply_gradients` does not advance. A dynamic scale is then divided by
+    `multiplier`; after `growth_steps` updates without a skipped step it is multiplied by it.
 
     The loss keeps its value; the scale multiplies the seed of `mtf.gradients`. So gradients may
     come from `compute_gradients`, which returns them unscaled, or from `mtf.gradients`, also in
@@ -187,10 +187,10 @@ class LossScaleOptimizer(ReportsSkips):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          loss_scale: "dynamic", or a fixed number greater than 0, which skips steps just the same.
+          loss_scale: "dynamic", or a fixed number greater than 0; steps are skipped with both.
           initial_scale: the first value of a dynamic scale.
           growth_steps: the number of updates in a row without a skipped step after which a dynamic
-            scale grows; 2**31 - 1, the most that there can be, never comes.
+            scale grows; 2**31 - 1, the largest value, means never.
           multiplier: the factor by which it grows and shrinks, greater than 1. Powers of two add no
             rounding.
           min_scale: the smallest value of a dynamic scale.
@@ -227,7 +227,6 @@ class LossScaleOptimizer(ReportsSkips):
             )
 
     def stages(self, place: Place) -> list[Stage]:
-        """See `Wrapper.stages`."""
         del place
         return [_SkipNotFinite(self)]
 
@@ -240,16 +239,15 @@ class LossScaleOptimizer(ReportsSkips):
 
     @property
     def good_steps(self) -> mtf.Variable | None:
-        """Updates since the scale changed (int32); None if it is fixed or not made yet."""
+        """The updates since the scale changed (int32); None if it is fixed or not made yet."""
         return self.state and self.state.good_steps
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """Steps skipped so far (int32); None before gradients were computed or applied."""
+        """The steps skipped so far (int32); None before gradients were computed or applied."""
         return self.state and self.state.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        """See `mtf_gradsync.reported`."""
         now = self._values_now()
         fields = now._asdict() if now else {}
         names = {"waiting": "steps_without_update"}
@@ -258,7 +256,7 @@ class LossScaleOptimizer(ReportsSkips):
         }
 
     def _values_now(self) -> LossScaleState | None:
-        """The state after a step."""
+        """Returns the state after a step."""
         if self._now is None and self.state is not None and self._writes:
             # A branch of the step writes the values, which have to be read outside of it.
             values = iter(values_after(self.state.present, self._writes))
@@ -268,8 +266,6 @@ class LossScaleOptimizer(ReportsSkips):
     def without_scale(
         self, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
-        """See `Wrapper.without_scale`."""
-
         def scale() -> float | mtf.Tensor:
             state = self._state_of(variables[0].mesh)
             return state.scale.value if self._rule.is_dynamic else self._rule.initial
@@ -277,7 +273,7 @@ class LossScaleOptimizer(ReportsSkips):
         return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
 
     def _check_arguments_scaled(self, own: OwnArguments) -> None:
-        """Raises ValueError for an argument computed from the scale, which would unscale twice.
+        """Raises ValueError for an argument computed from the scale: it would unscale twice.
 
         It cannot recognise a fixed scale, which is a number.
         """
@@ -303,11 +299,11 @@ class LossScaleOptimizer(ReportsSkips):
 
 @dataclasses.dataclass(frozen=True)
 class _SkipNotFinite(Stage):
-    """Skips the update if gradients are not finite, and changes the scale.
+    """The stage that skips updates with gradients that are not finite, and changes the scale.
 
     Attributes:
       wrapper: the wrapper.
-      inside: the stages inside of it in a stack, those in optimizers of other libraries, too.
+      inside: the stages inside of it in a stack, also those inside optimizers of other libraries.
       is_told: whether a stage inside knows which gradients count (`StepBuilder.tell_finite`).
     """
 
@@ -318,18 +314,16 @@ class _SkipNotFinite(Stage):
 
     @property
     def _is_beside(self) -> bool:
-        """Whether a stage inside skips what is not finite, so that this one changes the scale."""
+        """Whether a stage inside skips steps that are not finite: then this changes the scale."""
         return any(stage.finite == "skips" for stage in self.inside)
 
     @property
     def takes(self) -> Form | None:  # type: ignore[override]
-        """See `Stage.takes`."""
         # The sum can overflow even if no shard's gradient does.
         by_shard = self._is_beside and needs_shards(self.inside)
         return None if self.is_told or by_shard else Form.REDUCED
 
     def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
-        """See `Stage.within`."""
         is_told = any(stage._tells_finite for stage in inside)
         return dataclasses.replace(self, inside=(*inside, *others), is_told=is_told)
 
@@ -339,11 +333,9 @@ class _SkipNotFinite(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """See `Stage.check`."""
         self.wrapper._check_arguments_scaled(arguments)
 
     def describe(self, about: About) -> list[Line]:
-        """See `Stage.describe`."""
         rule = self.wrapper._rule
         kind = "dynamic, at first" if rule.is_dynamic else "fixed,"
         lines = [Line(f"divide by the loss scale, {kind} {rule.initial:,.6g}", first=True)]
@@ -352,7 +344,6 @@ class _SkipNotFinite(Stage):
         return [*lines, Line("skip where not finite")]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         wrapper = self.wrapper
         losses = step.plan.extension(ScaledLosses)
         if wrapper.name in losses.applied:
@@ -408,7 +399,7 @@ class _SkipNotFinite(Stage):
         shards: tuple[ReplicaAxes | None, bool],
         step: StepBuilder,
     ) -> Gate | None:
-        """Writes the state after the step, and reports a skipped one.
+        """Writes the scale's state after the step, and reports a skipped step.
 
         Returns the gate of these writes, which is one for the tensors `held`, too.
         """
@@ -455,7 +446,7 @@ class _SkipNotFinite(Stage):
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> ScaleRule:
-    """Checks the arguments for the scale, and makes its rule."""
+    """Returns the rule of the scale, from checked arguments."""
     is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
     initial, least, most = scales.values()
     given = scales if is_dynamic else {**scales, "loss_scale": loss_scale}

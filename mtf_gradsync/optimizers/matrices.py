@@ -1,4 +1,4 @@
-"""How a model uses its variables as matrices: which dimensions are inputs, and which outputs."""
+"""Variables as matrices: which of their dimensions a model uses as inputs and as outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtf_gradsync._private.patches import late_configurable
 
 
 class Matrix(NamedTuple):
-    """A variable as a matrix, or as several beside each other; by positions of its dimensions.
+    """A variable as a matrix, or as several matrices, by positions of its dimensions.
 
     Attributes:
       inputs: the dimensions that the product sums over.
@@ -25,7 +25,7 @@ class Matrix(NamedTuple):
 
 
 def matrix_of(variable: mtf.Variable) -> Matrix:
-    """Returns the matrix as which the model uses a variable, by its first product with others.
+    """Returns the matrix that a variable is in the model's first product with it.
 
     A variable that the graph has in no such product has its inputs first, as Mesh-TF's dense layers
     have them: its first dimension are the inputs, the others together are the outputs.
@@ -36,7 +36,7 @@ def matrix_of(variable: mtf.Variable) -> Matrix:
 
 @late_configurable(module="mtf_gradsync")
 def is_hidden_matrix(variable: mtf.Variable) -> bool:
-    """Whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
+    """Returns whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
 
     These are variables of two or more dimensions that the model multiplies by activations, but for
     tables that it looks rows up in, for what has a dimension of such a table (the last layer has
@@ -63,7 +63,7 @@ _NOT_HIDDEN = ("embedding", "softmax", "logits")
 
 
 class _Uses:
-    """The first product that each variable of a graph is in.
+    """The first product of each variable in a graph.
 
     Attributes:
       used: names of the variables that an operation takes.

@@ -40,10 +40,10 @@ class MuonOptimizer(InnerOptimizer):
 
     A matrix is a variable of two or more dimensions. The model's first product with it says which
     of them are inputs, which are outputs, and which number matrices beside each other (experts),
-    each of which is made orthogonal by itself. It is not for vectors, scalars, embeddings and the
-    last layer: give these another optimizer by `ByVariable`.
-    Arithmetic is in float32 at least. A matrix that the mesh splits is gathered once for all steps,
-    or stays split where the products of its shorter side are fewer bytes.
+    each of which is made orthogonal by itself. Vectors, scalars, embeddings and the last layer need
+    another optimizer: see `ByVariable`. Arithmetic is in float32 at least. A matrix that the mesh
+    splits is gathered once for all steps, or stays split where the products of its shorter side are
+    fewer bytes.
 
     State, by name: `<variable>/muon_m`, laid out like the variable and at least float32 (or as
     `slot_dtype` says); with rounding="stochastic", where something is rounded,
@@ -64,7 +64,7 @@ class MuonOptimizer(InnerOptimizer):
         rounding: str = NEAREST,
         slot_dtype: tf.DType | None = None,
     ):
-        """Sets what an update takes.
+        """Sets the learning rate, the momentum, the steps and the weight decay.
 
         Args:
           learning_rate: a number of 0 or more, or a scalar tf or mtf tensor or variable, which is
@@ -129,7 +129,7 @@ class MuonOptimizer(InnerOptimizer):
 
 
 def orthogonal(x: mtf.Tensor, steps: int, matrix: Matrix) -> mtf.Tensor:
-    """Returns the nearly orthogonal matrices next to others, by Newton-Schulz steps.
+    """Returns a nearly orthogonal matrix close to a given one, by Newton-Schulz steps.
 
     Args:
       x: a tensor of two or more dimensions.
@@ -173,10 +173,11 @@ def _renamed(
 
 
 def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], steps: int) -> bool:
-    """Whether a matrix stays split: it is, along its longer side alone, and that sends less.
+    """Returns whether a matrix stays split: along its longer side only, if that sends less.
 
-    To gather it sends about all of its numbers; each product of its shorter side with itself that
-    is summed over the mesh sends twice that many. A mesh that is not known yet may split anything.
+    Gathering the matrix sends about all of its numbers; each product of its shorter side with
+    itself, summed over the mesh, sends twice the product's. A mesh that is not known yet may split
+    anything.
     """
     meshes = meshes_made()
     if len(meshes) != 1:

@@ -42,14 +42,13 @@ from mtf_gradsync.step import IslandVariables, StepPlan
 
 @dataclasses.dataclass(frozen=True)
 class OuterSteps(OuterSettings, Stage):
-    """Gives the inner optimizer each island's own gradients, and makes the outer steps."""
+    """The stage that gives each island its own gradients, and makes the outer steps."""
 
     _keeps_outer_values = True
     _one_mesh = ONE_FOR_EACH_MESH
 
     @property
     def takes(self) -> PerShard | None:  # type: ignore[override]
-        """See `Stage.takes`."""
         # One island takes gradients as they are, and sends nothing.
         return PerShard("refuse", "", adds_up=True) if self.islands.shard_dims else None
 
@@ -68,7 +67,7 @@ class OuterSteps(OuterSettings, Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Raises ValueError for gradients or variables that islands cannot have of their own."""
+        """Raises ValueError for gradients or variables that cannot differ between islands."""
         del arguments
         given = [v for g, v in zip(grads, variables) if g is not None]
         if not given:
@@ -110,7 +109,6 @@ class OuterSteps(OuterSettings, Stage):
         check_recoverable(own, self.islands, names, within=self.all_axes)
 
     def describe(self, about: About) -> list[Line]:
-        """See `Stage.describe`."""
         count = self.islands.num_shards
         lines = []
         if self.islands.shard_dims:
@@ -125,7 +123,6 @@ class OuterSteps(OuterSettings, Stage):
         return [*lines, Line(what, f"{when} update", after=True)]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         made = StepsOfIslands(self)
         step.after_update(lambda updates: made.after_update(updates, step))
         step.at_end(lambda operations: made.end_of_step(operations, step))
@@ -134,7 +131,7 @@ class OuterSteps(OuterSettings, Stage):
 
 @gin.configurable(module="mtf_gradsync")
 class OuterOptimizer(ReportsSkips):
-    """Trains islands of the mesh separately, and synchronizes them every `inner_steps` updates.
+    """A wrapper that trains islands separately, and synchronizes them every `inner_steps` updates.
 
     Each island, a coordinate along the axes of `outer_dims`, updates its own values with gradients
     of its part of the batch. After `inner_steps` updates the mean over the islands of the
@@ -143,8 +140,8 @@ class OuterOptimizer(ReportsSkips):
     gradients.
 
     An island's gradient is scaled by num_islands, to estimate that of the whole batch, so that
-    learning rates need no change. Values that a program fetches (a loss, a norm) are those of all
-    islands if Mesh-TF sums over the batch, otherwise of the first one.
+    learning rates need no change. Values that a program fetches (a loss, a norm) are of all islands
+    if Mesh-TF sums over the batch, otherwise of the first island.
 
     State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
     `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
@@ -153,7 +150,7 @@ class OuterOptimizer(ReportsSkips):
     the outer values.
 
     There may be a single island: then the steps are those of the inner optimizer, nothing is sent,
-    and every `inner_steps` updates the variables go on from where the outer step leads.
+    and every `inner_steps` updates an outer step sets the variables.
 
     Attributes:
       islands: the axes between islands, `ReplicaAxes`; one island has no axes.
@@ -203,15 +200,14 @@ class OuterOptimizer(ReportsSkips):
           outer_momentum: momentum of the outer step, from 0 up to 1 (not included).
           nesterov: whether the momentum is Nesterov's. It has no effect with a momentum of 0.
           fragments: the number F of equal parts of all values, of which one is synchronized every
-            inner_steps / F updates: no step sends more than 1/F of what it takes to send all, or
-            with a reducer that keeps state up to a row of a variable more.
+            inner_steps / F updates: no step sends more than 1/F of all values (with a reducer that
+            keeps state, up to a row of a variable more).
           outer_dims: the names in batch_dims that are split over islands; None for all of them.
             The others are split over the replicas inside an island. () for one island, which needs
             no mesh.
           leave_out_not_finite: whether an outer step skips islands with a loss, values or slots
-            that are not finite: these restart with the outer values and zeros in their slots. The
-            losses are those of all microbatch steps since the outer step before, except inside of
-            loops.
+            that are not finite: these restart with the outer values and zeros in their slots.
+            Losses are of all microbatch steps since the last outer step, except inside loops.
           name: name of the wrapper, prefix of its state.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
@@ -221,10 +217,9 @@ class OuterOptimizer(ReportsSkips):
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy between islands; None takes `FusedAllReduce()`. Inside an
             island, sums use the reducers of the wrappers inside.
-          max_steps_without_update: the largest number of updates of islands in a row without an
-            outer step that did not skip all islands; one more raises an error that names variables
-            and islands (see `NoUpdateError`). It has an effect only with leave_out_not_finite. None
-            for no limit.
+          max_steps_without_update: the most updates in a row during which every outer step skipped
+            all islands; one more raises an error that names variables and islands (see
+            `NoUpdateError`). It has an effect only with leave_out_not_finite. None for no limit.
 
         Raises:
           ValueError: an argument is out of range, arguments contradict each other, or there is no
@@ -282,7 +277,6 @@ class OuterOptimizer(ReportsSkips):
         )
 
     def stages(self, place: Place) -> list[Stage]:
-        """See `Wrapper.stages`."""
         del place
 
         def note_outer(outer: dict[mtf.Variable, OuterVariable]) -> None:
@@ -307,11 +301,11 @@ class OuterOptimizer(ReportsSkips):
         ]
 
     def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
-        """Returns the holder of a variable's outer values; None before gradients were applied."""
+        """Returns the variable that holds a variable's outer values; None before an update."""
         return self._outer.get(var)
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        """See `mtf_gradsync.reported`; `outer/skipped` has a count for each island."""
+        """Returns this wrapper's reported values; `outer/skipped` has a count for each island."""
         if self._now is None:
             return {}
         made = mtf.cwise(lambda x: x // self.inner_steps, [self._now.inner_step], tf.int32)
@@ -324,7 +318,7 @@ class OuterOptimizer(ReportsSkips):
 def _islands(
     axes: ReplicaAxes | None, names: tuple[str, ...] | None
 ) -> tuple[ReplicaAxes, ReplicaAxes | None]:
-    """Returns the replica axes between islands, and those inside an island.
+    """Returns the replica axes between islands, and the replica axes inside an island.
 
     `names` are outer_dims. Where islands would be one, the first has no axes.
     """

@@ -39,10 +39,10 @@ from mtf_gradsync.step import Gate, values_after
 
 
 class OuterState(NamedTuple):
-    """Counters: mesh variables, or their values after a step.
+    """The counters of outer steps: mesh variables, or their values after a step.
 
     Attributes:
-      inner_step: int32 scalar, updates that each island has made.
+      inner_step: int32 scalar, the updates that each island has made.
       skipped: int32 `[islands...]`, outer steps that have skipped each island.
       updated_at: int32 scalar, `inner_step` at the last outer step that did not skip all islands;
         None without a limit.
@@ -58,7 +58,7 @@ class OuterState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OuterSettings:
-    """What outer steps are, and between which islands.
+    """The settings of outer steps, and the axes of their islands.
 
     Attributes:
       wrapper: the wrapper, which keeps the state.
@@ -67,13 +67,13 @@ class OuterSettings:
       all_axes: all replica axes, likewise.
       inner_steps: updates between two outer steps of a variable.
       fragments: how many parts take turns.
-      learning_rate: that of the outer step.
-      momentum: that of the outer step.
+      learning_rate: the learning rate of the outer step.
+      momentum: the momentum of the outer step.
       nesterov: whether the momentum is Nesterov's.
       skips_islands: whether an outer step skips islands with values that are not finite.
       reducer: the reduction strategy between islands.
       limit: max_steps_without_update, or None.
-      note_outer: keeps what holds the outer values of variables, once a step is built.
+      note_outer: keeps the holders of the variables' outer values, once a step is built.
     """
 
     wrapper: ReportsSkips
@@ -92,7 +92,7 @@ class OuterSettings:
 
     @property
     def form_inside(self) -> Form:
-        """The form of gradients inside of an island."""
+        """The form of gradients inside an island."""
         has_shards = self.inside is not None and self.inside.shard_dims
         return Form.PER_SHARD if has_shards else Form.REDUCED
 
@@ -103,7 +103,7 @@ class OuterSettings:
 
 
 class StepsOfIslands:
-    """The outer steps of one step that is being built."""
+    """The islands' part of one step that is being built."""
 
     def __init__(self, settings: OuterSettings):
         self._settings, self._islands = settings, settings.islands
@@ -117,7 +117,7 @@ class StepsOfIslands:
         self._skips: Skips | None = None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """Returns the gradients of the islands; makes their values and what holds them."""
+        """Returns the islands' gradients; makes their variables and the holders."""
         settings, islands, mesh = self._settings, self._islands, gradients.mesh
         self._variables = gradients.owners
         self._state: OuterState = step.plan.state(
@@ -171,7 +171,7 @@ class StepsOfIslands:
         return gradients
 
     def _of_islands(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """Returns each island's own gradients, and has decisions taken by all islands alike."""
+        """Returns each island's own gradients, and makes decisions common to all islands."""
         settings, islands = self._settings, self._islands
 
         def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
@@ -192,9 +192,9 @@ class StepsOfIslands:
         return gradients.with_present(own, settings.form_inside)
 
     def _weights_of_islands(self, weights: Weights) -> tuple[mtf.Tensor, Weights]:
-        """Returns what makes an island's term its own mean, and the weights inside of an island.
+        """Returns the factors from terms to islands' means, and the weights inside islands.
 
-        The first, `[islands...]`, is the weight of all over that of the island.
+        The factors, `[islands...]`, are the weight of all islands over the weight of the island.
         """
         islands, axes = self._islands, self._settings.all_axes
         assert axes is not None  # or there would be one island
@@ -251,7 +251,7 @@ class StepsOfIslands:
     def _weights_of_rounds(
         self, dues: Sequence[mtf.Tensor], gate: Gate | None, step: StepBuilder
     ) -> list[mtf.Tensor]:
-        """Adds the weights of the update, and returns those of islands for each fragment.
+        """Adds the update's weights; returns each island's weight for each fragment.
 
         Where an outer step of the fragment is due, the next round begins with 0.
         """
@@ -268,7 +268,7 @@ class StepsOfIslands:
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Notes what was made, and checks what is skipped."""
+        """Records the step for the wrapper, and returns the check of skips."""
         state, skips = self._state, self._skips
         made, skipped = map(mtf.anonymize, values_after(state[:2], operations))
         now = OuterState(made, skipped, None)
@@ -390,7 +390,8 @@ class StepsOfIslands:
         """Returns the mean of `differences`, `[islands...] + owner dims`, over the islands.
 
         `count` is the number of islands that are not skipped, None for all; the differences of
-        skipped ones are zeros already. With weights it is their sum, and differences have theirs.
+        skipped ones are zeros already. With weights, `count` is their sum, and differences are
+        multiplied by theirs.
         """
         settings, islands = self._settings, self._islands
         if not islands.shard_dims:
@@ -408,11 +409,11 @@ class StepsOfIslands:
         return [x * share for x in sums]
 
     def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
-        """Returns the values, slots and losses of islands that are not finite.
+        """Returns which values, slots and losses of islands are not finite.
 
-        The flags, `[islands..., values]`, are greater than 0 there. Losses, the last column, count
-        since the outer step before. Slots count, as Mesh-TF's momentum reaches the variable one
-        step later.
+        The flags, `[islands..., values]`, are greater than 0 for values that are not finite.
+        Losses, the last column, count since the outer step before. Slots count, as Mesh-TF's
+        momentum reaches the variable one step later.
         """
         variables = [*self._variables, *self._float_slots()]
         values = list(step.value_after(variables, updates))
@@ -431,7 +432,7 @@ class StepsOfIslands:
         writes: Sequence[mtf.Operation],
         step: StepBuilder,
     ) -> None:
-        """Gives skipped islands the outer values and slots of zeros, counts and reports them.
+        """Gives skipped islands the outer values, and slots of zeros; counts and reports them.
 
         `skip` is true for the skipped islands, `[islands...]`; `skipped` is 1 for them, else 0, of
         the same shape but with all islands on each processor; `found` are the flags behind them.
@@ -458,7 +459,7 @@ class StepsOfIslands:
 def _at_pieces(
     kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
-    """Applies `CutOut` or `PutBack` to the values of owners that are pieces.
+    """Applies `CutOut` or `PutBack` to the values of owners that are pieces of variables.
 
     `values` are the inputs of `kind`, lists with a value for each owner. For an owner that is a
     whole variable, the result has its value in the last list.

@@ -1,4 +1,4 @@
-"""Values of islands: fragments that take turns, what an outer step sums, what it keeps."""
+"""Values of islands: fragments that take turns, sums of outer steps, and kept values."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _NUMBER = re.compile(r"\d+(?=/)")
 def fragments_of(
     variables: Sequence[mtf.Variable], count: int, axes: ReplicaAxes, by_rows: bool = False
 ) -> list[list[Owner]]:
-    """Splits variables into fragments, of which each has an equal share of what a core sends.
+    """Splits variables into fragments, each with an equal share of the bytes that a core sends.
 
     Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo; layers are numbered by the
     first number that ends a part of their variables' names. Other variables, and layers that would
-    make a fragment larger than its share, go where there is room, the largest first. A variable
+    make a fragment larger than its share, go to fragments with room, the largest first. A variable
     for which no fragment has room is cut; a fragment has at most one piece of it.
 
     No fragment is larger than a share, rounded up to a whole number. With `by_rows` variables are
@@ -102,7 +102,7 @@ def fragments_of(
 
 
 class SameSlices(GradientOperation):
-    """Reshapes the slices of tensors, without communication.
+    """A reshape of tensors' slices, without communication.
 
     It adds a dimension for the islands to tensors with a value for each island, or removes it: the
     slices of the new shapes are of the same size.
@@ -112,7 +112,6 @@ class SameSlices(GradientOperation):
         super().__init__(tensors, shapes, "same_slices")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         values = reduced_values(lowering, self.inputs)
         shapes = [mesh_impl.slice_shape(output.shape) for output in self.outputs]
@@ -120,14 +119,13 @@ class SameSlices(GradientOperation):
 
 
 class Agreed(GradientOperation):
-    """Combines a boolean of each island to one for all of them."""
+    """A boolean for all islands, combined from one of each."""
 
     def __init__(self, holds: mtf.Tensor, by_any: bool, islands: ReplicaAxes, strategy: Strategy):
         self._by_any, self._islands, self._strategy = by_any, islands, strategy
         super().__init__([holds], [holds.shape], "agreed")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         (holds,) = reduced_values(lowering, self.inputs)
         counts = mesh_impl.slicewise(lambda x: tf.cast(x, tf.float32), holds)
@@ -146,9 +144,10 @@ def differing_variables(
     sources: Iterable[mtf.Tensor],
     candidates: Collection[mtf.Variable],
 ) -> list[mtf.Variable]:
-    """Returns the candidates that are assigned values that differ between islands, in order.
+    """Returns the candidates that are assigned different values on islands, in order.
 
-    These are values that depend on `sources`. `operations` are those of the graph, in order.
+    Values that depend on `sources` differ between islands. `operations` are those of the graph, in
+    order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()
@@ -187,7 +186,7 @@ class OuterVariable(mtf.Variable):
 def hold_slots_by_islands(
     slots: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
 ) -> None:
-    """Gives slots a value for each island; checkpoints have the holders in place of the slots."""
+    """Gives slots a value for each island; checkpoints have the holders instead of the slots."""
     graph = tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
     for slot in slots:
@@ -204,11 +203,11 @@ def hold_by_islands(
     note: StateNote | None = None,
     mean_weight: str | None = None,
 ) -> mtf.Variable:
-    """Gives a variable that is not lowered yet a value for each island, and returns the holder.
+    """Gives a variable, before its lowering, a value for each island; returns the holder.
 
-    All islands begin with the variable's initial value. With `mean_weight` the variable keeps a
-    master of its own, and they begin with the value that it has when training begins; as in
-    `StateNote` it names the weights of islands. `note` is that of the variable, if it has one.
+    All islands begin with the variable's initial value. With `mean_weight` the variable keeps its
+    own master, and islands begin with its value when training begins; as in `StateNote` it names
+    the weights of islands. `note` is that of the variable, if it has one.
     """
     name, dims = f"{variable.name}/{ISLAND}", list(island_dims)
     shape = mtf.Shape([*dims, *variable.shape.dims])
@@ -248,10 +247,10 @@ def hold_by_islands(
 
 
 class LossesOfPeriod:
-    """Finds which islands have had a loss that is not finite since the outer step before.
+    """A record of the islands with a loss that is not finite, since the last outer step.
 
-    Each island keeps the number of the last period that it had one in, so that nothing has to be
-    reset, and nothing is sent between islands. Periods are numbered from 1.
+    Each island keeps the number of the last period with such a loss, so that nothing has to be
+    reset or sent between islands. Periods are numbered from 1.
 
     Attributes:
       variable: `<owner>/bad_loss`, the number for each island, or 0.
@@ -282,5 +281,5 @@ class LossesOfPeriod:
         self.last = last
 
     def are_bad(self) -> mtf.Tensor:
-        """1 for each island that had one, else 0: float32 `[islands...]`."""
+        """Returns 1 for each island with such a loss, else 0: float32 `[islands...]`."""
         return mtf.cast(mtf.equal(self.last, self._period), tf.float32)

@@ -1,4 +1,4 @@
-"""The replicas of SyncReplicasOptimizer: who contributes, what is fresh, TensorFlow's methods."""
+"""The replicas of SyncReplicasOptimizer: contributions, freshness, TensorFlow's methods."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 
 
 class ReplicaState(NamedTuple):
-    """int32 mesh variables, or their values after a step, the same on every processor.
+    """The replicas' int32 counters: mesh variables, or their values after a step.
 
     Attributes:
       local_step: `[shards...]`, the update step that each replica's next gradient is for, unless
         the program gives it.
       made: `[shards...]`, contributions of each replica.
       dropped: `[shards...]`, steps on which a replica did not contribute.
-      missed: `[shards...]`, the number of these since its last contribution.
+      missed: `[shards...]`, steps without a contribution since the replica's last one.
       count: contributions since the last update.
       update_step: updates made, the global step that local steps are compared with.
       waiting: steps since the last update.
@@ -99,7 +99,6 @@ class ReplicaSummaries(mtf.Operation):
         super().__init__([counts], name=name)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         (counts,) = self.inputs
         shared = lowering.tensors[counts].to_laid_out_tensor().all_slices[0]
         values = tf.unstack(tf.reshape(shared, [-1]), counts.shape.size)
@@ -109,7 +108,7 @@ class ReplicaSummaries(mtf.Operation):
 
 
 def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
-    """Raises TypeError or ValueError if an argument is not None and not a value for each replica.
+    """Raises TypeError or ValueError for an argument that is not one value per replica.
 
     `kind` is "whole number", or "boolean", for which whole numbers are allowed, too (0 for False).
     """
@@ -151,7 +150,7 @@ def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
 
 
 def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAxes) -> mtf.Tensor:
-    """Returns the update step that each replica's gradient of this step is for.
+    """Returns the update step for which each replica computed its gradient.
 
     It is an int32 mtf tensor of the shape of `variable` (`ReplicaState.local_step`), the same on
     every processor.
@@ -173,9 +172,9 @@ def fresh_replicas(
 ) -> tuple[mtf.Tensor, mtf.Tensor]:
     """Returns which replicas contribute, and which would if all gradients were finite.
 
-    Both are boolean, `[shard dims...]`, split over the replica axes. `own` are what each replica
-    has computed, per shard, and `reduced` gradients of all replicas, in which a NaN drops all.
-    `steps` is what `steps_of_gradients` returned. A replica whose weight is 0 has no data.
+    Both are boolean, `[shard dims...]`, split over the replica axes. `own` are per-shard gradients,
+    and `reduced` are gradients of all replicas, in which a NaN drops all of them. `steps` is what
+    `steps_of_gradients` returned. A replica whose weight is 0 has no data.
     """
     dims = mtf.Shape(list(axes.shard_dims))
     # A processor has the whole of one, unless the layout splits it over a replica axis.
@@ -198,7 +197,7 @@ def fresh_replicas(
 
 
 def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:
-    """Converts a value for each replica to an int32 mtf tensor of a shape."""
+    """Returns a value per replica as an int32 mtf tensor of `shape`."""
     value = value.value if isinstance(value, mtf.Variable) else value
     if isinstance(value, mtf.Tensor):
         whole_numbers = mtf.cast(value, tf.int32)
@@ -229,7 +228,7 @@ class NothingToQueue(tf.train.QueueRunner):
 
 
 class SyncReplicasHook(WatchHook):
-    """Checks that a session can train, and on TPUs that it makes updates."""
+    """A hook that checks that a session can train, and on TPUs that it makes updates."""
 
     def __init__(self, optimizer: SessionInterface, is_chief: bool, num_tokens: int):
         """Takes the arguments of `SessionInterface.make_session_run_hook`."""
@@ -238,7 +237,7 @@ class SyncReplicasHook(WatchHook):
         self._not_ready: Any = None
 
     def begin(self) -> None:
-        """Raises ValueError if gradients were not applied before, or num_tokens are too few."""
+        """Raises ValueError if no gradients were applied, or there are too few tokens."""
         self._optimizer._check_applied("its hook is used")
         if self._is_chief:
             self._optimizer.get_init_tokens_op(self._num_tokens)

@@ -1,4 +1,4 @@
-"""What a step reports: norms of gradients, the noise scale, and what a stack of wrappers has."""
+"""Reports of a step: norms of gradients, the noise scale, and values of wrappers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 def norm_of_reduced(grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
-    """Returns the norm of reduced gradients, for clipped ones from the norm before."""
+    """Returns the norm of reduced gradients, without a new sum if clipping computed it."""
     clipping = clipping_of(grads)
     if clipping is not None and not clipping.norm.shape.ndims:
         return mtf.multiply(clipping.norm, clipping.factor)
@@ -43,9 +43,9 @@ def norms_of_shards(
 ) -> tuple[mtf.Tensor | None, mtf.Tensor | None]:
     """Returns the norms of per-shard gradients before and after clipping by shard.
 
-    Each is `[shards...]`, the same on all processors; the second is None if they were not clipped,
-    and both are if shards' terms are not recoverable, or only by communication of the size of
-    gradients, or are on several meshes.
+    Each is `[shards...]`, the same on all processors; the second is None if gradients were not
+    clipped. Both are None if shards' terms are on several meshes or not recoverable, or only
+    recoverable by sending as much as the gradients.
     """
     if len({g.mesh for g in grads}) > 1:
         return None, None
@@ -116,7 +116,7 @@ def _norms_of_terms(
 
 
 def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
-    """Returns each shard's tensor, whole on every processor, in row-major order of the shards."""
+    """Returns each shard's tensor, complete on every processor, in row-major order."""
     dims = list(axes.shard_dims)
     number = mtf.Dimension("terms", axes.num_shards)
     rest = [d for d in x.shape.dims if d not in dims]
@@ -126,10 +126,10 @@ def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
 
 
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
-    """Returns scalars of a branch as they were when it last ran, in float32.
+    """Returns a branch's scalars from its last run, in float32.
 
-    A variable `name`, which is in no checkpoint, keeps them. They are NaN before the branch has run
-    in this session.
+    A variable `name`, which is in no checkpoint, keeps the values. They are NaN before the branch
+    has run in this session.
     """
     dim = mtf.Dimension("reported", len(values) + 1)
     mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
@@ -243,7 +243,7 @@ def gradient_noise_scale(
 
 
 def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
-    """Finds the first reduction over shards of the step that a stack has built."""
+    """Returns the first reduction over shards in the step that a stack has built."""
     if not isinstance(opt, Wrapper):
         raise TypeError(
             f"gradient_noise_scale needs a wrapper that reduces gradients, got {opt!r}: wrap it, "
@@ -287,7 +287,7 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
 def _estimates(
     parts: mtf.Tensor, total: mtf.Tensor, num_shards: int, batch_size: float
 ) -> list[mtf.Tensor]:
-    """Returns unbiased estimates of tr(Sigma) and |G|^2 by one step, two scalars.
+    """Returns unbiased estimates of tr(Sigma) and |G|^2 from one step, two scalars.
 
     `parts`, `[shards...]`, are norms of each shard's term of the sum; `total` is the sum's norm.
     """
@@ -313,7 +313,7 @@ def _moved(
 
 
 def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
-    """Returns norms and counts of the step that they are fetched with, by name.
+    """Returns norms and counts of the step that fetches them, by name.
 
     Call it once, after gradients were applied and before the graph is lowered; tensors that are not
     fetched cost nothing. Norms cost a pass over the gradients and a reduction of a few numbers;
@@ -383,7 +383,7 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
 
 
 def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
-    """Returns what waits for an update in the sums of a stack, after the step that is fetched.
+    """Returns the number of gradients that wait in a stack's sums, after the fetched step.
 
     It is an int32 scalar, 0 where nothing waits; None for a stack without such sums.
     """
@@ -393,7 +393,7 @@ def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
 
 
 def weight_now(opt: AppliesGradients) -> mtf.Tensor | None:
-    """Returns what the step that is fetched stands for, a float32 scalar; None without weights."""
+    """Returns the weight of the fetched step, a float32 scalar; None without weights."""
     step = opt.step if isinstance(opt, Wrapper) else None
     weights = step.received[0].weights if step else None
     return weights and weights.total
@@ -453,7 +453,7 @@ def _add_compression(
 
 
 def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns scalars by name, for summaries.
+    """Returns scalars by name, one per shard, for summaries.
 
     Args:
       values: scalars, and one value for each shard, by name: tf tensors of a known shape, arrays

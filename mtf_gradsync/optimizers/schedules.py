@@ -1,4 +1,4 @@
-"""Functions of the number of updates: learning rates, and how many microbatch steps make one."""
+"""Functions of the number of updates: learning rates, and microbatch steps per update."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def per_update(
     schedule: Factor | Sequence[Factor] = gin.REQUIRED,
     backward_passes_per_step: Passes = gin.REQUIRED,
 ) -> Schedule:
-    """Turns a learning-rate schedule into one that counts updates instead of microbatch steps.
+    """Returns a learning-rate schedule that counts updates instead of microbatch steps.
 
     In `GradientAccumulationOptimizer` with a constant K and nothing skipped, microbatch step `step`
     belongs to update `step // K`. For a K that changes, its function is evaluated for all updates
@@ -136,7 +136,7 @@ def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], A
 
 
 def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
-    """Logs a hint when settings of the optimizers of updates depend on the TF global step.
+    """Logs a hint if the innermost optimizer's settings follow the TF global step.
 
     The training loop advances the global step on every microbatch step. Learning-rate schedules,
     and Adafactor's default decay rate and learning rate, are functions of it.
@@ -197,7 +197,7 @@ def passes_at(passes: Passes, update_step: mtf.Tensor, owner: str) -> Any:
 
 
 def updates_before(steps: Sequence[Any], passes: Passes, total: int | None) -> list[Any]:
-    """Returns how many updates are made in the microbatch steps before each of some steps.
+    """Returns the number of updates made before each of some microbatch steps.
 
     No step is skipped. A step is a number, an integer tf tensor, or None, which stays None. If
     `passes` is a function, `total` is the number of microbatch steps of the run.
@@ -262,7 +262,7 @@ class _Probe:
 
 
 def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.Tensor | None:
-    """Calls a function with mtf update steps; returns None if it is one of tf scalars.
+    """Calls a function with mtf update steps; returns None if it takes tf scalars.
 
     Raises ValueError for a number that the function computed by comparing the tensor object.
     """

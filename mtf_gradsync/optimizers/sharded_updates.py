@@ -48,7 +48,7 @@ def log_savings(
 ) -> None:
     """Logs how many bytes of slots a core holds, and whether that saves much memory.
 
-    `split` are those of the variables of which each replica updates its part.
+    `split` are the variables of which each replica updates its part.
     """
     if not slots and not split:
         return
@@ -99,7 +99,7 @@ def _core_bytes(axes: ReplicaAxes, variable: mtf.Variable) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _UpdateParts(Stage):
-    """Has the inner optimizer update parts of variables, and gathers the new values."""
+    """The stage that updates parts of variables, and gathers the new values."""
 
     wrapper: ShardedUpdateOptimizer
     axes: ReplicaAxes
@@ -115,7 +115,8 @@ class _UpdateParts(Stage):
     ) -> None:
         """Raises ValueError if no variable can be split, or if one cannot be updated again.
 
-        So does an argument, a tensor with a dimension along which a variable is split.
+        Raises ValueError, too, for an argument that is a tensor with a dimension along which a
+        variable is split.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
@@ -132,12 +133,10 @@ class _UpdateParts(Stage):
                     )
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         step.around_update(functools.partial(self._update, step))
         return gradients
 
     def describe(self, about: About) -> list[Line]:
-        """See `Stage.describe`."""
         what = "update each replica's part of the variables, gather the new values"
         if about.variables:
             parts = self._partition.shapes_of(about.variables)
@@ -182,16 +181,16 @@ class _UpdateParts(Stage):
 
 @gin.configurable(module="mtf_gradsync")
 class ShardedUpdateOptimizer(Wrapper):
-    """Splits the update of each variable, and its slots, over the replicas (ZeRO-1).
+    """A wrapper that splits each variable's update and slots over the replicas (ZeRO-1).
 
     Without it all replicas of a variable make the same update. With it each replica receives its
     part of the reduced gradient (a reduce-scatter), the inner optimizer updates that part of the
     variable, and the new values are gathered. Each core holds 1/num_shards of the slots.
 
-    The inner optimizer receives a variable of the same name for each one, with one dimension split
-    over the replica axes: the one of which parts fit best into a TPU's tiles, of several the first.
-    It may be any optimizer that updates each variable by itself. Variables that are small, or have
-    no such dimension, are not split.
+    For each variable the inner optimizer receives a variable of the same name, with one dimension
+    split over the replica axes: the dimension whose parts fit best into a TPU's tiles (the first,
+    if several do). It may be any optimizer that updates each variable by itself. Variables that are
+    small, or have no such dimension, are not split.
 
     The wrapper adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their
     full shapes: a run with sharded updates continues one without, on any mesh, and the reverse.
@@ -231,9 +230,8 @@ class ShardedUpdateOptimizer(Wrapper):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          min_size: variables of fewer elements are not split. None stands for 128, and then a
-            variable is not split either if a part saves few of a TPU's tiles: it would cost more
-            than it saves.
+          min_size: variables of fewer elements are not split. None stands for 128, and then also
+            leaves whole the variables whose parts save few of a TPU's tiles.
           name: name of the wrapper.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes; or give mesh_shape and layout. Without either they are those of
@@ -263,7 +261,6 @@ class ShardedUpdateOptimizer(Wrapper):
             )
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
-        """See `Wrapper.get_slot`."""
         return super().get_slot(self._parts.get(var) or var, name)
 
     def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
@@ -275,7 +272,7 @@ class ShardedUpdateOptimizer(Wrapper):
             )
 
     def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
-        """Returns how a variable is split, as a shape.
+        """Returns the shape of a variable's parts.
 
         Args:
           var: a variable. Before a step with its gradient was built, the answer is for a step with
@@ -299,7 +296,6 @@ class ShardedUpdateOptimizer(Wrapper):
         return MIN_SIZE if self._min_size is None else self._min_size
 
     def stages(self, place: Place) -> list[Stage]:
-        """See `Wrapper.stages`."""
         axes = place.axes
         assert axes is not None  # as the wrapper needs to know the mesh
 
@@ -309,7 +305,7 @@ class ShardedUpdateOptimizer(Wrapper):
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
-        """Returns the part of a variable: one object for all updates, by which slots are found."""
+        """Returns a variable's part: always the same object, by which slots are found."""
         new = PartOfVariable(variable, shape)
         part = self._parts.get(variable) or new
         part.__dict__.update(vars(new))
@@ -324,7 +320,7 @@ class ShardedUpdateOptimizer(Wrapper):
         self._with_gathered_slots = self._with_gathered_slots.union(with_gathered_slots)
 
     def _fixed_dims(self) -> set[str]:
-        """Returns names of dimensions that an inner optimizer looks for in variables' shapes."""
+        """Returns the names of dimensions that inner optimizers look for in shapes."""
         inner = (opt for one in self.inner_stack() for opt in optimizers_of(one))
         return {name for opt in inner for name in dims_known_by_name(opt)}
 

@@ -42,12 +42,12 @@ def shapes_of_parts(
     min_size: int | None = None,
     before: Mapping[mtf.Variable, mtf.Shape] = types.MappingProxyType({}),
 ) -> dict[mtf.Variable, mtf.Shape]:
-    """Returns the shapes of the parts of variables that get gradients in one step.
+    """Returns the shapes of parts of the variables that get gradients in one step.
 
-    Those that are not split are left out. The arguments are those of `shape_of_part`; with
-    min_size None, which stands for `MIN_SIZE`, a variable is not split either if that saves few of
-    a TPU's tiles. `before` has the shapes by which variables were split, or left whole, in an
-    earlier step: they are split as they were, because their slots are.
+    Variables that are not split are left out. The arguments are as for `shape_of_part`; a min_size
+    of None stands for `MIN_SIZE`, and also leaves whole the variables whose parts save few of a
+    TPU's tiles. `before` has the shapes by which variables were split, or left whole, in an earlier
+    step: they are split as they were, because their slots are.
     """
     least, slice_shape = MIN_SIZE if min_size is None else min_size, axes.slice_shape
     parts = {v: before[v] for v in variables if v in before and before[v] != v.shape}
@@ -68,7 +68,7 @@ def shapes_of_parts(
 
 
 def share_copies(axes: ReplicaAxes) -> bool:
-    """Returns whether the devices of a mesh share one memory, and so one copy of each variable.
+    """Returns whether a mesh's devices share one memory, and so each variable's one copy.
 
     There `placement_mesh_impl` makes one update for all replicas of a variable: parts would only
     add operations.
@@ -84,7 +84,7 @@ def nothing_to_split(
     fixed_dims: Collection[str] = (),
     min_size: int = 0,
 ) -> str:
-    """Returns, for an error, why none of some variables can be split."""
+    """Returns, for an error, why no variable can be split."""
     lines = [
         f"\n  {v.name!r} of shape {v.shape.to_string} "
         f"{why_unsplit(v.shape, axes, fixed_dims, min_size)}"
@@ -102,9 +102,9 @@ def shape_of_part(
     """Returns a variable's shape with dimensions renamed so that the layout splits them.
 
     For each replica axis that the layout does not split the variable over, one dimension takes the
-    name of the shard dim. Of the unsplit dimensions whose sizes the axis divides it is the one of
-    which a part takes the fewest of a TPU's tiles; of several the first, because parts along the
-    first dimension are contiguous in memory. Sizes and order do not change.
+    name of the shard dim. It is the unsplit dimension, of a size that the axis divides, whose parts
+    take the fewest of a TPU's tiles; if several tie, the first, because parts along the first
+    dimension are contiguous in memory. Sizes and order do not change.
 
     A variable of fewer elements than `min_size`, or without such a dimension, keeps its shape, and
     dimensions with a name in `fixed_dims` keep their name.
@@ -128,11 +128,11 @@ def shape_of_part(
 
 
 def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
-    """Returns whether a part saves more than two thirds of what parts without padding would save.
+    """Returns whether a part saves over two thirds of what parts without padding would save.
 
-    Counted are a TPU's tiles; both are shapes on one core: of its slice of a variable, and of its
-    part of that. If a part fills few of its tiles, it takes about as much memory and time as the
-    full slice, and the compiler copies the slice to another layout and back.
+    Both are shapes on one core: of its slice of a variable, and of its part of the slice. Savings
+    are counted in a TPU's tiles. If a part fills few of its tiles, it takes about as much memory
+    and time as the full slice, and the compiler copies the slice to another layout and back.
     """
     of_full, of_part = tiles(full, part)
     numbers, numbers_of_part = math.prod(full), math.prod(part)
@@ -141,7 +141,7 @@ def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
 
 
 def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
-    """Returns how many of a TPU's tiles a tensor and a part of it take, in the tensor's layout.
+    """Returns the numbers of a TPU's tiles in a tensor and in a part, in the tensor's layout.
 
     A TPU stores two of the dimensions in tiles of 8 x 128 numbers: the last two, unless others take
     fewer tiles. Vectors are counted in numbers.
@@ -156,13 +156,13 @@ def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
 
 
 def _count(sizes: Sequence[int], columns: int, rows: int) -> int:
-    """Returns the number of tiles of a tensor with two of its dimensions in tiles."""
+    """Returns the number of tiles of a tensor, two of whose dimensions are in tiles."""
     others = math.prod(sizes) // (sizes[columns] * sizes[rows])
     return others * math.ceil(sizes[rows] / _TILE[0]) * math.ceil(sizes[columns] / _TILE[1])
 
 
 class SlotShapes(NamedTuple):
-    """Two shapes of a slot in which one dimension is replaced by several smaller ones.
+    """Two shapes of a slot, in which smaller dimensions replace one.
 
     The first of them has the size of the mesh axis that splits the dimension, and is split over it;
     then there is one for each replica axis; the last has the remaining size. Reshaping the slot to
@@ -244,7 +244,7 @@ class PartOfVariable(mtf.Variable):
 def assign_gathered(
     updates: Sequence[mtf.Operation], parts: Mapping[mtf.Variable, PartOfVariable]
 ) -> None:
-    """Makes assignments to parts assign the gathered values to the full variables.
+    """Makes assignments to parts assign gathered values to the full variables.
 
     `parts` has each variable that is split, with its part; a ValueError says where an assigned
     value does not have the shape of the part.
@@ -283,7 +283,7 @@ def assign_gathered(
 
 
 def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
-    """Makes an assignment of changes assign new values, if no other one writes its variables.
+    """Makes an assignment of changes assign new values, if nothing else writes its variables.
 
     If changes were gathered, a TPU would apply them in the layout of the gathered tensor: its
     compiler would copy the variable to that layout and back.
@@ -299,7 +299,7 @@ def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVa
 
 
 class NewValues(GradientOperation):
-    """Computes new values of variables from the changes that an update assigns.
+    """The new values of variables, from the changes that an update assigns.
 
     Its lowering makes the update assign the new values. On placement meshes, and where other
     assignments write the variables too, the outputs are the changes, and the update stays.
@@ -312,7 +312,6 @@ class NewValues(GradientOperation):
         super().__init__([*changes, *values], [x.shape for x in changes], "new_values")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         values, count = reduced_values(lowering, self.inputs), len(self.outputs)
         results, old = values[:count], values[count:]
@@ -349,11 +348,11 @@ def partition_slots(
     updates: Sequence[mtf.Operation],
     shapes_of: Callable[[mtf.Shape], SlotShapes | None],
 ) -> list[mtf.Operation]:
-    """Splits slots over the replicas, and returns operations that gather their full values.
+    """Splits slots over the replicas; returns operations that gather their full values.
 
-    These have to be lowered before those of the update, of which assignments are changed in place.
-    Only the update may read and write the slots. `shapes_of` gives the shapes to split a slot of
-    some shape by, or None for one that stays unsplit.
+    The operations have to be lowered before the update, whose assignments are changed in place.
+    Only the update may read and write the slots. `shapes_of` gives the shapes by which to split a
+    slot of some shape, or None to keep it unsplit.
     """
     writers: dict[mtf.Variable, list[Any]] = {}
     for update in updates:
@@ -389,7 +388,7 @@ def partition_slots(
 def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
     """Moves operations to the end of their graph, so that independent sums are reduced together.
 
-    Each of them comes after those that it depends on, and no other operation uses their outputs.
+    Each comes after the operations that it depends on, and no other operation uses their outputs.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))

@@ -1,4 +1,4 @@
-"""Functions that say which microbatch steps accumulation skips."""
+"""Functions that decide which microbatch steps accumulation skips."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = List[Tuple[mtf.Variable, mtf.Tensor]]
 
 @gin.configurable(module="mtf_gradsync")
 def skip_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """Skips a microbatch step if a gradient of any shard has a NaN or an infinity.
+    """Returns whether a gradient of any shard has a NaN or an infinity, to skip the step.
 
     Args:
       grads: the gradients of the microbatch step, per shard or reduced.
@@ -42,7 +42,7 @@ skip_not_finite.skips_not_finite = True
 
 @gin.configurable(module="mtf_gradsync")
 class skip_large_updates:
-    """Skips a microbatch step whose gradients are larger than a norm, or not finite.
+    """A rule that skips steps whose gradients exceed a norm, or are not finite.
 
     With gradients per shard (local accumulation) the norm is the square root of the sum of squares
     over all shards' gradients, so that only a scalar is reduced. The norm of the reduced gradient
@@ -56,7 +56,7 @@ class skip_large_updates:
     skips_not_finite = True
 
     def __init__(self, max_norm: float):
-        """Sets the norm.
+        """Sets the largest norm.
 
         Args:
           max_norm: the largest norm of a step that is not skipped, greater than 0.
@@ -69,7 +69,6 @@ class skip_large_updates:
         self.max_norm = max_norm
 
     def __call__(self, grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-        """See `skip_not_finite`."""
         # Not "greater", as a NaN is to be skipped too, and infinity whatever the largest norm is.
         norm = global_norm(grads, reducer)
         most = min(self.max_norm, float(norm.dtype.max))
@@ -78,12 +77,12 @@ class skip_large_updates:
 
 @gin.configurable(module="mtf_gradsync")
 class skip_spikes:
-    """Skips a microbatch step whose gradients are far larger than usual, or not finite.
+    """A rule that skips steps whose gradients far exceed the usual norm, or are not finite.
 
     A step is a spike if the norm of its gradients is more than `deviations` standard deviations
     above the mean of the last `window` norms. Norms of skipped steps do not count. The first
-    `window / 8` steps only count, so that there is something to compare with. As many spikes in a
-    row are no spikes but another scale of the training: the mean then begins anew.
+    `window / 8` steps only count, so that there is something to compare with. After `window / 8`
+    spikes in a row the norms count as the new scale of the training: the mean then begins anew.
 
     With gradients per shard the norm is that of `skip_large_updates`.
 
@@ -104,11 +103,11 @@ class skip_spikes:
     skips_not_finite = True
 
     def __init__(self, deviations: float = 6.0, window: int = 128):
-        """Sets what a spike is.
+        """Sets how far above the usual norms a spike is.
 
         Args:
           deviations: how many standard deviations above the mean a norm may be, greater than 0.
-          window: how many norms the mean and the deviation are of, 8 or more.
+          window: the number of norms in the mean and the deviation, 8 or more.
 
         Raises:
           ValueError: an argument is out of range.
@@ -168,7 +167,7 @@ class skip_spikes:
 
 
 def check_skip_fn(fn: Any) -> None:
-    """Raises TypeError if fn is neither None nor a function, nor has a method `decide`."""
+    """Raises TypeError unless fn is None, a function, or has a method `decide`."""
     if isinstance(fn, type) or not (fn is None or callable(fn) or hasattr(fn, "decide")):
         raise TypeError(
             "should_skip_update_fn must be None or a function from a list of gradients to a "
@@ -181,7 +180,7 @@ def check_skip_fn(fn: Any) -> None:
 def says_skip(
     fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy, name: str
 ) -> tuple[mtf.Tensor, State]:
-    """Returns whether a checked function skips a microbatch step, and its new state.
+    """Returns whether a checked function skips a microbatch step, and the new state.
 
     `name` is the wrapper's, for the names of the state.
     """

@@ -1,4 +1,4 @@
-"""What wrappers skip: lines about it in the log, and an end to a training that only skips.
+"""Skipped updates of wrappers: log lines, and an error when a training only skips.
 
 A wrapper that skips makes a `Skips` for each step. Its branch for skipped steps records which
 gradients of which shards were not finite; a line of the log names them for the first skipped step,
@@ -36,12 +36,13 @@ _MOST_NAMED = 8
 
 
 class NoUpdateError(RuntimeError):
-    """More than max_steps_without_update steps in a row had no update.
+    """The error of more than max_steps_without_update steps in a row without an update.
 
     Attributes:
       limit: max_steps_without_update.
       replicas: the shards or islands, row by row, that had something that is not finite in the last
-        skipped step; of `SyncReplicasOptimizer` those that did not contribute in the last step.
+        skipped step; for `SyncReplicasOptimizer` the replicas that did not contribute in the last
+        step.
     """
 
     def __init__(self, limit: int, replicas: Iterable[int], text: str = ""):
@@ -60,7 +61,7 @@ def _no_update(owner: str, limit: int) -> str:
 
 
 def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
-    """Returns max_steps_without_update, checked; `why` tells why fewer than `least` never do."""
+    """Returns max_steps_without_update, checked; `why` says why at least `least` are needed."""
     if limit is None:
         return None
     limit = check_whole_number("max_steps_without_update", limit)
@@ -70,7 +71,7 @@ def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
 
 
 def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable | None:
-    """Makes `<name>/waiting`, the steps in a row without an update; None without a limit."""
+    """Returns `<name>/waiting`, the steps in a row without an update; None without a limit."""
     return named_state(mesh, f"{name}/waiting") if limit else None
 
 
@@ -80,13 +81,13 @@ def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
 
 
 class Words(NamedTuple):
-    """How a wrapper tells of what it skips.
+    """A wrapper's words for its skipped steps.
 
     Attributes:
       line: a line of the log up to the names, without the wrapper's name.
       names: names of the columns of flags: variables.
       rows: names of the rows, such as "(shard 0)"; the first are shards or islands, in order.
-      none: what a line names where no flag is set.
+      none: the text of a line in which no flag is set.
       last: the error's sentence up to the names.
       only_rows: whether a line names the rows alone, by number.
     """
@@ -100,7 +101,7 @@ class Words(NamedTuple):
 
 
 def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
-    """Returns the rows of `not_finite_flags`, for `Words`."""
+    """Returns the names of the rows of `not_finite_flags`, for `Words`."""
     if axes is None:
         return [_OF_ONE]
     return [*(f"(shard {number})" for number in range(axes.num_shards)), _OF_SUM, _OF_ONE]
@@ -113,11 +114,11 @@ def not_finite_flags(
     strategy: Strategy,
     of_shards_only: bool = True,
 ) -> list[mtf.Tensor]:
-    """Finds which gradients of which shards are not finite, for `Skips.report`.
+    """Returns which gradients of which shards are not finite, for `Skips.report`.
 
-    `given` are gradients in any form, and `sums` the same ones as they are checked; clipped ones
-    count as they were before, as one NaN makes all of them NaNs. Shards of gradients that are
-    reduced are not known with `of_shards_only`.
+    `given` are gradients in any form, and `sums` the same ones as they are checked; clipped
+    gradients are checked as they were before the clip, in which one NaN makes all gradients NaN.
+    Shards of gradients that are reduced are not known with `of_shards_only`.
     """
     given, of_shards = given.unreduced or given, []
     if axes:
@@ -128,7 +129,7 @@ def not_finite_flags(
 
 
 class Skips:
-    """What a wrapper skips in a step that is being built.
+    """The skips of a wrapper in a step that is being built.
 
     Attributes:
       watched: the operation at the end of the step; None before `end_of_step`.
@@ -144,18 +145,19 @@ class Skips:
         floor: tuple[mtf.Variable, float] | None = None,
         missed: mtf.Variable | None = None,
     ):
-        """Describes it.
+        """Takes the wrapper's words, counters and limit.
 
         Args:
           owner: the wrapper's name.
-          words: how to tell of it; names in `words` are of the flags that `report` is given.
+          words: the words of the messages; the names in `words` are of the flags that `report` is
+            given.
           counts: the variable that counts what was skipped, a scalar or with one count for each
             row; () if no line is logged.
           waiting: a variable that counts the steps in a row without an update, or two whose
             difference does.
           limit: max_steps_without_update, or None.
           floor: a variable and the value below which it cannot go, which lines mention.
-          missed: steps in a row that each replica has missed, if the error is to list those.
+          missed: steps in a row that each replica has missed, for an error that lists the replicas.
         """
         self.owner, self.words, self.limit = owner, words, limit
         self.counts, self.waiting = list(counts), list(waiting if limit else ())
@@ -171,7 +173,7 @@ class Skips:
     def report(
         self, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor] = ()
     ) -> list[mtf.Operation]:
-        """Makes the operation that records flags and prints a line, for a branch of skipped steps.
+        """Makes the operation of skipped steps that records flags and prints a line.
 
         Args:
           found: flags, greater than 0 where something is not finite, the same on all processors:
@@ -191,13 +193,13 @@ class Skips:
 
     @property
     def looked_at(self) -> list[mtf.Variable]:
-        """The variables that say whether there is something to tell."""
+        """The variables that show whether there is something to report."""
         return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
 
     # What is told, as operations of TensorFlow; `_on_host` runs them where the step cannot.
 
     def line(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
-        """Makes the line of a step from the counts after it, the flags and the floor's value."""
+        """Returns a step's line, from the counts after it, the flags and the floor's value."""
         words = self.words
         if words.only_rows:
             named = _joined(_rows(tf.reduce_max(found, 1)))
@@ -213,7 +215,7 @@ class Skips:
         return tf.strings.join([*parts, *self._at_floor(floor)])
 
     def error_text(self, found: tf.Tensor, floor: Any, missed: tf.Tensor | None) -> tf.Tensor:
-        """Makes the text of the error for too many steps without an update."""
+        """Returns the error's text for too many steps without an update."""
         assert self.limit is not None  # or there would be no error
         named = self._named(found)
         sentence = tf.strings.join([f" {self.words.last} ", named, "."])
@@ -226,7 +228,7 @@ class Skips:
         return tf.strings.join(parts)
 
     def _at_floor(self, floor: Any) -> list[tf.Tensor]:
-        """Makes the sentence about a variable that cannot go lower."""
+        """Returns the sentence about a variable that cannot go lower."""
         if self.floor is None:
             return []
         lowest = self.floor[1]
@@ -234,7 +236,7 @@ class Skips:
         return [tf.where_v2(floor <= lowest, text, "")]
 
     def _named(self, found: tf.Tensor) -> tf.Tensor:
-        """Makes the names of what is flagged; "" if nothing is."""
+        """Returns the names of flagged gradients; "" if there are none."""
         where = tf.where_v2(found > 0)
         some, more = where[:_MOST_NAMED], tf.shape(where)[0] - _MOST_NAMED
         names, rows = list(self.words.names), list(self.words.rows)
@@ -246,7 +248,7 @@ class Skips:
 
 
 def _on_host(make: Callable[..., tf.Tensor], *values: Any) -> str:
-    """Returns the text that a function makes of tensors, from values on the host."""
+    """Returns the text that a function makes of tensors' values on the host."""
     with tf.Graph().as_default():
         text = make(*(x if x is None else tf.constant(x) for x in values))
         with tf.Session(config=tf.ConfigProto(device_count={"GPU": 0})) as session:
@@ -268,14 +270,13 @@ def _joined(strings: tf.Tensor) -> tf.Tensor:
 
 
 class _Report(mtf.Operation):
-    """Records flags of a skipped step; on a placement mesh it prints the line, if one is due."""
+    """The operation that records flags of a skipped step; a placement mesh prints a line, too."""
 
     def __init__(self, skips: Skips, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor]):
         super().__init__([*found, *now], name="report_skipped")
         self._skips, self._num_found = skips, len(found)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         skips = self._skips
         laid_out = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
         found, now = laid_out[: self._num_found], laid_out[self._num_found :]
@@ -320,7 +321,7 @@ class _Report(mtf.Operation):
 
 
 class _Check(Watched):
-    """Raises `NoUpdateError` after too many steps without an update.
+    """The operation that raises `NoUpdateError` after too many steps without an update.
 
     On a placement mesh the step fails, after all of its writes, and a `_Report` prints lines;
     elsewhere a session or a hook raises and logs.
@@ -340,7 +341,6 @@ class _Check(Watched):
         self._skips, self._step = skips, list(step)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         self.note_lowering(lowering)
         limit = self._skips.limit
         if self.takes_a_hook or limit is None:
@@ -361,7 +361,7 @@ class _Check(Watched):
         lowering.operations[self] = done.op
 
     def _apart(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Returns of the records the flags, the value of the floor's variable, and who missed."""
+        """Splits records into the flags, the floor's value, and the replicas that missed."""
         skips, (found, *more) = self._skips, records
         floor = more[0] if skips.floor else None
         return found, floor, more[-1] if skips.missed else None
@@ -376,7 +376,7 @@ class _Check(Watched):
         return limit is not None and bool(self._steps_without(now) > limit)
 
     def _has_line(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """Whether a count has passed a power of two, or a scale has reached its floor."""
+        """Returns whether a count has passed a power of two, or a scale has reached its floor."""
         skips = self._skips
         if before is None:
             return False
@@ -385,13 +385,11 @@ class _Check(Watched):
         return bool(skips.counts) and bool(np.any(_passes_a_power_of_two(before[0], now[0], np)))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """See `Watched`."""
         return self._is_over(now) or self._has_line(before, now)
 
     def find(
         self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
     ) -> list[Any]:
-        """See `Watched`."""
         skips, (found, floor, missed) = self._skips, self._apart(records)
         told: list[Any] = []
         if self._has_line(before, now):
@@ -408,7 +406,7 @@ class _Check(Watched):
 
 
 class ReportsSkips(Wrapper):
-    """A wrapper with state that skips something: the step reports it, the session, or a hook.
+    """A wrapper that skips steps and reports that: in the step, by the session, or by a hook.
 
     Attributes:
       state: its mesh variables, a NamedTuple with None for those that it does not need; None before
@@ -420,16 +418,16 @@ class ReportsSkips(Wrapper):
     _skips = OfStep[Union[Skips, None]](None)
 
     def variables(self) -> list[mtf.Variable]:
-        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        """Returns all variables of the stack: the inner optimizer's, then the wrapper's."""
         return super().variables() + [v for v in self.state or () if v is not None]
 
     def _note(self, state: Any, now: Any, skips: Skips | None) -> None:
-        """Keeps what a step has made, once it is built."""
+        """Keeps the state and skips of a step, once it is built."""
         self.state, self._now, self._skips = state, now, skips
 
     @property
     def skip_report(self) -> Watched | None:
-        """The operation that reports what was skipped; None before gradients were applied."""
+        """The operation that reports skips; None before gradients were applied."""
         return self._skips.watched if self._skips else None
 
     @property
@@ -441,7 +439,7 @@ class ReportsSkips(Wrapper):
         return self._skips.watched if self._skips and self._skips.limit else None
 
     def make_session_run_hook(self) -> WatchHook:
-        """Makes a hook that logs what a step skipped and raises `NoUpdateError`.
+        """Returns a hook that logs a step's skips and raises `NoUpdateError`.
 
         It is for TPUs. On placement meshes the step itself prints and fails, and the sessions of
         CPU replicas and XLA devices log and raise; the hook then does nothing. Its `begin` raises

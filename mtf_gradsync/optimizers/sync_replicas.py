@@ -47,7 +47,7 @@ from mtf_gradsync.reduce.compressed import WireDtype
 
 @gin.configurable(module="mtf_gradsync")
 class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
-    """Averages gradients of fresh replicas and applies them once there are enough.
+    """A wrapper that averages fresh replicas' gradients, and applies them once there are enough.
 
     The replicas are the shards of the mesh, in lock step. A replica contributes unless its gradient
     is stale (for an older step than the update step), is not finite, or a mask skips it. After
@@ -126,8 +126,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             that lists the replicas that did not contribute, and their variables whose gradients are
             not finite (see `NoUpdateError`). None for no limit.
           accept_summed: whether to accept gradients in which replicas are mixed (by a clip by the
-            global norm, for example). These contain skipped replicas, too, and a NaN of one
-            replica drops all of them.
+            global norm, for example). Such gradients contain skipped replicas, too, and a NaN of
+            one replica drops all of them.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             they are those of the mesh that the program has made for this graph.
@@ -192,7 +192,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         super()._check_step(global_step, name)
 
     def stages(self, place: Place) -> list[Stage]:
-        """See `Wrapper.stages`."""
         axes = place.axes
         assert axes is not None  # as the wrapper needs to know the mesh
         return [
@@ -235,16 +234,15 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """Updates made, after the step that it is fetched with; None before there is a step."""
+        """The updates made, after the step that fetches it; None before there is a step."""
         return self._now and self._now.update_step
 
     @property
     def in_sums_now(self) -> mtf.Tensor | None:
-        """Contributions that wait for an update, after the step that it is fetched with."""
+        """The contributions that wait for an update, after the step that fetches it."""
         return self._now and self._now.count
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        """See `mtf_gradsync.reported`."""
         now = self._now
         if now is None:
             return {}
@@ -257,13 +255,13 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         }
 
     def variables(self) -> list[mtf.Variable]:
-        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        """Returns all variables of the stack: the inner optimizer's, then the wrapper's."""
         return super().variables() + ([self._weight] if self._weight else [])
 
 
 @dataclasses.dataclass(frozen=True)
 class _AggregateReplicas(Stage):
-    """Adds up contributions of fresh replicas, and passes on the average when there are enough."""
+    """The stage that adds up fresh replicas' contributions, and passes on their average."""
 
     wrapper: SyncReplicasOptimizer
     axes: ReplicaAxes
@@ -283,18 +281,15 @@ class _AggregateReplicas(Stage):
 
     @property
     def takes(self) -> PerShard:  # type: ignore[override]
-        """See `Stage.takes`."""
         if self._needs_shards:
             return PerShard("refuse", "give it accept_summed=True", remakes=True)
         return PerShard("reduce", remakes=True)
 
     @property
     def due(self) -> str:  # type: ignore[override]
-        """See `Stage.due`."""
         return f"once {self.wrapper._to_aggregate} contributed"
 
     def describe(self, about: About) -> list[Line]:
-        """See `Stage.describe`."""
         asked = " that are asked to contribute" * (self.wrapper._contributes is not None)
         return [Line(f"add up gradients of replicas{asked}, if finite and not stale")]
 
@@ -304,7 +299,6 @@ class _AggregateReplicas(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """See `Stage.check`."""
         wrapper = self.wrapper
         for grad, variable in zip(grads, variables):
             if grad is not None and wrapper._has_own_copy(variable):
@@ -330,7 +324,6 @@ class _AggregateReplicas(Stage):
             )
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         wrapper, given = self.wrapper, gradients
         axes, reducer, mesh = self.axes, wrapper.reducer, gradients.mesh
         before = step.plan.state(
@@ -438,9 +431,9 @@ _Parts = Mapping[int, Sequence[mtf.Tensor]]
 def _by_replica(
     gradients: GradientSet, axes: ReplicaAxes, reducer: Strategy
 ) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
-    """Returns what each replica has computed, what all of them together, and parts of sums.
+    """Splits gradients into per-replica ones, reduced ones, and per-replica terms of sums.
 
-    The first are per-shard gradients and all parts of sums, in which a NaN is that of a replica.
+    Per-replica gradients include the terms of sums: a NaN in them is one replica's.
     """
     made = gradients.made_of_sums
     sums = [x for one in made.values() for x in one.sums]
@@ -462,10 +455,10 @@ def _of_contributions(
     unit: Any,
     wrapper: SyncReplicasOptimizer,
 ) -> GradientSet:
-    """Makes the gradients at `already_reduced` the sums of those of replicas that contribute.
+    """Returns gradients in which `already_reduced` ones sum the contributing replicas.
 
-    A gradient in which they are mixed counts `counts` times: once for each of them, or by the sum
-    of their weights. `unit` is what makes a contribution of a replica's part.
+    A gradient in which replicas are mixed counts `counts` times: once for each replica, or by the
+    sum of their weights. `unit` is the factor from a replica's part to a contribution.
     """
     axes, reducer = wrapper.axes, wrapper.reducer
 

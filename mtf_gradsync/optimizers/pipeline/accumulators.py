@@ -24,7 +24,7 @@ from mtf_gradsync.step import Gate, StepPlan, WriteInPlace, write_slices
 def weight_state(
     mesh: mtf.Mesh, owner: str, counter: str, checkpointed: bool = True
 ) -> mtf.Variable:
-    """Makes `<owner>/weight`, the sum of the weights of what `counter` counts in accumulators.
+    """Returns `<owner>/weight`, the total weight of the gradients in accumulators.
 
     Sums of a run without weights have a weight of one for each addition.
     """
@@ -66,7 +66,7 @@ class Accumulators:
         owner: str,
         counter: str,
     ):
-        """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
+        """Takes or makes the accumulators, `<variable>/gradient_accumulator`.
 
         Args:
           gradients: per-shard or reduced gradients, or parts of reduced ones.
@@ -106,10 +106,10 @@ class Accumulators:
         keepers.check(slots, self._variables, gradients.variables)
 
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
-        """Adds this step's gradients, and returns the gate that all writes of the step wait for.
+        """Adds this step's gradients; returns the gate that all of the step's writes wait for.
 
-        With `direct`, for programs with updates on most steps, it adds them only if `direct.holds`
-        is false.
+        With `direct`, for programs with updates on most steps, gradients are added only if
+        `direct.holds` is false.
         """
         step.write_state()
         for variable in self._variables:
@@ -134,14 +134,15 @@ class Accumulators:
         divisor: mtf.Tensor | None = None,
         weight: mtf.Tensor | None = None,
     ) -> GradientSet:
-        """Opens the branch with the update, where `due`, and returns the sums to reduce there.
+        """Opens the branch of an update, if `due`; returns the sums to reduce there.
 
-        They include this step's gradients. Reduced, they are divided by the divisor and have the
-        dtypes of the gradients. Sums of parts are parts. `gate` is from `add`; counts_every_step is
+        The sums include this step's gradients. Once reduced, they are divided by the divisor, in
+        the gradients' dtypes. Sums of parts are parts. `gate` is from `add`; counts_every_step is
         that of `only_when`.
 
         With `weight`, the sum of the weights that the gradients were multiplied by, the sums are
-        divided by the divisor, or by that, before they are reduced: they may be too large to send.
+        divided by the divisor, or by this weight, before they are reduced: they may be too large to
+        send.
         """
         unless = self._added_unless
         step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
@@ -160,7 +161,7 @@ class Accumulators:
         )
 
     def _clear(self) -> list[mtf.Operation]:
-        """Makes the accumulators zero after the sums were read, even if no update follows."""
+        """Returns operations that zero the accumulators after reads, even without an update."""
         if self._added_unless is not None:
             return [_ClearUnless(self._added_unless)]
         return [WriteInPlace(self._variables, self._taken, _clear, "clear_accumulated")]
@@ -172,18 +173,17 @@ def _clear(variable: Any, taken: tf.Tensor) -> tf.Operation:
 
 
 def zeros_where(skip: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Replaces a tensor by zeros if skip is true, NaNs included."""
+    """Returns a tensor, or zeros if skip is true, also in place of NaNs."""
     return tf.where_v2(skip, tf.zeros_like(x), x)
 
 
 class ZerosWhere(GradientOperation):
-    """Replaces gradients by zeros if they are skipped, all of them or those of some shards."""
+    """Gradients, with zeros in place of skipped ones: all of them, or some shards'."""
 
     def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
         super().__init__([*grads, skip], [g.shape for g in grads], "zeros_where")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         *grads, skip = reduced_values(lowering, self.inputs)
         skip = mesh_impl.slicewise(lambda x: tf.reshape(x, []), skip)
@@ -191,7 +191,7 @@ class ZerosWhere(GradientOperation):
 
 
 def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
-    """Replaces skipped gradients by zeros, NaNs included.
+    """Returns gradients with zeros in place of skipped ones, also in place of NaNs.
 
     `skip` is a boolean scalar for all gradients, or `[shard dims...]` for those per shard.
     """
@@ -206,7 +206,7 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
 
 
 def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
-    """Multiplies a reduced gradient by a count; a count of 0 gives zeros in place of NaNs, too."""
+    """Returns a reduced gradient times a count; a count of 0 gives zeros, also in place of NaNs."""
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
 
     def multiply(x: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -216,7 +216,7 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
 
 
 class _AddUnless(GradientOperation):
-    """Returns gradients as they are, or adds them to accumulators and returns the sums."""
+    """Gradients as they are, or their sums after adding them to accumulators."""
 
     def __init__(
         self,
@@ -231,8 +231,6 @@ class _AddUnless(GradientOperation):
         super().__init__([*grads, direct.skipped, direct.holds], shapes, "accumulate_unless")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-
         def add(own: list[int], slices: list[Any], values: list[Any]) -> list[tf.Tensor]:
             *grads, skipped, direct = values
 
@@ -255,15 +253,13 @@ class _AddUnless(GradientOperation):
 
 
 class _ClearUnless(mtf.Operation):
-    """Makes accumulators zero, unless the update did not use them; runs after the gate."""
+    """An operation after the gate that zeroes accumulators, unless the update did not use them."""
 
     def __init__(self, added: _AddUnless):
         super().__init__([added.inputs[-1]], name="clear_accumulated_unless")
         self._accumulators = added.variables
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-
         def clear(own: list[int], slices: list[Any], values: list[Any]) -> list[tf.Tensor]:
             def cleared() -> tf.Tensor:
                 with tf.control_dependencies(

@@ -1,4 +1,4 @@
-"""Gradients on their way to an update, and as the optimizer inside of all takes them."""
+"""Sets of gradients on their way to an update, and the forms that the innermost optimizer takes."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Form(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class PerShard:
-    """A request of a stage for one gradient of each shard; see `Stage.takes`.
+    """A stage's request for one gradient per shard; see `Stage.takes`.
 
     Attributes:
       mixed: what to do about gradients in which shards are mixed: each shard takes an equal share,
         or they are reduced (`GradientSet.already_reduced` has their positions), or it is an error.
-      or_else: for the error about a wrapper around that reduces: what helps, other than to turn
-        them round. None if reduced gradients will do, of which each shard has an equal share.
-      warning: about those that are reduced, with fields for the wrapper's name, the variables and
-        the operations that mix shards; "" for none.
+      or_else: for the error about a reducing wrapper around this one: a remedy besides turning the
+        two around. None if reduced gradients will do, of which each shard has an equal share.
+      warning: about gradients that are reduced, with fields for the wrapper's name, the variables
+        and the operations that mix shards; "" for none.
       adds_up: whether the stage treats all shards alike, so that a shard may hold a part of the sum
         that is not its own gradient, such as an expert's of all examples.
       remakes: whether it makes gradients at `GradientSet.made_of_sums` again, without the shards
@@ -70,12 +70,12 @@ class GradientSet:
       variables: the mesh variables; `StepBuilder.reduce_now` with `extra` takes pieces, too.
       form: the form of all gradients.
       divisor: a scalar to divide the reduced gradients by; None for one.
-      dtypes: for each gradient the dtype to cast the reduced one to; None for its own.
-      already_reduced: in form `PER_SHARD`, and in sums of such gradients: positions of those that
-        are reduced, because shards are mixed in them.
+      dtypes: for each gradient the dtype to cast the reduced gradient to; None for its own.
+      already_reduced: in form `PER_SHARD`, and in sums of such gradients: positions of gradients
+        that are reduced, because shards are mixed in them.
       made_of_sums: in form `PER_SHARD`, for some at `already_reduced`, how to make them without the
         shards that a stage skips.
-      weights: how much the gradients stand for, which are those of a mean; None if nobody said so.
+      weights: the weights of the gradients, which are of a mean; None if none were given.
       unreduced: in a reduced form, the set as it was before the reduction, which tells more about
         shards; None if it is not known.
       branch: the branch of the step that can use them; None if every step can.
@@ -129,7 +129,7 @@ class GradientSet:
         return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
 
     def change_reduced(self, change: Callable[[mtf.Tensor], mtf.Tensor]) -> GradientSet:
-        """The same set with a function applied to the gradients at `already_reduced`."""
+        """Returns the set with a function applied to the gradients at `already_reduced`."""
         grads = enumerate(self.grads)
         return self.with_grads(
             [change(g) if g is not None and i in self.already_reduced else g for i, g in grads]
@@ -137,7 +137,7 @@ class GradientSet:
 
 
 def finished(gradients: GradientSet, opt: Any) -> GradientSet:
-    """Returns reduced gradients divided by their divisor, in their dtypes, for an optimizer."""
+    """Returns reduced gradients for an optimizer: divided by their divisor, in their dtypes."""
     dtypes, divisor = gradients.dtypes, gradients.divisor
     if dtypes is None and divisor is None:
         return gradients
@@ -162,7 +162,7 @@ def finished(gradients: GradientSet, opt: Any) -> GradientSet:
 
 
 def gathered(gradients: GradientSet) -> GradientSet:
-    """Gathers parts of reduced gradients, so that each replica has all of each."""
+    """Returns full gradients on each replica, gathered from the parts."""
     pairs = list(zip(gradients.present, gradients.owners))
     parts = [g for g, v in pairs if g.shape != v.shape]
     if not parts:
@@ -176,7 +176,7 @@ def gathered(gradients: GradientSet) -> GradientSet:
 def without_frozen(
     opt: Any, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
 ) -> list[mtf.Tensor | None]:
-    """Returns gradients with None for variables that an optimizer leaves as they are.
+    """Returns gradients with None for variables that the optimizer does not update.
 
     These variables then cost no reduction and no sums, and have no part in norms.
     """
@@ -184,7 +184,7 @@ def without_frozen(
 
 
 def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
-    """Returns the dtype in which the inner optimizer gets gradients: at least float32."""
+    """Returns the dtype of gradients for the inner optimizer: at least float32."""
     # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the others
     # cast to float32 themselves.
     if dtype.size >= 4 or isinstance(opt, mtf.optimize.MomentumOptimizer):
@@ -244,9 +244,9 @@ class Reduced(NamedTuple):
     """The first reduction of a step.
 
     Attributes:
-      parts: the gradients before it, not None, pending or per shard.
-      sums: the gradients after it, reduced or in parts.
-      branch: the branch of the step that has them; None if every step has.
+      parts: the gradients before the reduction, not None, pending or per shard.
+      sums: the gradients after the reduction, reduced or in parts.
+      branch: the branch of the step that makes them; None if every step does.
       strategy: the reduction strategy.
     """
 

@@ -1,4 +1,4 @@
-"""Which wrappers may stand around which, from what their stages take and give."""
+"""The order of wrappers: which may be around which, by what their stages take and give."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ Stages = Sequence[Stage]
 
 
 def reduces(stages: Stages) -> bool:
-    """Whether those inside get reduced gradients."""
+    """Returns whether these stages give reduced gradients to the stages inside."""
     return any(Form.REDUCED in (s.takes, s.gives) for s in stages)
 
 
 def needs_shards(stages: Stages) -> PerShard | None:
-    """Returns the request for per-shard gradients that no wrapper around may have reduced."""
+    """Returns the request for per-shard gradients that no wrapper around may reduce, or None."""
     requests = [s.takes for s in stages if isinstance(s.takes, PerShard)]
     return next((r for r in requests if r.or_else is not None), None)
 
 
 def schedules_updates(stages: Stages) -> bool:
-    """Whether they decide on which steps there is an update."""
+    """Returns whether these stages decide which steps make an update."""
     return any(s.due for s in stages)
 
 
 def skips_not_finite(stages: Stages) -> bool:
-    """Whether those inside get no gradients that are not finite."""
+    """Returns whether these stages keep gradients that are not finite from those inside."""
     return any(s.finite == "skips" for s in stages)
 
 
 def needs_not_finite(stages: Stages) -> bool:
-    """Whether they need gradients that are not finite, to change the loss scale."""
+    """Returns whether these stages must see gradients that are not finite, for the loss scale."""
     return any(s.finite == "needs" for s in stages)
 
 
 def shards_updates(stages: Stages) -> bool:
-    """Whether those inside get parts of variables."""
+    """Returns whether these stages give parts of variables to those inside."""
     return any(s._partition is not None for s in stages)
 
 
 def averages(stages: Stages) -> bool:
-    """Whether they keep moving averages of variables."""
+    """Returns whether these stages keep moving averages of variables."""
     return any(s._averages for s in stages)
 
 
 def keeps_outer_values(stages: Stages) -> bool:
-    """Whether they train other values of variables than those that programs see."""
+    """Returns whether these stages train other values than the variables that programs see."""
     return any(s._keeps_outer_values for s in stages)
 
 
 def makes_islands(stages: Stages) -> bool:
-    """Whether they give each of several islands its own values of variables and slots."""
+    """Returns whether these stages give islands their own values of variables and slots."""
     return any(s._islands is not None for s in stages)
 
 
 def counts_shards(stages: Stages) -> bool:
-    """Whether they count which shards contribute, to decide when there is an update."""
+    """Returns whether these stages count contributing shards, to decide on updates."""
     return any(s._counts_shards for s in stages)
 
 
 class OrderRule(NamedTuple):
-    """An order that makes no sense; `forbids` gets the stages of outer and inner wrapper.
+    """A forbidden order: `forbids` gets the stages of the outer and of the inner wrapper.
 
     `why` is the error, with fields {outer}, {inner} and {or_else}.
     """
@@ -145,12 +145,12 @@ RULES = (
 
 
 def why_not(outer: Stages, inner: Stages) -> str | None:
-    """Returns why a wrapper must not be around another one, with fields; None if it may."""
+    """Returns the error for a wrapper around another, with fields; None if it may be there."""
     return next((rule.why for rule in RULES if rule.forbids(outer, inner)), None)
 
 
 def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
-    """Raises ValueError if a wrapper must not be around one of the optimizers inside it."""
+    """Raises ValueError if a wrapper must not be around an optimizer inside it."""
     own = stages_of(outer)
     for inner in inner_stack:
         stages = stages_of(inner)
@@ -168,7 +168,7 @@ def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
 
 
 def _line_of(wrapper: Any) -> str:
-    """Returns what a wrapper does by itself, for an error; "" for other optimizers."""
+    """Returns the work of a wrapper alone, for an error; "" for other optimizers."""
     if not hasattr(wrapper, "_place"):
         return ""
     stages = stages_of(wrapper)

@@ -68,7 +68,7 @@ class VariablePiece:
 
     @property
     def name(self) -> str:
-        """The variable's name."""
+        """The name of the variable."""
         return str(self.variable.name)
 
     @property
@@ -82,7 +82,7 @@ Owner = Union[mtf.Variable, VariablePiece]
 
 
 def variable_of(owner: Owner) -> mtf.Variable:
-    """Returns the variable of an owner of a gradient."""
+    """Returns the variable that a gradient's owner is, or is a piece of."""
     return owner.variable if isinstance(owner, VariablePiece) else owner
 
 
@@ -106,7 +106,7 @@ class PieceOfState:
 
 
 class CutOut(GradientOperation):
-    """Cuts pieces out of tensors, `[shard dims...] + variable dims`, without communication.
+    """Pieces of tensors `[shard dims...] + variable dims`, cut without communication.
 
     The mesh splits the shard dims to size 1.
     """
@@ -122,7 +122,6 @@ class CutOut(GradientOperation):
         super().__init__(tensors, shapes, "cut_out")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         results = []
         for x, piece, output in zip(
@@ -134,7 +133,7 @@ class CutOut(GradientOperation):
 
 
 class PutBack(GradientOperation):
-    """Replaces pieces of tensors by values as `CutOut` gives them, without communication."""
+    """Tensors with pieces replaced by values of `CutOut`'s shapes, without communication."""
 
     def __init__(
         self,
@@ -146,7 +145,6 @@ class PutBack(GradientOperation):
         super().__init__([*tensors, *values], [x.shape for x in tensors], "put_back")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         slicewise, count = lowering.mesh_impl(self).slicewise, len(self._pieces)
         values = reduced_values(lowering, self.inputs)
         given = zip(self._pieces, values[:count], values[count:])
@@ -157,7 +155,7 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class _Maker(StateMaker):
-    """Makes the variables of a strategy's state, and records them."""
+    """A maker of a strategy's state variables, which records them."""
 
     def __init__(
         self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str, is_mean: bool
@@ -176,7 +174,6 @@ class _Maker(StateMaker):
         start: float = 0,
         begins_anew: bool = False,
     ) -> mtf.Variable:
-        """See `StateMaker.variable`."""
         owners = {v.name: v for v in self._gradients.variables}
         owner = owners.get(owner_of(name, owners) or "")
         piece = owner if isinstance(owner, VariablePiece) else None
@@ -218,12 +215,11 @@ class _Maker(StateMaker):
         return made
 
     def report(self, compression: Compression) -> None:
-        """See `StateMaker.report`."""
         self.compression = compression
 
 
 class ReducedByStrategy(NamedTuple):
-    """What a strategy has made of gradients.
+    """The results of a strategy's own reduction of gradients.
 
     Attributes:
       sums: for each variable the reduced gradient.
@@ -322,7 +318,7 @@ def reduce_by_strategy(
 def _sets(
     gradients: GradientSet, axes: ReplicaAxes, reduced_before: Collection[mtf.Variable]
 ) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
-    """Returns gradients to reduce and their variables, by the shard dims to reduce over."""
+    """Returns the gradients to reduce, with variables, by the shard dims to reduce over."""
     found: dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]] = {}
     pending = pending_over_shards(gradients.present, axes)
     for grad, variable, is_pending in zip(gradients.present, gradients.owners, pending):

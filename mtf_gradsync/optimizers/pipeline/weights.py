@@ -1,4 +1,4 @@
-"""Weights of gradients: how much the loss of a step stands for, such as its number of tokens."""
+"""Weights of gradients: what the loss of a step stands for, such as its number of tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mtf_gradsync.step import PlanExtension, StepPlan
 
 
 class Weights(NamedTuple):
-    """How much a set of gradients stands for.
+    """The weights of a set of gradients.
 
     Attributes:
-      total: float32 scalar; inside of islands, that of the island.
+      total: float32 scalar; inside islands, the island's total.
       of_shards: float32 `[shard dims...]`, each shard's part of it; None for equal parts.
     """
 
@@ -29,14 +29,14 @@ class Weights(NamedTuple):
     of_shards: mtf.Tensor | None = None
 
     def by_shard(self, axes: ReplicaAxes) -> mtf.Tensor:
-        """Returns `of_shards`, or equal parts."""
+        """Returns `of_shards`, or equal parts of the total."""
         if self.of_shards is not None:
             return self.of_shards
         return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
 
 
 class Recorded(NamedTuple):
-    """What `compute_gradients` was given for a gradient.
+    """The weights given to `compute_gradients` for a gradient.
 
     Attributes:
       weights: the weights; None for losses of shards, which it joined with equal weights.
@@ -48,10 +48,10 @@ class Recorded(NamedTuple):
 
 
 class WeightsOfGradients(PlanExtension):
-    """A plan's record of the weights that gradients, and losses of shards, have.
+    """A plan's record of the weights of gradients and of shards' losses.
 
     Attributes:
-      weighted: what `weighted_loss` made of losses, by these.
+      weighted: the losses that `weighted_loss` returned, by the losses it was given.
     """
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class WeightsOfGradients(PlanExtension):
         self._given = {**self._given, **own}  # a plan that is undone has the one before
 
     def record_loss(self, loss: mtf.Tensor, weighted: mtf.Tensor) -> None:
-        """Records what `weighted_loss` made of a loss."""
+        """Records the loss that `weighted_loss` returned."""
         self.weighted = {**self.weighted, loss: weighted}
 
     def behind(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
-        """Returns for each gradient what is recorded of those that it was computed from."""
+        """Returns, for each gradient, the records of the gradients that it was computed from."""
         found: list[list[Recorded]] = [[] for _ in grads]
         if not self._given or not grads:
             return found
@@ -103,10 +103,10 @@ def _key(weights: Any) -> Any:
 def agreed_weights(
     weights: Any, found: Sequence[Sequence[Recorded]], variables: Sequence[mtf.Variable]
 ) -> Any:
-    """Returns the weights of all gradients of a step; None for none.
+    """Returns the weights that all gradients of a step share; None for none.
 
     Args:
-      weights: those that the step was given, checked; None for none.
+      weights: the weights that the step was given, checked; None for none.
       found: what `WeightsOfGradients.behind` returns for its gradients.
       variables: their variables.
 
@@ -155,7 +155,7 @@ def agreed_weights(
 
 
 def check_weights(weights: Any, names: Sequence[str]) -> Any:
-    """Returns weights, checked; `names` are those of the stack's shard dims.
+    """Returns checked weights; `names` are the names of the stack's shard dims.
 
     Raises:
       TypeError: they are no number and no scalar or mtf tensor.
@@ -210,7 +210,7 @@ def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
 
 
 def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
-    """Returns the sum of the weights of each shard; those that share a weight have equal parts."""
+    """Returns the sum of weights of each shard; shards with one common weight get equal parts."""
     by_name = {d.name: d for d in weights.shape.dims}
     kept = [d for d in axes.shard_dims if d.name in by_name]
     for dim in kept:
@@ -231,13 +231,13 @@ def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
 
 
 def _summed_to(x: mtf.Tensor, shape: mtf.Shape) -> mtf.Tensor:
-    """Sums over the dimensions that a shape does not have."""
+    """Returns a tensor, summed over the dimensions that `shape` does not have."""
     names = shape.dimension_names
     return mtf.reduce_sum(x, output_shape=mtf.Shape([d for d in x.shape.dims if d.name in names]))
 
 
 def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.Tensor:
-    """Returns losses of shards times weight over mean weight: their mean is the weighted mean.
+    """Returns shards' losses times weight over mean weight: their mean is the weighted mean.
 
     A loss without shard dims, and weights without, change nothing: the loss is a mean already.
     """
@@ -265,7 +265,7 @@ def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.T
 def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
     """Returns the loss of a step to show, a scalar: the mean over its elements.
 
-    For losses of shards that `compute_gradients` was given weights with, it is the weighted mean.
+    If `compute_gradients` was given weights with shards' losses, it is the weighted mean.
     """
     plan = StepPlan.of_graph(loss.graph)
     known = plan.known_extension(WeightsOfGradients) if plan else None
@@ -273,7 +273,7 @@ def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
 
 
 def nonzero(x: tf.Tensor) -> tf.Tensor:
-    """Returns a divisor as it is, and one in place of 0."""
+    """Returns a divisor, or 1 in place of 0."""
     return tf.where_v2(tf.equal(x, 0), tf.ones_like(x), x)
 
 
@@ -290,12 +290,12 @@ def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
 def weighted_shards(
     grads: MaybeGradients, weights: Weights, axes: ReplicaAxes | None, strategy: Strategy
 ) -> list[mtf.Tensor | None]:
-    """Makes gradients those of shards with weights, and of shards with a weight of 0 zeros.
+    """Returns weighted shards' gradients; zeros for shards with a weight of 0.
 
-    The loss of a shard without data may have been 0 / 0. What holds no data, as of a penalty on
-    weights, is shared in proportion to the weights. These gradients have shard dims then. Others
-    stay as they are: those from which shards' own gradients are not recoverable, and all where the
-    weights are not those of shards.
+    The loss of a shard without data may have been 0 / 0. Gradients without data, such as a
+    penalty's on weights, are shared in proportion to the weights, and then have shard dims.
+    Gradients from which shards' own are not recoverable stay as they are, and so do all gradients
+    if the weights are not per shard.
     """
     of_shards = weights.of_shards
     if axes is None or of_shards is None or axes.num_shards == 1:

@@ -1,4 +1,4 @@
-"""What stages do, in words: lines for `mtf_gradsync.describe`, and how they tell settings."""
+"""Words for stages: lines of `mtf_gradsync.describe`, and settings in them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 
 
 class Line(NamedTuple):
-    """What a stage does, in words.
+    """The work of a stage, in words.
 
     Attributes:
       what: for example "clip to a global norm of 1".
-      when: on which steps, if that is not where the stage stands; "" if it is.
+      when: the steps, if they are not those of the stage's place; "" if they are.
       after: whether it comes after the update.
       first: whether it comes before all stages, on every step.
     """
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 
 class About(NamedTuple):
-    """What is known of a program when its stack is described.
+    """The facts of a program whose stack is described.
 
     Attributes:
       axes: the replica axes of the stage; None if they are not known.
@@ -41,7 +41,7 @@ class About(NamedTuple):
 
 
 def over(axes: ReplicaAxes | None) -> str:
-    """Returns which shards something is reduced over, in words."""
+    """Returns the shards of a reduction, in words."""
     if axes is None:
         return "the replica axes"
     if not axes.shard_dims:
@@ -51,7 +51,7 @@ def over(axes: ReplicaAxes | None) -> str:
 
 
 def told(value: Any) -> str:
-    """Returns a setting as lines have it: a number, or what a tensor is called."""
+    """Returns a setting in words: a number, or a tensor's name."""
     if value is None or isinstance(value, (bool, str)):
         return str(value)
     if is_number(value):
@@ -60,7 +60,7 @@ def told(value: Any) -> str:
 
 
 def strategy_told(strategy: Any) -> str:
-    """Returns how a strategy reduces, in words."""
+    """Returns a strategy's way to reduce, in words."""
     name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
     narrow = getattr(strategy, "compressed_dtype", None)
     if narrow is not None:
@@ -74,7 +74,7 @@ def strategy_told(strategy: Any) -> str:
 
 
 def nth(count: Any) -> str:
-    """Returns on which steps something happens that does so once in some steps."""
+    """Returns the steps of something that happens once in `count` steps, in words."""
     if not isinstance(count, int):
         return "when due"
     if count == 1:
@@ -84,7 +84,7 @@ def nth(count: Any) -> str:
 
 
 def bytes_told(count: int) -> str:
-    """Returns a number of bytes as people write it, such as "12.3 MB"."""
+    """Returns a number of bytes in words, such as "12.3 MB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return (

@@ -1,4 +1,4 @@
-"""The state of wrappers: names and owners, what checkpoints of other runs have, beginning anew.
+"""The state of wrappers: names and owners, checkpoints of other runs, and new beginnings.
 
 - `variables`: how a state variable is made, and the note that says how it is read.
 - `slots`: whose slot a variable is.

@@ -1,10 +1,10 @@
-"""How wrappers' state begins in a new run, also where values come from another one.
+"""The beginning of wrappers' state in a new run, also with values of another run.
 
-What a wrapper derives from a variable begins with the value that the variable has when training
-begins, and what counts or sums begins anew. A derived variable's initial value is a mark: NaNs of a
-certain bit pattern, which no arithmetic makes. Where its master has the mark, its slices are copied
-from the master of the other variable, by the operation that copies masters to slices before every
-training, so that a step has nothing to do with it. Slices that are copied back replace the mark.
+State that a wrapper derives from a variable begins with the variable's value when training begins;
+counters and sums begin at zero. A derived variable's initial value is a mark: NaNs of a certain bit
+pattern, which no arithmetic makes. Where its master has the mark, its slices are copied from the
+master of the other variable, by the operation that copies masters to slices before every training,
+so that a step has nothing to do with it. Slices that are copied back replace the mark.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _MARKS = {
 
 
 class Beginning(NamedTuple):
-    """A derived variable in a tf graph.
+    """The record of a derived variable in a tf graph.
 
     Attributes:
       name: its name.
       source_name: the name of the other variable.
-      value: the value that its slices get: that of the master, or of the other variable.
+      value: the value that its slices get: the master's, or the other variable's.
       source: the value of the other variable's master, in the shape and dtype of `value`.
       dtype: the dtype of the other variable's slices.
     """
@@ -58,21 +58,20 @@ class Beginning(NamedTuple):
 
 
 class DerivedVariable(mtf.Variable):
-    """A variable whose slices begin with the values of another one; see `derived_variable`."""
+    """A variable whose slices begin with another variable's values; see `derived_variable`."""
 
     _source: mtf.Variable
     _own_master: Callable[[], Any]
     _is_alone = False
 
     def get_master(self) -> Any:
-        """Returns what slices are copied from; on one processor, where it is a slice, the master.
+        """Returns the tensor that slices are copied from; on one processor the master itself.
 
-        It is the master or, where that has the mark, the other variable's.
+        It is the master's value or, if the master has the mark, the other variable's.
         """
         return self._own_master() if self._is_alone else self._beginning().value
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         self._is_alone = mesh_impl.size == 1
         super().lower(lowering)
@@ -101,7 +100,7 @@ class DerivedVariable(mtf.Variable):
 def derived_variable(
     source: mtf.Variable, make: Callable[[Callable[..., Any]], mtf.Variable]
 ) -> mtf.Variable:
-    """Makes a variable that begins with the value that another one has when training begins.
+    """Makes a variable that begins with another variable's value at the start of training.
 
     Args:
       source: the other variable, of the last dimensions of the new one.
@@ -129,7 +128,7 @@ def derived_variable(
 
 
 class Beginnings:
-    """The derived variables of a graph, for sessions in which others are set before the first step.
+    """A graph's derived variables, for sessions that set other variables before the first step.
 
     Attributes:
       are_equal: by name, a boolean scalar: whether a derived variable has the value of the other
@@ -137,7 +136,7 @@ class Beginnings:
     """
 
     def __init__(self, graph: tf.Graph):
-        """Adds operations to a graph with everything lowered, which is the default graph."""
+        """Adds operations to the default graph, in which everything is lowered."""
         self._found: dict[str, Beginning] = {x.name: x for x in graph.get_collection(_BEGINNINGS)}
         self.are_equal: dict[str, tf.Tensor] = {}
         for one in self._found.values():
@@ -146,7 +145,7 @@ class Beginnings:
             self.are_equal[one.name] = tf.reduce_all(tf.equal(*pair))
 
     def marks(self, are_equal: Mapping[str, Any], written: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns what to set masters to so that derived variables begin when slices are copied.
+        """Returns values for masters that make derived variables begin when slices are copied.
 
         `are_equal` are the values of those tensors, and `written` the names of variables that are
         set, too.
@@ -165,7 +164,7 @@ class Beginnings:
 
 
 def is_marked(value: np.ndarray) -> bool:
-    """Whether a derived variable's value in a checkpoint is of before training has begun."""
+    """Returns whether a derived variable's value in a checkpoint is from before training."""
     dtype = tf.as_dtype(value.dtype)
     if dtype not in _MARKS or not value.size:
         return False
@@ -174,9 +173,9 @@ def is_marked(value: np.ndarray) -> bool:
 
 
 def begin_anew(graph: tf.Graph) -> set[str]:
-    """Returns the names of wrappers' state, which no new run takes from another one.
+    """Returns the names of wrappers' state that a new run never takes from another run.
 
-    The inner optimizer's slots, and counts that go with them, are none.
+    The inner optimizer's slots, and their counters, do not count as wrappers' state.
     """
     notes: Iterable[StateNote] = graph.get_collection(STATE_COLLECTION)
     derived = graph.get_collection(_DERIVED)
@@ -185,7 +184,7 @@ def begin_anew(graph: tf.Graph) -> set[str]:
 
 
 def keep_state_where_values_come_from_checkpoints() -> None:
-    """Makes `tf.train.init_from_checkpoint` and `warm_start` leave wrappers' state as it begins."""
+    """Keeps `tf.train.init_from_checkpoint` and `warm_start` away from wrappers' state."""
 
     def initialize_others(initialize: Any) -> Any:
         def init_from_checkpoint(*args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
-"""What a checkpoint has for a graph of another mesh, of other islands, or of another stack.
+"""Adapts checkpoints to a graph with another mesh, other islands, or another stack.
 
-A value is read as `[islands..., shards...] + its own dims`. What the shards of an island have adds
-up. What islands have stands for the whole batch each, so that one island goes on with their mean;
-or it is theirs alone, as weights are and sums of gradients times weights, and adds up, too.
+A value is read as `[islands..., shards...] + its own dims`. Values of an island's shards add up.
+Values of islands stand for the whole batch each, so that one island goes on with their mean; but
+weights, and sums of gradients times weights, are each island's own and add up, too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) ->
 
 
 class Change(NamedTuple):
-    """A variable of a wrapper that a checkpoint has in another form, or not at all.
+    """A wrapper's variable that a checkpoint has in another form, or not at all.
 
     Attributes:
       saved_name: its name in the checkpoint; None if it is missing, or another wrapper's.
@@ -94,7 +94,7 @@ class Change(NamedTuple):
 
 
 class Saved:
-    """A checkpoint, and what it has in another form than a graph, or not at all.
+    """A checkpoint, with its differences from a graph's variables.
 
     Attributes:
       path: the path.
@@ -119,9 +119,9 @@ class Saved:
             self.islands = of_islands[: len(of_islands) - len(self.shapes[name])]
 
     def find(self, name: str | None, of_islands: bool = False) -> str | None:
-        """Returns the name that a variable has in the checkpoint, with or without islands.
+        """Returns a variable's name in the checkpoint, with or without islands.
 
-        `of_islands` says which of the two is preferred.
+        With `of_islands` the name with islands is preferred, else the other name.
         """
         names = [name, f"{name}/{ISLAND}"]
         return next((n for n in names[:: -1 if of_islands else 1] if n in self.shapes), None)
@@ -137,9 +137,9 @@ class Saved:
 
     @functools.cached_property
     def changes(self) -> dict[str, Change]:
-        """What it has in another form than the graph, or not at all, by name.
+        """The variables that the checkpoint has in another form, or not at all, by name.
 
-        This is the state of wrappers, and what the checkpoint has for each island.
+        They are wrappers' state, and variables with a value for each island.
         """
         notes = {note.name: note for note in self._graph.get_collection(STATE_COLLECTION)}
         found = {}
@@ -175,7 +175,7 @@ class Saved:
         return found
 
     def _change(self, variable: Any, note: StateNote) -> Change | None:
-        """Returns how the checkpoint has a variable in another form; None if it has it as it is."""
+        """Returns a variable's change; None if the checkpoint has it in the graph's form."""
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         dtype = variable.dtype.base_dtype
         source = self.find(note.held or name, of_islands=note.held is not None)
@@ -195,12 +195,12 @@ class Saved:
         return Change(source, saved_shape, dims if fits else None, shape, dtype, note, looks_alike)
 
     def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
-        """Returns the first dims of a variable, those of islands."""
+        """Returns the sizes of a variable's first dims, which are islands."""
         is_own = note is not None and note.held is None and note.num_island_dims > 0
         return self.islands if is_own or name.endswith(f"/{ISLAND}") else ()
 
     def _had_weights(self, note: StateNote) -> bool:
-        """Whether what islands have in the checkpoint adds up: weights, and sums with weights."""
+        """Returns whether the checkpoint's islands have sums: weights, and weighted sums."""
         return note.is_total if note.weight is None else self.find(note.weight) is not None
 
     def _total(self, name: str | None) -> float:
@@ -209,14 +209,14 @@ class Saved:
         return float(np.sum(self.read(found), dtype=np.float64)) if found else 0.0
 
     def _weights(self, name: str | None, islands: int) -> np.ndarray | None:
-        """Returns the weights of islands; None where they have equal ones, or several each."""
+        """Returns the islands' weights; None if they are equal, or several per island."""
         if name not in self.shapes or math.prod(self.shapes[name]) != islands:
             return None
         weights = self.read(name).reshape(islands).astype(np.float64)
         return weights if weights.sum() > 0 else None
 
     def _updates(self) -> int | None:
-        """Returns the number of updates of the innermost optimizer; None if nothing counts them."""
+        """Returns the number of the innermost optimizer's updates; None if nothing counts them."""
         for last in ("update_step", "inner_step"):
             ends = (f"/{last}", f"/{last}/{ISLAND}")
             counts = [int(np.max(self.read(n))) for n in self.shapes if n.endswith(ends)]
@@ -242,7 +242,7 @@ class Saved:
         return np.broadcast_to(np.asarray(value).astype(change.dtype.as_numpy_dtype), change.shape)
 
     def _value_of(self, name: str) -> Any:
-        """Returns the value of a variable for the graph; 0 if nothing is known of it.
+        """Returns a variable's value for the graph; 0 if the checkpoint has none.
 
         Of the global step that is the number of updates, None if nothing is known of it.
         """
@@ -260,7 +260,7 @@ class Saved:
         return np.mean(value, tuple(range(islands)), np.float64) if islands else value
 
     def _moved(self, change: Change) -> np.ndarray:
-        """Returns a value of the checkpoint for the islands, shards and weights of the graph."""
+        """Returns a value of the checkpoint for the graph's islands, shards and weights."""
         note, name, dims = change.note, change.saved_name, change.num_shard_dims
         assert name is not None
         assert dims is not None, "it does not fit"
@@ -308,9 +308,9 @@ class Saved:
             )
 
     def warn_of_changes(self) -> None:
-        """Warns of state that the checkpoint lacks, and of a round of islands that the graph ends.
+        """Warns of missing state, and of an islands' round that the graph ends.
 
-        That is where a graph without islands begins in the middle of a round.
+        A graph without islands ends the round in the middle of which it begins.
         """
         new = [
             name

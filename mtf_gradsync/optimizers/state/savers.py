@@ -1,4 +1,4 @@
-"""Savers that read checkpoints of other runs, and what TensorFlow's own refuse to restore."""
+"""Savers that read checkpoints of other runs, and errors of TensorFlow's savers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _RESTORE_ADAPTED = (
 class ReshardingSaver(tf.train.Saver):
     """A `tf.train.Saver` that also restores checkpoints of other runs.
 
-    Those may be of another number of shards, or of a run without the wrapper; see
-    `adapt_checkpoint`. To restore one it writes an adapted copy for a moment: to a directory for
-    temporary files, or next to the checkpoint if another machine restores it. It raises ValueError
-    where sums of gradients in a checkpoint would be lost; see there, too.
+    Such runs may have another number of shards, or no wrapper; see `adapt_checkpoint`. To restore
+    one it writes an adapted copy for a moment: to a directory for temporary files, or next to the
+    checkpoint if another machine restores it. It raises ValueError where sums of gradients in a
+    checkpoint would be lost; see there, too.
     """
 
     _checks_sums = True
 
     def restore(self, sess: Any, save_path: str) -> None:
-        """See `tf.train.Saver.restore`."""
         # The parent raises the error for a path that is not a checkpoint.
         if not _is_checkpoint(save_path) or not Saved(save_path, sess.graph).changes:
             super().restore(sess, save_path)
@@ -59,7 +58,7 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def check_what_savers_restore() -> None:
-    """Makes TensorFlow's own savers raise errors about wrappers' state that say what to do.
+    """Makes TensorFlow's savers raise errors with a remedy about wrappers' state.
 
     A ValueError where sums of gradients in the checkpoint would be lost, and a NotFoundError, in
     place of TensorFlow's, where the checkpoint has no state of a wrapper.
@@ -106,11 +105,12 @@ def check_what_savers_restore() -> None:
 
 
 def restore_in_pipelines() -> None:
-    """Makes pipelines of Mesh-TF restore checkpoints of other runs, where a graph has state.
+    """Makes Mesh-TF's pipelines restore checkpoints of other runs, for graphs with state.
 
     Pipelines make a plain saver, add it to the collection of savers (or leave that to the session),
     and copy the masters after it restored them; `mtf.MtfRestoreHook` asks for that copy before a
-    session begins. They advance the global step beside whoever reads it: it then waits for them.
+    session begins. They advance the global step at the same time as it is read: the increment then
+    waits for the reads.
     """
 
     def adapt_and_copy(copy: Any) -> Any:
@@ -139,7 +139,7 @@ def restore_in_pipelines() -> None:
 
 
 def _checks_of_shapes() -> list[tf.Operation]:
-    """Makes operations that fail if a plain saver has restored the sums of another mesh.
+    """Returns operations that fail if a plain saver has restored another mesh's sums.
 
     TensorFlow does not compare the shapes of resource variables.
     """

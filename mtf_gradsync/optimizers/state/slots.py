@@ -1,4 +1,4 @@
-"""Slots of optimizers: which variable each belongs to, and which optimizer keeps it."""
+"""Slots of optimizers: each slot's variable, and the optimizer that keeps it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtf_gradsync.step import PlanExtension, StepPlan
 
 
 class SlotBook:
-    """Records slots of optimizers without `get_slot`, such as Mesh-TF's.
+    """A record of the slots of optimizers without `get_slot`, such as Mesh-TF's.
 
     A slot is a variable named after the one that it belongs to: "w/adam_m" and "w_slot_v" are the
     slots "adam_m" and "slot_v" of "w".
@@ -41,7 +41,7 @@ class SlotBook:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Forgets what was recorded when the block raises."""
+        """Forgets the block's records if the block raises an error."""
         before = dict(self._slots), list(self._variables)
         try:
             yield
@@ -50,15 +50,15 @@ class SlotBook:
             raise
 
     def get(self, variable: mtf.Variable, name: str) -> mtf.Variable | None:
-        """The slot of a variable, or None."""
+        """Returns the slot of a variable, or None."""
         return self._slots.get((variable, name))
 
     def names(self) -> list[str]:
-        """Names of all slots, sorted."""
+        """Returns the names of all slots, sorted."""
         return sorted({name for _, name in self._slots})
 
     def variables(self) -> list[mtf.Variable]:
-        """Every variable that was recorded, slot or not, in the order of creation."""
+        """Returns all recorded variables, slots or not, in the order of their creation."""
         return list(self._variables)
 
 
@@ -82,14 +82,14 @@ _OF_ONE = (
 
 
 class _Keeper(NamedTuple):
-    """An optimizer that keeps a slot, and whether no wrapper is around it."""
+    """An optimizer that keeps a slot, and whether it has no wrapper around it."""
 
     optimizer: Any
     is_bare: bool
 
 
 class SlotOwners(PlanExtension):
-    """Which optimizer or wrapper keeps each slot of a graph.
+    """The keepers of a graph's slots: optimizers or wrappers.
 
     Slots are found by their names, so that two optimizers with one variable would share them.
     """
@@ -98,7 +98,7 @@ class SlotOwners(PlanExtension):
         self._keepers: dict[mtf.Variable, _Keeper] = {}
 
     def slots(self) -> list[mtf.Variable]:
-        """Returns what optimizers and wrappers write besides the variables that they update."""
+        """Returns the variables that optimizers and wrappers keep for themselves."""
         return list(self._keepers)
 
     def check(
@@ -117,7 +117,7 @@ class SlotOwners(PlanExtension):
           keeper: the optimizer or wrapper that writes them.
           slots: the variables that it writes besides `variables`.
           variables: the variables that it updates.
-          cure: for the error, what to do.
+          cure: the error's remedy.
           is_bare: whether no wrapper is around the keeper.
         """
         owners = {v.name for v in variables}
@@ -141,7 +141,7 @@ class SlotOwners(PlanExtension):
 def check_bare_update(
     optimizer: Any, updates: Sequence[mtf.Operation], variables: Sequence[mtf.Variable]
 ) -> None:
-    """Makes an optimizer the keeper of the slots that its updates write, unless a wrapper calls it.
+    """Makes an optimizer the keeper of the slots that it writes, unless a wrapper calls it.
 
     Raises ValueError as `SlotOwners.check` does.
     """
@@ -152,7 +152,7 @@ def check_bare_update(
 
 
 def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:
-    """Warns once of an optimizer's patterns that are in no name, and of variables in few bits."""
+    """Warns once of an optimizer's patterns that match no name, and of narrow variables."""
     names = {v.name for v in (*variables, *variables[0].graph.trainable_variables)}
     for argument, patterns in patterns_of(optimizer).items():
         what = f"{type(optimizer).__name__}: {argument}"
@@ -187,14 +187,14 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
 
 
 def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
-    """Whether an optimizer, or the one of its group (`ByVariable`), rounds a variable by chance."""
+    """Returns whether a variable's optimizer, maybe its group's, rounds it by chance."""
     of = getattr(optimizer, "optimizer_of", None)
     optimizer = optimizer if of is None else of(variable)
     return is_rounded(variable) and getattr(optimizer, "rounding", None) == STOCHASTIC
 
 
 def check_bare_optimizers() -> None:
-    """Makes Mesh-TensorFlow's optimizers without a wrapper keepers of their slots, too."""
+    """Makes Mesh-TensorFlow's optimizers keepers of their slots, also without a wrapper."""
 
     def check_and_apply(apply: Any) -> Any:
         def apply_grads(

@@ -1,4 +1,4 @@
-"""Variables of a wrapper's state, the counters of updates, and how checkpoints are read."""
+"""Variables of wrappers' state, counters of updates, and notes on reading checkpoints."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
 def check_name(name: Any) -> str:
-    """Returns a name; raises ValueError if TensorFlow takes none such for a variable."""
+    """Returns a name; raises ValueError if TensorFlow does not accept it for a variable."""
     if not isinstance(name, str) or not _NAME.match(name):
         raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
     return name
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises TypeError for anything but an mtf mesh."""
+    """Raises TypeError unless mesh is an mtf mesh."""
     if not isinstance(mesh, mtf.Mesh):
         raise TypeError(f"mesh must be an mtf.Mesh, such as that of a variable, got {mesh!r}.")
 
 
 class StateNote(NamedTuple):
-    """How a wrapper's variable is read from a checkpoint of another run.
+    """A note on how a wrapper's variable is read from another run's checkpoint.
 
     Attributes:
       name: the variable's name.
       num_shard_dims: how many of its dims number the shards, after those of islands; 0 if shards
         share it.
       num_island_dims: how many of its first dims number islands.
-      held: the name of the variable of which it has a value for each island, or for the only one;
-        None for any other variable.
+      held: the name of the variable whose value on each island it holds; None if it is not a
+        holder.
       is_share: whether each shard's value is 1/num_shards of its own, as in the gradient of a mean
         over all shards. Where the sums have weights, it is not.
       is_total: whether the values of islands add up to that of the whole batch.
@@ -66,7 +66,7 @@ class StateNote(NamedTuple):
         scalar variable; None for sums, which keep their total.
       start: the value if the checkpoint does not have the variable: a number, or the name of a
         variable of its shape or of a scalar; None if only the program knows.
-      follows: the variable without which, in the checkpoint, it begins at zero.
+      follows: a variable; if the checkpoint lacks it, this one begins at zero.
       counter: the variable that counts additions, or None. A checkpoint without it has the sums of
         another wrapper.
       weight: the variable with the weights of the additions, in a graph where they have some.
@@ -89,7 +89,7 @@ class StateNote(NamedTuple):
 
 
 def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any) -> None:
-    """Records how a variable is read from checkpoints of other runs.
+    """Records how a variable is read from other runs' checkpoints.
 
     `how` are fields of `StateNote` other than the name, or a `note` has them.
     """
@@ -98,15 +98,15 @@ def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any
 
 
 def note_sums_not_kept(counter: str, remedy: str) -> None:
-    """Records that the default graph does not keep the sums that a counter in checkpoints counts.
+    """Records that the default graph lacks sums that a counter in checkpoints counts.
 
-    `remedy` tells what to do about a checkpoint that has some.
+    `remedy` says what to do about a checkpoint with such sums.
     """
     tf.add_to_collection(SUMS_NOT_KEPT, (counter, remedy))
 
 
 class UncheckpointedVariable(mtf.Variable):
-    """A mesh variable without a master: zeros at the start of every session, in no checkpoint.
+    """A mesh variable without a master: zeros in every new session, in no checkpoint.
 
     Mesh-TF keeps a master copy of each variable on the host; a local accumulator's is as large as
     all shards' slices together. On a mesh of one processor the master is the only copy, and is
@@ -132,7 +132,6 @@ class UncheckpointedVariable(mtf.Variable):
         self._stand_in = self._master
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
         self._alone = lowering.mesh_impl(self).size == 1
         if self._alone and not self._whole_shape:
             tf.add_to_collection(tf.GraphKeys.LOCAL_VARIABLES, self._stand_in)
@@ -162,7 +161,7 @@ class UncheckpointedVariable(mtf.Variable):
 
 
 def unstacked(dtype: Any, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
-    """Returns dtypes with which Mesh-TF's autostack does not stack a variable.
+    """Returns dtypes with which Mesh-TF's autostack leaves a variable alone.
 
     `dtype` is a `mtf.VariableDType`, or that of master and slices, and without `activation_dtype`
     of the value, too. Stacked variables need masters; autostack (0.1.21) compares the attributes of
@@ -183,7 +182,7 @@ def scalar_state(
     stacked: bool = True,
     start: float | str = 0,
 ) -> mtf.Variable:
-    """Finds or makes a scalar of a wrapper's state, which is not trained.
+    """Returns a scalar of a wrapper's state, made on the first call; it is not trained.
 
     Args:
       mesh: the mesh.
@@ -229,7 +228,7 @@ def named_state(
     in_scope: bool = False,
     **note: Any,
 ) -> mtf.Variable:
-    """Finds or makes a variable of a wrapper's state, which is not trained.
+    """Returns a variable of a wrapper's state, made on the first call; it is not trained.
 
     Args:
       mesh: the mesh.
@@ -274,9 +273,9 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     """Returns the number of updates made so far, for schedules of the inner optimizer.
 
     It is the counter of the wrapper of that name, also before the wrapper exists, and in any
-    variable scope. Where no wrapper has that counter, the first step of the graph that a wrapper of
-    this package builds advances it. Every update of the innermost optimizer counts, and no step
-    without one: neither those that only accumulate nor those that are skipped.
+    variable scope. If no wrapper has that counter, the first step that a wrapper builds in the
+    graph advances it. It counts the updates of the innermost optimizer, not the steps that only
+    accumulate or are skipped.
 
     In gin, for all schedules of `train`: `train.run.schedule_step = @get_update_step`.
 
@@ -298,7 +297,7 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
 
 
 def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
-    """Finds or makes the counter of `get_update_step`; a graph may have it on another mesh."""
+    """Returns the counter of `get_update_step`; a graph may have it on another mesh."""
     # In a run without the wrapper every step was an update.
     counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
     plan = StepPlan.of(mesh.graph)
@@ -319,13 +318,13 @@ class UpdateCounters(PlanExtension):
     wanted: tuple[mtf.Variable, ...] = ()
 
     def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
-        """Makes assignments that advance the counters of meshes that nothing advances yet."""
+        """Returns assignments that advance the counters that nothing advances yet."""
         written = _written(graph)
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
         return [mtf.assign(v, v.value + 1) for v in free]
 
     def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
-        """Raises ValueError for a counter that nothing advances in a graph that trains."""
+        """Raises ValueError if nothing advances a counter in a graph that trains."""
         written = _written(lowering.graph)
         stay = [v.name for v in self.wanted if v.name not in written]
         if stay and any(v.trainable for v in written.values()):
@@ -338,6 +337,6 @@ class UpdateCounters(PlanExtension):
 
 
 def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
-    """Returns the variables that a graph assigns, by name; those of a stack all by its names."""
+    """Returns the variables that a graph assigns, by name; also by names in a stack."""
     variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}

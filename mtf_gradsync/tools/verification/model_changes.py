@@ -104,7 +104,7 @@ _WITH_DTYPES = (mtf.ops.OneHotOperation, mtf.ops.RangeOperation)
 
 @contextlib.contextmanager
 def in_precision(least: tf.DType) -> Iterator[None]:
-    """Makes mesh tensors and variables of floating point, inside the block, at least this wide."""
+    """Makes floating-point tensors and variables inside the block at least as wide as `least`."""
     make_tensor, make_dtypes = mtf.Tensor.__init__, mtf.VariableDType.__init__
     make_import = mtf.ops.ImportOperation.__init__
 
