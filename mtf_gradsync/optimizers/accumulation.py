@@ -495,11 +495,6 @@ class _Accumulate(Stage):
             if weights is not None:  # without data, a mean may be 0 / 0
                 gradients = without_skipped(gradients, mtf.less_equal(weights.total, 0.0))
             skip, kept = says_skip(skip_fn, gradients.present, wrapper.reducer, name)
-            if kept and step.stack.islands is not None:
-                raise ValueError(
-                    f"{name} is inside of islands, and {type(skip_fn).__name__} keeps one state "
-                    "for all of them: use skip_large_updates(norm) or skip_not_finite."
-                )
             skip = step.agreed(on_mesh(skip, mesh), by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)

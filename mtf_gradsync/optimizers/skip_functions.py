@@ -10,7 +10,7 @@ import gin
 from mtf_gradsync._common import FLOAT32_MAX, check_number, check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import global_norm, not_finite
-from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.optimizers.state.variables import Ring, named_state
 from mtf_gradsync.reduce import Strategy
 
 # Called with the gradients of a microbatch step, and with `reducer=` if it has such an argument.
@@ -84,10 +84,12 @@ class skip_spikes:
     `window / 8` steps only count, so that there is something to compare with. After `window / 8`
     spikes in a row the norms count as the new scale of the training: the mean then begins anew.
 
-    With gradients per shard the norm is that of `skip_large_updates`.
+    With gradients per shard the norm is that of `skip_large_updates`. Islands of `OuterOptimizer`
+    have norms of their own; a step that is a spike for one of them is skipped by all.
 
     State, by name of the wrapper, in checkpoints: `<name>/norms`, float32 `[window]`,
     `<name>/num_norms`, int32, how many norms were written, and `<name>/spikes_in_a_row`, int32.
+    A run with another window goes on with the newest norms.
 
     Example:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
@@ -123,11 +125,10 @@ class skip_spikes:
         """Returns whether to skip a step, and the new state of the wrapper `name`."""
         norm = global_norm(grads, reducer)
         mesh, dim = norm.mesh, mtf.Dimension("spike_window", self.window)
-        norms = named_state(mesh, f"{name}/norms", mtf.Shape([dim]), tf.float32)
-        num_norms, in_a_row = (
-            scalar_state(mesh, f"{name}/{field}", stacked=False)
-            for field in ("num_norms", "spikes_in_a_row")
-        )
+        ring = Ring(f"{name}/norms", f"{name}/num_norms", self.window)
+        norms = named_state(mesh, ring.values, mtf.Shape([dim]), tf.float32, ring=ring)
+        num_norms = named_state(mesh, ring.count, ring=ring)
+        in_a_row = named_state(mesh, f"{name}/spikes_in_a_row")
         few = max(1, self.window // 8)
 
         def step(now: tf.Tensor, kept: tf.Tensor, count: tf.Tensor, row: tf.Tensor) -> Any:

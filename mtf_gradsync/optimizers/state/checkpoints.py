@@ -24,6 +24,7 @@ from mtf_gradsync.optimizers.state.variables import (
     SLOTS_COLLECTION,
     STATE_COLLECTION,
     SUMS_NOT_KEPT,
+    Ring,
     StateNote,
 )
 
@@ -181,6 +182,8 @@ class Saved:
         source = self.find(note.held or name, of_islands=note.held is not None)
         if source is None or (note.counter and not self.find(note.counter)):
             return None if note.start is None else Change(None, (), None, shape, dtype, note)
+        if note.ring and self._has_other_size(note.ring):
+            return Change(source, self.shapes[source], 0, shape, dtype, note, looks_alike=True)
         saved_shape, islands = self.shapes[source], self._islands_of(source, note)
         rest = shape[note.num_island_dims + note.num_shard_dims :]
         dims = len(saved_shape) - len(islands) - len(rest)
@@ -193,6 +196,16 @@ class Saved:
             return None
         looks_alike = is_alike and not is_empty
         return Change(source, saved_shape, dims if fits else None, shape, dtype, note, looks_alike)
+
+    def _has_other_size(self, ring: Ring) -> bool:
+        return self.shapes.get(ring.values, (ring.size,)) != (ring.size,)
+
+    def _newest(self, ring: Ring) -> np.ndarray:
+        """Returns the newest values of a ring, the oldest of them first."""
+        values, count = self.read(ring.values), int(self.read(ring.count))
+        if count >= len(values):
+            values = np.roll(values, -(count % len(values)))
+        return values[: min(count, len(values))][-ring.size :]
 
     def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
         """Returns the sizes of a variable's first dims, which are islands."""
@@ -228,6 +241,11 @@ class Saved:
         """Returns the value that a variable of `changes` begins with."""
         change = self.changes[name]
         note = change.note
+        if note.ring and change.looks_alike and self._has_other_size(note.ring):
+            newest = self._newest(note.ring)
+            if name == note.ring.count:
+                return np.asarray(len(newest), change.dtype.as_numpy_dtype)
+            return np.pad(newest, (0, note.ring.size - len(newest)))
         if change.saved_name is not None and note.fill is None:
             return self._moved(change)
         value: Any = note.start if change.saved_name is None else note.fill

@@ -83,8 +83,9 @@ def check_what_savers_restore() -> None:
             if alike:
                 raise ValueError(
                     f"The checkpoint {save_path} has {some_of(alike)} of other islands or shards, "
-                    "or with weights where this graph has none (or the other way round): taken as "
-                    f"they are, they would be too large or too small. {_RESTORE_ADAPTED}"
+                    "of another window of skip_spikes, or with weights where this graph has none "
+                    "(or the other way round): taken as they are, they would be wrong here. "
+                    f"{_RESTORE_ADAPTED}"
                 )
             try:
                 restore(self, sess, save_path)

@@ -44,6 +44,20 @@ def check_mesh(mesh: Any) -> None:
         raise TypeError(f"mesh must be an mtf.Mesh, such as that of a variable, got {mesh!r}.")
 
 
+class Ring(NamedTuple):
+    """The last values of something, in turn, and how many were written.
+
+    Attributes:
+      values: the name of the variable with the values, `[size]`.
+      count: the name of the variable with their number.
+      size: how many are kept.
+    """
+
+    values: str
+    count: str
+    size: int
+
+
 class StateNote(NamedTuple):
     """A note on how a wrapper's variable is read from another run's checkpoint.
 
@@ -70,6 +84,7 @@ class StateNote(NamedTuple):
       counter: the variable that counts additions, or None. A checkpoint without it has the sums of
         another wrapper.
       weight: the variable with the weights of the additions, in a graph where they have some.
+      ring: what it is one of the two variables of, which another size keeps the newest values of.
     """
 
     name: str
@@ -86,6 +101,7 @@ class StateNote(NamedTuple):
     follows: str | None = None
     counter: str | None = None
     weight: str | None = None
+    ring: Ring | None = None
 
 
 def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any) -> None:

@@ -6,6 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
+from tests.sessions import session_of, train
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -33,7 +34,7 @@ class Rule:
         return is_spike
 
 
-def applied(passes=1, deviations=3.0, window=16):
+def applied(passes=1, deviations=3.0, window=16, more=()):
     """Applies gradients that are fed, of two variables."""
 
     def build(mesh, inputs):
@@ -46,6 +47,7 @@ def applied(passes=1, deviations=3.0, window=16):
             should_skip_update_fn=gs.skip_spikes(deviations, window),
             accumulate="synced",
             **AXES,
+            **dict(more),
         )
         return opt.apply_grads(grads, list(made.values())), {}
 
@@ -144,16 +146,89 @@ def test_it_is_named_and_counted(caplog, capfd):
     assert "should_skip_update_fn skip_spikes says so" in caplog.text
 
 
-def test_islands_refuse_it():
-    opt = gs.OuterOptimizer(
-        gs.GradientAccumulationOptimizer(
-            mtf.optimize.SgdOptimizer(0.1), 2, should_skip_update_fn=gs.skip_spikes(), **AXES
-        ),
-        2,
-        **AXES,
+@pytest.mark.parametrize("mesh_kind", ["placement", "simd"])
+def test_islands_have_norms_of_their_own(mesh_kind):
+    """The second island has gradients a hundred times as large, and then a spike."""
+    rng = np.random.RandomState(2)
+    batch, dim = mtf.Dimension("batch", 2), mtf.Dimension("inputs", 3)
+    sizes = [[rng.uniform(0.9, 1.1), rng.uniform(90.0, 110.0)] for _ in range(12)]
+    sizes[8] = [1.0, 5000.0]
+    sizes[10] = [50.0, 100.0]  # less than the other island always has
+    feeds = [{"x": np.outer(size, [1, 0, 0]).astype("f")} for size in sizes]
+
+    def build(mesh, inputs):
+        w = mtf.get_variable(mesh, "w", [dim], initializer=tf.zeros_initializer()).operation
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, dim]))
+        place = {"mesh_shape": "islands:2", "layout": "batch:islands"}
+        accumulated = gs.GradientAccumulationOptimizer(
+            mtf.optimize.SgdOptimizer(0.1),
+            1,
+            should_skip_update_fn=gs.skip_spikes(6.0, 32),
+            **place,
+        )
+        opt = gs.OuterOptimizer(accumulated, 4, **place)
+        each = mtf.reduce_sum(x * w.value, output_shape=[batch])
+        return opt.minimize(mtf.reduce_mean(each)), {}
+
+    after = harness.built(mesh_kind, "islands:2", "batch:islands", build, feeds[0]).after_each(
+        feeds
     )
-    with pytest.raises(ValueError, match=r"inside of islands.*skip_large_updates"):
-        harness.built("simd", SHAPE, LAYOUT, models.train(lambda: opt), models.mlp_batches(1)[0])
+    skipped = [
+        int(np.max(x.get(f"{NAME}/skipped", x.get(f"{NAME}/skipped/island")))) for x in after
+    ]
+    assert skipped == [0] * 8 + [1, 1, 2, 2]
+    found = after[-1][f"{NAME}/norms/island"]
+    np.testing.assert_allclose(found[:, :8], np.transpose(sizes[:8]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(16, 32), (32, 16), (16, 8)])
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.mostly_slow(every=3)
+def test_another_window_goes_on_with_the_newest_norms(kind, before, after, tmp_path):
+    norms = list(np.random.RandomState(1).uniform(0.9, 1.1, 40))
+    feeds = feeds_of([*norms, 30.0, 1.0])
+    first, then = (
+        harness.built(kind, SHAPE, LAYOUT, applied(window=window), feeds[0])
+        for window in (before, after)
+    )
+    with session_of(first) as session:
+        train(first, session, feeds[:40])
+        path = session.save(str(tmp_path / "model"))
+    with session_of(then) as session:
+        session.restore(path)
+        train(then, session, feeds[40:])
+        found = session.variables()
+    kept = [*norms[-min(before, after) :], 1.0][-after:]
+    assert found[f"{NAME}/skipped"] == 1
+    written = min(before, after) + 1
+    assert found[f"{NAME}/num_norms"] == written
+    # The next one replaces the oldest.
+    order = (
+        np.roll(found[f"{NAME}/norms"], -(written % after))
+        if written > after
+        else (found[f"{NAME}/norms"][:written])
+    )
+    np.testing.assert_allclose(order, kept, rtol=1e-5)
+
+
+def test_a_plain_saver_says_what_restores_another_window(tmp_path):
+    feed = feeds_of([1.0])[0]
+    first, then = (
+        harness.built("placement", SHAPE, LAYOUT, applied(window=window), feed)
+        for window in (16, 32)
+    )
+    with session_of(first) as session:
+        path = session.save(str(tmp_path / "model"))
+    saver = tf.train.Saver
+    with session_of(then, saver) as session, pytest.raises(ValueError, match="another window"):
+        session.restore(path)
+
+
+def test_a_training_of_nothing_but_nans_ends_by_name():
+    feeds = feeds_of([np.nan] * 5)
+    build = applied(more={"max_steps_without_update": 3})
+    with pytest.raises((gs.NoUpdateError, tf.errors.InvalidArgumentError), match="b"):
+        harness.run("simd", SHAPE, LAYOUT, build, feeds)
 
 
 @pytest.mark.parametrize(
