@@ -76,8 +76,8 @@ class MeshOptimizer(mtf.optimize.Optimizer):
             called with `learning_rate=learning_rate`.
           learning_rate: only with a class or factory as opt: passed on untouched.
           rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
-            "nearest", or "stochastic": up or down by chance, the more often up the nearer that is,
-            so that small changes are not lost.
+            "nearest", or "stochastic": up or down by chance, with the mean unchanged, so that small
+            changes are not lost.
 
         Raises:
           TypeError: opt is none of these; the error lists them.

@@ -93,9 +93,10 @@ def own_slices(
     """Returns a function: the replica axes along which a slice has only its shard's data.
 
     A batch dimension holds only a shard's own data, and so does a tensor that is computed in place
-    from such slices. Other dimensions that are split over a replica axis are not: experts get
-    examples of all shards by a reshape that moves them, sums over the shards are broadcast to a
-    variable that is split, and an input with a dimension of variables is a factor for experts.
+    from such slices. A slice along another dimension that is split over a replica axis holds more:
+    experts get examples of all shards by a reshape that moves them, sums over the shards are
+    broadcast to a variable that is split, and an input with a dimension of variables is a factor
+    for experts.
     """
     known: dict[mtf.Tensor, Axes] = {}
     of_variables = {tuple(v.shape.dims) for v in graph.trainable_variables}

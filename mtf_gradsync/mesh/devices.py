@@ -147,7 +147,7 @@ def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int
 
 
 class SharedVariable:
-    """A laid-out variable that has each slice once in each memory.
+    """A laid-out variable with one copy of each slice in each memory.
 
     Processors that share a memory and a slice have one tf variable together. It is on the device of
     one of them, the devices taking turns, and is written once.

@@ -65,8 +65,8 @@ class AdamWOptimizer(InnerOptimizer):
           exclude_from_weight_decay: regular expressions; variables whose name matches one
             (`re.search`) do not decay. None excludes no variable.
           rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
-            "nearest", or "stochastic": up or down by chance, the more often up the nearer that is,
-            so that small changes are not lost.
+            "nearest", or "stochastic": up or down by chance, with the mean unchanged, so that small
+            changes are not lost.
           slot_dtype: dtype of the slots. None takes float32, or the variable's dtype if that is
             wider; tf.bfloat16 goes with rounding="stochastic".
 

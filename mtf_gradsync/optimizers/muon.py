@@ -76,8 +76,8 @@ class MuonOptimizer(InnerOptimizer):
           weight_decay_rate: the part of its value, times the learning rate, that a variable loses
             in an update; 0 or more.
           rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
-            "nearest", or "stochastic": up or down by chance, the more often up the nearer that is,
-            so that small changes are not lost.
+            "nearest", or "stochastic": up or down by chance, with the mean unchanged, so that small
+            changes are not lost.
           slot_dtype: dtype of the slots. None takes float32, or the variable's dtype if that is
             wider; tf.bfloat16 goes with rounding="stochastic".
 

@@ -244,7 +244,7 @@ class PartOfVariable(mtf.Variable):
 def assign_gathered(
     updates: Sequence[mtf.Operation], parts: Mapping[mtf.Variable, PartOfVariable]
 ) -> None:
-    """Makes assignments to parts assign gathered values to the full variables.
+    """Replaces assignments to parts by assignments of gathered values to the variables.
 
     `parts` has each variable that is split, with its part; a ValueError says where an assigned
     value does not have the shape of the part.

@@ -147,8 +147,8 @@ class Beginnings:
     def marks(self, are_equal: Mapping[str, Any], written: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns values for masters that make derived variables begin when slices are copied.
 
-        `are_equal` are the values of those tensors, and `written` the names of variables that are
-        set, too.
+        `are_equal` are the values of the tensors in the attribute `are_equal`, and `written` are
+        the names of variables that the session sets.
         """
         written = set(written)
         return {

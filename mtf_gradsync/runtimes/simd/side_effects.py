@@ -265,7 +265,7 @@ class _Finder:
                     after[begin].add(end)
 
     def _ends(self, name: str, context: Context) -> list[str]:
-        """Returns nodes in an outer context that run only after ``name`` has run, if it runs."""
+        """Returns nodes of an outer context that wait for ``name``, if it runs at all."""
         inner = self._facts.context[name]
         ends = [name]
         while len(inner) > len(context):

@@ -511,12 +511,12 @@ def run_config(
     Args:
       model_dir: directory of checkpoints and summaries.
       mesh_shape: Mesh-TF's mesh shape, of a mesh of virtual CPU devices; None for other devices.
-      tpu_config: a TPUConfig, for TPUEstimator; None makes a RunConfig of Estimator's.
+      tpu_config: a TPUConfig, for TPUEstimator; None makes Estimator's RunConfig.
       **settings: more settings of RunConfig, such as save_checkpoints_steps. A session_config among
         them is taken as it is.
 
     Returns:
-      A RunConfig of Estimator's, or with tpu_config of TPUEstimator's.
+      Estimator's RunConfig, or TPUEstimator's if tpu_config is given.
     """
     size = None if mesh_shape is None else as_mesh_shape(mesh_shape).size
     settings.setdefault("session_config", session_config(num_cpu_devices=size))
