@@ -169,7 +169,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self._slots = SlotBook()
 
     def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
-        """Makes this new object one of another class, its counterpart without a mesh.
+        """Turns this new object into one of another class, its counterpart without a mesh.
 
         Whether an optimizer of `tf.compat.v1` is inside is known only in ``__init__``, where gin
         has added arguments, and a class or factory was called. ``__new__`` has neither, and would
@@ -179,7 +179,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         counterpart.__init__(self, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what copies have: the settings, and nothing of the steps that were built."""
+        """Returns the state of copies: the settings, without the steps that were built."""
         kind = type(self)
         return {
             name: value
@@ -203,7 +203,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         check_order(self, self.inner_stack())
 
     def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
-        """Raises ValueError if the wrapper makes no sense inside of islands."""
+        """Raises ValueError if the wrapper makes no sense inside islands."""
 
     # Methods that subclasses override.
 
@@ -232,11 +232,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return grads
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        """This wrapper's values for `mtf_gradsync.reported`, by name."""
+        """Returns this wrapper's values for `mtf_gradsync.reported`, by name."""
         return {}
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """The values that training shows next to the loss, under the names in `shown`."""
+        """Returns the values that training shows next to the loss, by the names in `shown`."""
         values = self.reported() if self.shown else {}
         return {name: values[tag] for name, tag in self.shown if tag in values}
 
@@ -366,7 +366,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _place(
         self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None
     ) -> Place:
-        """Returns where this wrapper stands, inside of islands and of other wrappers."""
+        """Returns this wrapper's place, inside islands and other wrappers."""
         axes = self._given_axes
         if axes and islands and set(axes.mesh_axes) & set(islands.islands.mesh_axes):
             axes = islands.inside
@@ -376,7 +376,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _gradient_reduction(
         self, place: Place | None = None, own: ReplicaAxes | None = None
     ) -> Reduction:
-        """How this wrapper reduces gradients in its place; `own` are axes that its stages found."""
+        """Returns how this wrapper reduces gradients; `own` are axes that its stages found."""
         place = place or self._place(None, (), None)
         axes = own or place.axes
         names = axes.batch_dims if axes else place.names
@@ -409,7 +409,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     # The stack.
 
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
-        """The replica axes of the stack: given ones, or those of the program.
+        """Returns the stack's replica axes: given ones, or the program's.
 
         They are None if they are not known, or the gradients that it applies are on several meshes.
         """
@@ -419,7 +419,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return given or find_axes(grads, self._shard_names)
 
     def inner_stack(self) -> list[Any]:
-        """The optimizers inside this one, from the outside in.
+        """Returns the optimizers inside this one, from the outside in.
 
         Raises ValueError if one of them contains itself.
         """
@@ -428,24 +428,24 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return each_inside(self, names, "apply_grads")[1:]
 
     def _wrappers(self) -> list[Wrapper]:
-        """The wrappers of the stack, from the outside in."""
+        """Returns the wrappers of the stack, from the outside in."""
         return [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
 
     def _segment(self) -> tuple[list[Wrapper], list[Any]]:
-        """The wrappers up to the first optimizer of another library, and all that is inside."""
+        """Returns the wrappers up to another library's first optimizer, and everything inside."""
         stack = [self, *self.inner_stack()]
         wrappers = list(itertools.takewhile(lambda opt: isinstance(opt, Wrapper), stack))
         return wrappers, stack[len(wrappers) :]
 
     def innermost(self) -> Any:
-        """The optimizer that does the updates."""
+        """Returns the optimizer that makes the updates."""
         return self.inner_stack()[-1]
 
     # The replica axes, and shard dims in shapes.
 
     @property
     def axes(self) -> ReplicaAxes | None:
-        """`ReplicaAxes`, or None if no mesh was given."""
+        """The `ReplicaAxes`, or None if no mesh was given."""
         return self._given_axes
 
     @property
@@ -456,13 +456,13 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return shard_names(wrapper._gradient_reduction() for wrapper in self._wrappers())
 
     def _shard_dims(self, shape: mtf.Shape, place: Place | None = None) -> list[mtf.Dimension]:
-        """The shard dims that a shape has, in the order that numbers the shards."""
+        """Returns the shard dims of a shape, in the order that numbers the shards."""
         by_name = {d.name: d for d in shape.dims}
         names = place.names if place else self._shard_names
         return [by_name[name] for name in names if name in by_name]
 
     def _has_own_copy(self, variable: mtf.Variable, place: Place | None = None) -> bool:
-        """Whether every shard has its own copy of a variable, which then has all shard dims."""
+        """Returns whether every shard has its own copy of a variable: it has all shard dims."""
         dims, axes = self._shard_dims(variable.shape, place), place.axes if place else self.axes
         needed = [d.name for d in axes.shard_dims] if axes else []
         missing = [name for name in needed if name not in [d.name for d in dims]]
@@ -494,7 +494,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     # State.
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
-        """The slot that the stack keeps for a variable, or None.
+        """Returns the slot that the stack keeps for a variable, or None.
 
         Args:
           var: a variable that was updated.
@@ -509,13 +509,13 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return slot if slot is not None else self._slots.get(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """Names of the slots of the whole stack."""
+        """Returns the names of the stack's slots."""
         inner = getattr(self.inner_stack()[0], "get_slot_names", None)
         names = list(inner()) if inner else []
         return names + [n for n in self._slots.names() if n not in names]
 
     def variables(self) -> list[mtf.Variable]:
-        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        """Returns all variables of the stack: the inner optimizer's, then the wrapper's."""
         inner = getattr(self.inner_stack()[0], "variables", None)
         inside = list(inner()) if callable(inner) else []
         return inside + [v for v in self._slots.variables() if v not in inside]
@@ -537,7 +537,7 @@ def _warn_of_positional_rate(opt: Any) -> None:
 
 
 def _of_graphs(held: Any) -> Iterator[Any]:
-    """Gives what belongs to a graph, of what an optimizer holds."""
+    """Yields the objects of a graph that an optimizer holds."""
     todo, seen = [held], {}
     while todo:
         one = todo.pop()

@@ -82,16 +82,16 @@ class StepConditions:
     ) -> None:
         """Opens a branch: all later operations of the pipeline run on some steps only.
 
-        Inside another branch, they run on steps where both conditions hold. With
+        Inside another branch, operations run on steps where both conditions hold. With
         `counts_every_step`, steps without an update advance the global step, too. The other
-        arguments are those of `branch_when`.
+        arguments are as for `branch_when`.
         """
         if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(due, tf.int32)
         self._branches.enter_context(self.branch_when(due, gate, behind, as_call, at_end))
 
     def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
-        """Returns whether a boolean scalar is true on all islands, or with `by_any` on one of them.
+        """Returns whether a boolean scalar is true on all islands; with `by_any`, on one of them.
 
         Stages use it if a decision depends on gradients, as inside `OuterOptimizer` each island has
         its own. Without islands it is the scalar itself.
@@ -99,17 +99,17 @@ class StepConditions:
         return holds if self.agree is None else self.agree(holds, by_any)
 
     def when_finite_is_known(self, then: Callable[[mtf.Tensor, mtf.Tensor | None], object]) -> None:
-        """Registers a function to call with what a stage inside gives `tell_finite`.
+        """Registers a function to call with the answers of a later `tell_finite`.
 
-        That stage knows which shards it skips.
+        The stage that calls it knows which shards it skips.
         """
         self._if_finite.append(then)
 
     def tell_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
-        """Says whether the step is one with finite gradients, and whether it has any.
+        """Tells outer stages whether gradients are finite, and whether there are data.
 
         `make` makes these boolean scalars; None in place of the second if it always has some.
-        What a skipped shard has does not count, unless no shard is left for it. Call it before the
+        Gradients of skipped shards do not count, unless all shards are skipped. Call it before the
         branch of the update is opened.
         """
         if self._if_finite:
@@ -163,7 +163,7 @@ class StepConditions:
 
 
 class StepBuilder(StepConditions):
-    """One training step while it is being built.
+    """A training step that is being built.
 
     Attributes:
       received: for each wrapper, from the outside in, the gradients that it received.
@@ -171,7 +171,7 @@ class StepBuilder(StepConditions):
       per_shard: per-shard gradients that a stage has recovered; None if there are none.
       stack: the stack that the step is made of.
       reduced_first: the first reduction; None before.
-      compressions: what strategies that compress report of the bytes that they save.
+      compressions: the reports of compressing strategies on the bytes that they save.
       without_data: int32 scalar, updates that were skipped so far as their weights were 0, after
         the step; None without weights.
     """
@@ -183,7 +183,7 @@ class StepBuilder(StepConditions):
           stack: the stack, completed.
           slots: records the variables that the step creates.
           arguments: arguments of the inner `apply_grads` after gradients and variables.
-          keeper: the optimizer that keeps the slots: that of the stack, or one inside of it.
+          keeper: the optimizer that keeps the slots: the stack's, or one inside it.
         """
         super().__init__()
         self.stack = stack
@@ -272,7 +272,7 @@ class StepBuilder(StepConditions):
 
     @property
     def names(self) -> list[str]:
-        """Names of the wrappers, from the outside in."""
+        """The names of the wrappers, from the outside in."""
         return [segment.reduction.name for segment in self.stack.segments]
 
     # For stages.
@@ -298,8 +298,8 @@ class StepBuilder(StepConditions):
         """Registers a function that makes operations for steps with an update, to run after it.
 
         It is called with the operations of the update; `value_after` gives the new value of a
-        variable. Those of the innermost wrapper are called first, and last those that read values
-        for evaluation (`is_shown`), which others may replace (`show`).
+        variable. The innermost wrapper's functions are called first. Functions that read values for
+        evaluation (`is_shown`) are called last, as others may replace these values (`show`).
         """
         self._after.append((is_shown, make))
 
@@ -308,11 +308,11 @@ class StepBuilder(StepConditions):
         self._at_end.append(make)
 
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
-        """See `Stack.axes_now`, for the wrapper whose stages are being built."""
+        """Returns `Stack.axes_now` for the wrapper whose stages are being built."""
         return self.stack.axes_now(self._number, grads)
 
     def shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
-        """See `Stack.shards_to_name`, for the wrapper whose stages are being built."""
+        """Returns `Stack.shards_to_name` for the wrapper whose stages are being built."""
         return self.stack.shards_to_name(self._number, grads)
 
     def when_built(self, note: Callable[[], None]) -> None:
@@ -322,15 +322,15 @@ class StepBuilder(StepConditions):
     def show(
         self, shown: Mapping[mtf.Variable, mtf.Variable], writes: Sequence[mtf.Operation]
     ) -> None:
-        """Makes `value_after` read other variables from now on, after the operations `writes`.
+        """Makes `value_after` read other variables, after the operations `writes`.
 
-        `shown` has for each variable the one to read instead.
+        `shown` has for each variable the variable to read instead.
         """
         self._shown = {**self._shown, **shown}
         self._shown_after += writes
 
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
-        """Writes the new state that strategies have from the reductions since the last call.
+        """Writes strategies' new state from the reductions since the last call.
 
         The builder calls it for the update; a stage that adds up reduced gradients calls it itself.
         `when` makes a boolean scalar, the same on all processors. Where it is false, the state does
@@ -407,7 +407,7 @@ class StepBuilder(StepConditions):
         extra: bool = False,
         is_mean: bool = False,
     ) -> GradientSet:
-        """Reduces pending gradients by a strategy that reduces gradients, each once in a step."""
+        """Reduces pending gradients by a strategy with its own reduction, each once a step."""
         if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients
         before = set() if extra else self._by_strategy
@@ -426,7 +426,7 @@ class StepBuilder(StepConditions):
     ) -> Sequence[mtf.Tensor]:
         """Returns variables' values after operations; see `mtf_gradsync.step.values_after`.
 
-        Where `show` was called for a variable, it is the value of the variable shown instead.
+        For a variable that `show` replaced, it is the value of the replacement.
         """
         shown = [self._shown.get(v, v) for v in variables]
         return values_after(shown, [*updates, *self._shown_after])
@@ -434,7 +434,7 @@ class StepBuilder(StepConditions):
     def split_by_shard(
         self, gradients: GradientSet, reduction: Reduction, request: PerShard
     ) -> GradientSet:
-        """Returns per-shard gradients; those in which shards are mixed as the request says."""
+        """Returns per-shard gradients; the request says what to do with mixed ones."""
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
@@ -493,7 +493,7 @@ class StepBuilder(StepConditions):
     def _update(
         self, gradients: GradientSet, around: Sequence[Callable[..., list[mtf.Operation]]]
     ) -> list[mtf.Operation]:
-        """Makes the inner optimizer's update inside what was registered by `around_update`."""
+        """Makes the inner optimizer's update, inside all functions of `around_update`."""
         if around:
             first, *others = around
             return first(gradients, lambda given: self._update(given, others))

@@ -1,13 +1,13 @@
-"""A stack of wrappers as a value: what its step does to gradients, before anything is built.
+"""A stack of wrappers as a value: the work of its step on gradients, before anything is built.
 
 Each wrapper gives its stages, frozen values that say what they take and give. `completed` makes one
 value of them, of which `StepBuilder` makes the operations in order, and which
 `mtf_gradsync.describe` prints:
 
 1. From the outside in, each wrapper gives its stages for its place: its replica axes there, the
-   islands around it, the stages around it.
-2. Stages that depend on those inside of them (a loss scale's) are told these.
-3. Where a stage takes another form of gradients than it gets, one that converts is put before it.
+islands around it, the stages around it. 2. Stages that depend on the stages inside (a loss scale's)
+are told these. 3. Where a stage takes another form of gradients than it gets, a converting stage is
+put before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtf_gradsync.reduce.strategy import has_gradient_reduction
 
 
 class Stage:
-    """What a wrapper does to gradients on their way to an update; the base passes them on.
+    """A wrapper's work on gradients on their way to an update; the base class passes them on.
 
     A stage is a frozen dataclass. Nothing of it changes while a step is built: `apply` makes the
     operations of the step, and tells the builder what is to be made after the update or at the end.
@@ -35,11 +35,12 @@ class Stage:
     Attributes:
       takes: the form of gradients for `apply`: `Form.REDUCED`, `Form.PART` for the parts of
         `_parts`, or `PerShard` for one gradient of each shard. None takes any form.
-      gives: `Form.REDUCED` if those inside get reduced gradients; None for what `apply` returns.
-      due: on which of the steps those inside run, in words ("every 4th"); "" if the stage leaves
-        that to others. Two stages of a stack cannot both decide it.
-      finite: "skips" if those inside get no gradients that are not finite, "needs" if the stage
-        needs those that are not.
+      gives: `Form.REDUCED` if the stages inside get reduced gradients; None for the form that
+        `apply` returns.
+      due: the steps on which the stages inside run, in words ("every 4th"); "" if other stages
+        decide that. Only one stage of a stack can.
+      finite: "skips" if the stage keeps gradients that are not finite from the stages inside,
+        "needs" if it needs to see such gradients.
       squares: whether it squares gradients, which overflow before they do.
       takes_parts: whether it works on parts of gradients and variables, too.
     """
@@ -75,9 +76,9 @@ class Stage:
     _one_mesh: str = ""
 
     def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
-        """Returns the stage for a stack with some stages inside of it.
+        """Returns the stage for a stack that has certain stages inside.
 
-        `others` are those inside of an optimizer of another library, and of that itself.
+        `others` are the stages of that optimizer and inside it, if it is of another library.
         """
         del inside, others
         return self
@@ -88,7 +89,7 @@ class Stage:
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Raises ValueError for what the stage cannot handle, before anything is built.
+        """Raises ValueError for gradients that the stage cannot handle, before anything is built.
 
         Args:
           grads: gradients as given to the outermost wrapper, or None.
@@ -107,13 +108,13 @@ class Stage:
         return gradients
 
     def describe(self, about: About) -> list[Line]:
-        """Returns what the stage does, in words, for `mtf_gradsync.describe`."""
+        """Returns the stage's work in words, for `mtf_gradsync.describe`."""
         del about
         return []
 
 
 class Reduction(NamedTuple):
-    """How a wrapper reduces gradients.
+    """The settings of a wrapper's reduction of gradients.
 
     Attributes:
       strategy: the reduction strategy.
@@ -141,10 +142,10 @@ _DEFAULT_BATCH_DIMS = ("batch",)
 
 
 def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
-    """Returns the names of a stack's shard dims, from how each of its wrappers reduces gradients.
+    """Returns the names of a stack's shard dims, from its wrappers' reductions.
 
-    They are all names that wrappers know, by their replica axes or as batch_dims, in any order of
-    the wrappers. The default batch_dims count only if no wrapper knows any.
+    These are all names that any wrapper knows, by its replica axes or as batch_dims. The default
+    batch_dims count only if no wrapper knows any.
     """
     names = [(r.batch_dims if r.axes is None else r.axes.batch_dims, r.axes) for r in reductions]
     known = [some for some, axes in names if axes is not None or some != _DEFAULT_BATCH_DIMS]
@@ -152,10 +153,10 @@ def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
 
 
 class Partition(NamedTuple):
-    """How updates or sums are sharded: which part of a variable each replica has.
+    """A sharding of updates or sums: the part of a variable that each replica has.
 
-    `shapes_of` gives the shapes of the parts of variables that get gradients in one step, without
-    those that are not split. The name is the wrapper's.
+    `shapes_of` gives the shapes of the parts of variables that get gradients in one step, except
+    variables that are not split. The name is the wrapper's.
     """
 
     axes: ReplicaAxes
@@ -179,7 +180,7 @@ class IslandAxes(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What is known of the program that a stack is completed for.
+    """The facts of a program, for which a stack is completed.
 
     Attributes:
       find_axes: returns the replica axes for names of batch dims; None if they are not known.
@@ -191,7 +192,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, grads: Sequence[mtf.Tensor]) -> Program:
-        """Returns what is known of the program that made gradients."""
+        """Returns the facts of the program that made gradients."""
         return cls(lambda names: find_axes(grads, names), len({g.mesh for g in grads}))
 
 
@@ -200,7 +201,7 @@ class Segment(NamedTuple):
 
     Attributes:
       wrapper: the wrapper's class name.
-      stages: its stages; in a completed stack also those that convert gradients for them.
+      stages: its stages; in a completed stack also the stages that convert gradients for them.
       reduction: how the wrapper reduces gradients.
       islands: the islands that it is inside of; None outside of any.
     """
@@ -212,14 +213,14 @@ class Segment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a wrapper stands.
+    """The place of a wrapper in a stack.
 
     Attributes:
-      axes: its replica axes; inside of islands those of an island. None if they are not known.
+      axes: its replica axes; inside islands, an island's. None if they are not known.
       names: the names of its shard dims.
       islands: the islands that it is inside of; None outside of any.
       around: the wrappers around it, from the outside in.
-      program: what is known of the program; None while no gradients are applied.
+      program: the facts of the program; None while no gradients are applied.
     """
 
     axes: ReplicaAxes | None
@@ -272,14 +273,14 @@ class Stack(NamedTuple):
 
 
 class _SkipsNotFinite(Stage):
-    """What is known of an optimizer of a user that says `skips_not_finite` (docs/training.md)."""
+    """A user's optimizer that says `skips_not_finite` (docs/training.md)."""
 
     finite = "skips"
     takes_parts = True
 
 
 def stages_of(opt: Any) -> tuple[Stage, ...]:
-    """Returns the stages of a wrapper that stands alone; those of other optimizers are empty."""
+    """Returns the stages of a wrapper alone; () for other optimizers."""
     if hasattr(opt, "_place"):
         return tuple(opt.stages(opt._place(None, (), None)))
     return (_SkipsNotFinite(),) if getattr(opt, "skips_not_finite", False) else ()
@@ -287,7 +288,7 @@ def stages_of(opt: Any) -> tuple[Stage, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Reduce(Stage):
-    """Reduces gradients over the mesh, and divides them; to parts if there is a partition.
+    """The stage that reduces gradients and divides them; to parts if there is a partition.
 
     `given` is the form of the gradients; sums of reduced gradients are reduced.
     """
@@ -299,15 +300,13 @@ class Reduce(Stage):
 
     @property
     def form(self) -> Form:
-        """The form of the gradients then."""
+        """The form of the reduced gradients."""
         return Form.REDUCED if self.partition is None else Form.PART
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
-        """See `Stage.apply`."""
         return step.reduced(gradients, self.reduction, self.partition)
 
     def describe(self, about: About) -> list[Line]:
-        """See `Stage.describe`."""
         what: tuple[str, ...] = (self.divides,)
         if self.given is Form.PART and self.partition is None:
             what = self.divides, "gather the sums"
@@ -330,13 +329,12 @@ class Reduce(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class SplitByShard(Stage):
-    """Makes one gradient for each shard, without communication over the replica axes."""
+    """The stage that makes one gradient per shard, without communication over replica axes."""
 
     reduction: Reduction
     request: PerShard
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
-        """See `Stage.apply`."""
         return step.split_by_shard(gradients, self.reduction, self.request)
 
 
@@ -349,12 +347,12 @@ def completed(
     program: Program | None,
     islands: IslandAxes | None = None,
 ) -> Stack:
-    """Returns the stack of some wrappers, from the outside in.
+    """Returns the completed stack of wrappers, given from the outside in.
 
     Args:
       wrappers: the wrappers up to the first optimizer of another library.
-      inside: the optimizers inside of the last of them, the first of which it wraps.
-      program: what is known of the program; None for nothing.
+      inside: the optimizers inside the last wrapper, from the outside in.
+      program: the facts of the program; None if none are known.
       islands: the islands that they are inside of; None outside of any.
     """
     # 1. Each wrapper's stages, for its place.
@@ -380,7 +378,7 @@ def completed(
 
 
 def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[Segment, ...]:
-    """Puts a stage that converts wherever a stage takes another form than it gets.
+    """Inserts a converting stage where a stage takes another form than it gets.
 
     `takes_pending` says whether the optimizer inside takes gradients that are not reduced: a
     wrapper inside of an optimizer of another library reduces by itself.
@@ -428,7 +426,7 @@ ONE_FOR_EACH_MESH = "Make one for the variables of each mesh, each with a name= 
 def check_meshes(
     stack: Stack, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
 ) -> None:
-    """Raises ValueError if gradients are on several meshes and a wrapper needs those of one."""
+    """Raises ValueError if gradients are on several meshes and a wrapper needs one."""
     first: dict[mtf.Mesh, mtf.Variable] = {}
     for grad, variable in zip(grads, variables):
         if grad is not None:
