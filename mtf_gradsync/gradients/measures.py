@@ -58,7 +58,7 @@ def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
 def _sums_of_squares(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
-    """Returns the sums of squares of values times each of `_scales`; see `_root`."""
+    """Returns two sums of squares, of the values times each of the two `_scales`; see `_root`."""
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
         # l2_loss is one operation in place of two; its factor of a half is exact.

@@ -54,7 +54,7 @@ class MadeOfSums:
 
 
 class _MakeAgain(GradientOperation):
-    """A repetition of operations, with other values in place of some tensors."""
+    """The results of operations, computed again with other values for some tensors."""
 
     def __init__(
         self,

@@ -228,7 +228,7 @@ def updates_before(steps: Sequence[Any], passes: Passes, total: int | None) -> l
 
 
 def _passes_of_updates(passes: Callable[[Any], Any], total: int) -> np.ndarray:
-    """Evaluates a function of the update step for all updates that `total` steps begin."""
+    """Returns the microbatch steps of each update that begins within `total` steps."""
     found: list[np.ndarray] = []
     count = min(total + 1, 4096)
     with tf.Graph().as_default():

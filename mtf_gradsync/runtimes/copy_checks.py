@@ -51,8 +51,8 @@ def watch_copies(every: int = 100) -> CopiesHook:
     """Makes a session hook that compares the copies of each variable and slot on all cores.
 
     It compares checksums of their bits, which each device computes where the copies lie: a NaN on
-    all copies is no difference, and -0.0 on one of them is. State that belongs to one shard, as
-    accumulated gradients do, is compared among the cores that share it. Give the hook to
+    all copies is no difference, and -0.0 on one of them is. State of one shard, such as accumulated
+    gradients, is compared among the cores that share it. Give the hook to
     `tf.train.MonitoredTrainingSession` or `Estimator.train`; without hooks, call its `begin` before
     the session is opened, and `after_step` after each step.
 

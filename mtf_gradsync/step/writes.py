@@ -260,8 +260,8 @@ def is_before(first: tf.Operation, then: tf.Operation) -> bool:
 def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     """Makes assignments that run together write each variable one after the other.
 
-    Their order is that of the graph. An assignment that has a variable several times becomes
-    several. Returns all operations.
+    Assignments keep the graph's order. One that writes a variable several times becomes several.
+    Returns all operations.
     """
     result = [one for op in operations for one in [*_first_writes(op), op]]
     writes = {op: list(op.variables) for op in result if isinstance(op, mtf.Assign)}

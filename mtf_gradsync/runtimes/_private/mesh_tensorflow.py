@@ -1,7 +1,7 @@
 """Parts of Mesh-TensorFlow without a public name that runtimes and tools use, one function each.
 
-All were read on Mesh-TF 0.1.21; ``tests/private/test_mesh_tensorflow.py`` has a test of each that
-fails where a version means something else.
+All were checked with Mesh-TF 0.1.21; ``tests/private/test_mesh_tensorflow.py`` has a test of each,
+which fails if a version changes its meaning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parts of TensorFlow without a public name that runtimes use, one function each.
 
-All were read on TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each that fails where a
-version means something else.
+All were checked with TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each, which fails if
+a version changes its meaning.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def plot_status(
 ) -> None:
     """Draws a row for each island over time: when it lived, and what became of its changes.
 
-    `axes` is matplotlib's. `colors` are those of its presence, and of contributions that were
+    `axes` are matplotlib's. `colors` are for an island's presence, and for contributions that were
     merged, late, and not finite.
     """
     rows = {row.island: number for number, row in enumerate(status.rows)}
