@@ -81,7 +81,8 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
         Raises:
           TypeError: opt is none of these; the error lists them.
-          ValueError: learning_rate is missing, or opt has one already; or rounding is none of both.
+          ValueError: learning_rate is missing, or opt has one already; or rounding is neither of
+            the two.
         """
         self.rounding = check_rounding(rounding)
         opt = given_optimizer(opt, learning_rate, "MeshOptimizer")

@@ -153,7 +153,7 @@ class OuterOptimizer(ReportsSkips):
     and every `inner_steps` updates an outer step sets the variables.
 
     Attributes:
-      islands: the axes between islands, `ReplicaAxes`; one island has no axes.
+      islands: the axes between islands, `ReplicaAxes`, which are none for a single island.
       inside: the replica axes inside of an island; None for one island if no mesh is known.
 
     References:

@@ -320,14 +320,13 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     those that clipping has computed are used again. A stack has some of these names:
 
     - `gradient_norm/applied`: norm of the reduced and clipped gradients that the innermost
-      optimizer gets.
-    - `gradient_norm/before_clipping`: norm of the reduced gradients before they were clipped by it.
-    - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its term of the sum (of a
-      mean over the batch, 1/num_shards of its own gradient), before clipping. For variables that
-      the layout splits over a replica axis, processors exchange all shards' terms of the sums that
-      their gradients are made of. Missing, with a line in the log, if shards' terms are not
-      recoverable (experts that get the examples of all shards), or only by communication of the
-      size of gradients.
+    optimizer gets. - `gradient_norm/before_clipping`: norm of the reduced gradients before they
+    were clipped by it. - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its
+    term of the sum (of a mean over the batch, 1/num_shards of its own gradient), before clipping.
+    For variables that the layout splits over a replica axis, processors exchange all shards' terms
+    of the sums that their gradients are made of. Missing, with a line in the log, if shards' terms
+    are not recoverable (experts that get the examples of all shards), or only recoverable by
+    sending as much as the gradients.
     - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, if the
       applied gradients come from it.
     - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their

@@ -25,9 +25,9 @@ class ReshardingSaver(tf.train.Saver):
     """A `tf.train.Saver` that also restores checkpoints of other runs.
 
     Such runs may have another number of shards, or no wrapper; see `adapt_checkpoint`. To restore
-    one it writes an adapted copy for a moment: to a directory for temporary files, or next to the
-    checkpoint if another machine restores it. It raises ValueError where sums of gradients in a
-    checkpoint would be lost; see there, too.
+    such a checkpoint it writes an adapted copy for a moment: to a directory for temporary files, or
+    next to the checkpoint if another machine restores it. It raises ValueError where sums of
+    gradients in a checkpoint would be lost; see there, too.
     """
 
     _checks_sums = True

@@ -1,8 +1,9 @@
 """Parts of jax without a public name that this package uses, one function each.
 
-What compiles and runs programs is in `mtf_gradsync.runtimes.xla.runner`, because exported steps
-need it, too. All were checked with jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1; public names
-of later versions are tried first. Each function imports what it needs: jax belongs to an extra.
+Functions that compile and run programs are in `mtf_gradsync.runtimes.xla.runner`, because exported
+steps need them, too. All were checked with jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1;
+public names of later versions are tried first. Each function imports what it needs: jax belongs to
+an extra.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _with_loops(
 def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
     """Returns the coordinates of each core's chip, then its number on the chip.
 
-    Cores are in the order of a program's.
+    Cores are in the order of a program's cores.
     """
     slice_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
