@@ -126,8 +126,10 @@ TESTED_BY = {
         "tools/verification/divisions",
         "tools/verification/engine",
         "tools/verification/model_changes",
+        "tools/verification/program_patches",
         "tools/verification/recorded_program",
         "tools/verification/reference",
+        "tools/verification/verifier",
     ],
     "tools/verification/test_verify.py": ["tools/train/cli/verify"],
     # Private names, and helpers of all rooms.

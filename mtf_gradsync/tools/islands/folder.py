@@ -27,7 +27,6 @@ import numpy as np
 from mtf_gradsync.runtimes._common import install_extra
 from mtf_gradsync.tools.islands.tensor_files import (
     DamagedObjectError,
-    OtherTensorsError,
     Stored,
     TensorSpec,
     encoded_json,
@@ -358,13 +357,8 @@ class Folder:
         data = self.read(name, most)
         if data is None:
             return None
-        try:
-            return read_tensors(memoryview(data), specs, expected, kind)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            wrong = (
-                OtherTensorsError if isinstance(error, OtherTensorsError) else DamagedObjectError
-            )
-            raise wrong(f"{name} in {self.url} is refused: {error}") from error
+        where = f"{name} in {self.url}"
+        return read_tensors(where, memoryview(data), specs, expected, kind)
 
 
 def _check_not_forked() -> None:

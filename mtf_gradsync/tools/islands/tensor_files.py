@@ -29,6 +29,14 @@ class OtherTensorsError(DamagedObjectError):
     """The error of an object whose tensors are not the program's, by name, shape or dtype."""
 
 
+class _Wrong(ValueError):
+    """The reason to refuse a file, as the end of a sentence."""
+
+
+class _OtherTensors(_Wrong):
+    """Refuses tensors that are not the program's, in their names, shapes or dtypes."""
+
+
 class TensorSpec(NamedTuple):
     """The shape and dtype of a tensor, as text that JSON can hold."""
 
@@ -105,13 +113,28 @@ def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, b
 
 
 def read_tensors(
+    where: str,
+    data: memoryview,
+    specs: Mapping[str, TensorSpec] | None,
+    expected: str | None,
+    kind: Any,
+) -> Stored:
+    """Reads a file of tensors without copying it; `where` says which, for errors.
+
+    The other arguments are those of `Folder.load`, and so are the errors.
+    """
+    try:
+        return _read(data, specs, expected, kind)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        wrong = OtherTensorsError if isinstance(error, _OtherTensors) else DamagedObjectError
+        raise wrong(f"{where} is refused: {error}") from error
+
+
+def _read(
     data: memoryview, specs: Mapping[str, TensorSpec] | None, expected: str | None, kind: Any
 ) -> Stored:
-    """Reads a file of tensors without copying it; its arguments are those of `Folder.load`.
-
-    The `safetensors` library would copy the file twice, or map it: then a failing disk ends the
-    process. A ValueError, KeyError, TypeError or RecursionError says what is wrong with the file.
-    """
+    # The `safetensors` library would copy the file twice, or map it: then a failing disk ends the
+    # process.
     import msgspec
 
     class Tensor(msgspec.Struct):
@@ -121,11 +144,11 @@ def read_tensors(
 
     begin = 8 + int.from_bytes(data[:8], "little")
     if not 8 < begin <= len(data):
-        raise DamagedObjectError("it is no file of tensors")
+        raise _Wrong("it is no file of tensors")
     header = msgspec.json.decode(data[8:begin], type=dict[str, Any])
     metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
     if _TEXT not in metadata:
-        raise DamagedObjectError("it was not written by an island or a merger")
+        raise _Wrong("it was not written by an island or a merger")
     narrow = msgspec.json.decode(metadata.get(_BFLOAT16, "[]"), type=list[str])
     there, ends = {}, collections.Counter[str]()
     for key, one in msgspec.convert(header, dict[str, Tensor]).items():
@@ -133,7 +156,7 @@ def read_tensors(
         spec = there[key] = TensorSpec(one.shape, dtype)
         begin_at, ends[key] = one.data_offsets
         if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
-            raise DamagedObjectError(f"{key!r} is not where its header says")
+            raise _Wrong(f"{key!r} is not where its header says")
     if specs is not None:
         _check_specs(there, specs)
     tensors = {}
@@ -142,9 +165,9 @@ def read_tensors(
         tensors[key] = np.frombuffer(part, dtype_of(spec.dtype)).reshape(spec.shape)
     text = metadata[_TEXT].encode()
     if _checksum(text, tensors) != metadata.get("sha256"):
-        raise DamagedObjectError("its checksum is not that of its content")
+        raise _Wrong("its checksum is not that of its content")
     if expected not in (None, metadata["sha256"]):
-        raise DamagedObjectError(
+        raise _Wrong(
             f"its checksum is {metadata['sha256'][:12]}..., and {expected[:12]}... was expected"
         )
     return Stored(msgspec.json.decode(text, type=kind), tensors, metadata["sha256"])
@@ -153,10 +176,10 @@ def read_tensors(
 def _check_specs(there: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec]) -> None:
     if set(there) != set(specs):
         missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
-        raise OtherTensorsError(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
+        raise _OtherTensors(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
     for key, found in there.items():
         if found != specs[key]:
-            raise OtherTensorsError(
+            raise _OtherTensors(
                 f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
                 f"has {specs[key].dtype} of shape {list(specs[key].shape)}"
             )
