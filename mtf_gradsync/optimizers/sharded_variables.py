@@ -301,8 +301,8 @@ def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVa
 class NewValues(GradientOperation):
     """The new values of variables, from the changes that an update assigns.
 
-    Its lowering makes the update assign the new values. On placement meshes, and where other
-    assignments write the variables too, the outputs are the changes, and the update stays.
+    Its lowering makes the update assign the new values. On placement meshes, and if other
+    assignments write the variables, too, it leaves the update as it is and returns the changes.
     """
 
     def __init__(self, update: mtf.Assign):
