@@ -42,8 +42,8 @@ def run_fresh(code):
         import sys
         # By their paths: the package itself imports more than what is tested here.
         sys.path.insert(0, {os.path.dirname(xla.__file__)!r})
-        from runner.devices import put
-        from runner.program import (
+        from runner.jax_devices import put
+        from runner.loaded_program import (
             LoadedProgram, compile_options, compiled, loaded_executable, serialized_executable
         )
 
