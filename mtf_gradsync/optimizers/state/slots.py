@@ -73,7 +73,7 @@ def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:
 
 def optimizers_of(opt: Any) -> tuple[Any, ...]:
     """Returns the optimizers that update variables: `opt` alone, or those of its groups."""
-    return opt.optimizers if hasattr(opt, "optimizer_of") else (opt,)
+    return opt.optimizers if hasattr(type(opt), "optimizer_of") else (opt,)
 
 
 _OF_ONE = (
