@@ -189,12 +189,12 @@ def train(
     model: models.Model, method: Method, steps: int, seed: int, corrects_bias: bool = True
 ) -> tuple[list[tuple[int, float]], float]:
     """Held-out losses by step, and bytes that a core gives to collectives in a step."""
-    program, built = _program(_wrapped(model, method), models.BARE, seed)
+    program, built = program_of(_wrapped(model, method), models.BARE, seed)
     rng = np.random.RandomState(seed)
     # An outer step's values are those that count: asked for where a round ends.
     each = max(method.period, steps // 10 // method.period * method.period)
     curve = []
-    with _session(program, built) as session, _held_out_loss(model) as held_out_loss:
+    with session_of(program, built) as session, held_out_loss_of(model) as held_out_loss:
         for step in range(steps):
             x = batch_of("train", model.batch.shape, rng)
             rate = schedule(step, steps) * (bias_correction(step) if corrects_bias else 1)
@@ -210,16 +210,16 @@ def train(
 
 
 @contextlib.contextmanager
-def _held_out_loss(model: models.Model) -> Iterator[Callable[[Any], float]]:
-    """A function of a training session: the loss of its variables on held-out text.
+def held_out_loss_of(model: models.Model) -> Iterator[Callable[[Any], float]]:
+    """Opens a function of a training session: the loss of its variables on held-out text.
 
     It is computed by a program without an optimizer, since running any of a training program's
     tensors makes a step.
     """
-    program, built = _program(model, models.FLOOR, 0)
+    program, built = program_of(model, models.FLOOR, 0)
     rng = np.random.RandomState(5)
     asked = [batch_of("validation", model.batch.shape, rng) for _ in range(HELD_OUT)]
-    with tempfile.TemporaryDirectory() as directory, _session(program, built) as session:
+    with tempfile.TemporaryDirectory() as directory, session_of(program, built) as session:
 
         def loss(trained: Any) -> float:
             session.restore(trained.save(os.path.join(directory, "variables")))
@@ -228,7 +228,8 @@ def _held_out_loss(model: models.Model) -> Iterator[Callable[[Any], float]]:
         yield loss
 
 
-def _program(model: models.Model, variant: str, seed: int) -> tuple[simd.Program, models.Program]:
+def program_of(model: models.Model, variant: str, seed: int) -> tuple[simd.Program, models.Program]:
+    """A SIMD program of a model with the placeholder "rate:0"; `seed` is that of variables."""
     made: list[simd.Program] = []
 
     @contextlib.contextmanager
@@ -244,7 +245,7 @@ def _program(model: models.Model, variant: str, seed: int) -> tuple[simd.Program
 
 
 @contextlib.contextmanager
-def _session(program: simd.Program, built: models.Program) -> Iterator[Any]:
+def session_of(program: simd.Program, built: models.Program) -> Iterator[Any]:
     """A session on XLA devices, or on CPU replicas where there is no jax."""
     with built.graph.as_default():
         if xla.why_no_xla():

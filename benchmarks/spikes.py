@@ -1,0 +1,93 @@
+"""What ten poisoned batches do to a training, with `skip_spikes`, with clipping, and without."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, Callable
+
+import numpy as np
+
+import mtf_gradsync as gs
+from benchmarks import inner_optimizers, report, timing
+
+SETTINGS = {"steps": 200, "seeds": 1, "batch": 16}
+POISONED, RATE, NAME = 10, 0.003, "GradientAccumulationOptimizer"
+
+
+def _skipping(rate: Any) -> Any:
+    fn = gs.skip_spikes(deviations=6.0, window=64)
+    where = {"mesh_shape": "one:1", "layout": ""}
+    inner = gs.AdamWOptimizer(rate)
+    return gs.GradientAccumulationOptimizer(inner, 1, should_skip_update_fn=fn, **where)
+
+
+def _clipping(rate: Any) -> Any:
+    return gs.ClipByGlobalNormOptimizer(gs.AdamWOptimizer(rate), 1.0)
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "no poisoned batches": (gs.AdamWOptimizer, False),
+    "no poisoned batches, skip_spikes": (_skipping, False),
+    "poisoned": (gs.AdamWOptimizer, True),
+    "poisoned, clipped to a norm of 1": (_clipping, True),
+    "poisoned, skip_spikes": (_skipping, True),
+}
+
+
+def measure(options: report.Options) -> report.Table:
+    """Trains in each way from several seeds."""
+    settings = {**SETTINGS, **options.settings}
+    steps = 40 if options.quick else int(settings["steps"])
+    seeds = 1 if options.quick else int(settings["seeds"])
+    rows: list[report.Row] = []
+    training = inner_optimizers.Training(options)
+    for name, (make, is_poisoned) in timing.progress(list(WAYS.items()), "ways"):
+        losses: list[float] = []
+        skipped: list[int | None] = []
+        note = functools.partial(_note_skipped, skipped)
+        for seed in range(seeds):
+            change = _poison(steps, seed) if is_poisoned else _as_it_is
+            losses.append(training.run(make, RATE, steps, seed, change, note))
+        row: report.Row = {"training": name, "held-out nats": float(np.mean(losses))}
+        row["by seed"] = ", ".join(f"{loss:.3f}" for loss in losses)
+        row["skipped"] = ", ".join(str(x) for x in skipped if x is not None)
+        rows.append(row)
+    return report.Table(
+        name="spikes",
+        title=f"The README's language model, {steps} steps of AdamW, {POISONED} of them poisoned",
+        rows=rows,
+        notes=(
+            f"2 layers of 128, batches of {settings['batch']} sequences of 64 bytes. A poisoned "
+            "batch has one byte, drawn for each sequence, over and over; the first is in the "
+            "second quarter of the training.",
+            "skip_spikes(deviations=6, window=64); skipped: steps, for each seed.",
+        ),
+    )
+
+
+def _poison(steps: int, seed: int) -> Callable[[int, np.ndarray], np.ndarray]:
+    """Returns a function that replaces the batches of some steps."""
+    rng = np.random.RandomState(100 + seed)
+    at = set(rng.choice(np.arange(steps // 4, steps), POISONED, replace=False))
+
+    def change(step: int, batch: np.ndarray) -> np.ndarray:
+        if step not in at:
+            return batch
+        return np.broadcast_to(rng.randint(128, 256, (len(batch), 1)), batch.shape).astype("i")
+
+    return change
+
+
+def _as_it_is(step: int, batch: np.ndarray) -> np.ndarray:
+    del step
+    return batch
+
+
+def _note_skipped(skipped: list[int | None], session: Any) -> None:
+    found = session.variables().get(f"{NAME}/skipped")
+    skipped.append(None if found is None else int(found))
+
+
+if __name__ == "__main__":
+    sys.exit(report.main([measure], "python -m benchmarks.spikes", {}, SETTINGS))
