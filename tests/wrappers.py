@@ -79,39 +79,6 @@ SOME_THAT_WORK = sorted(
 )
 
 
-def around(shape: str, layout: str) -> dict[str, tuple[Callable[[Any], Wrapper], int]]:
-    """Each wrapper with arguments by which it leaves an optimizer's updates as they are.
-
-    With each is how many steps make an update, which is that of their mean. Every wrapper is among
-    them, which a test of `ByVariable` looks at.
-    """
-    axes: dict[str, Any] = {"mesh_shape": shape, "layout": layout}
-
-    def local(opt: Any) -> Wrapper:
-        sharded = gs.ShardedUpdateOptimizer(opt, min_size=2, **axes)
-        return gs.GradientAccumulationOptimizer(sharded, 2, True, **axes)
-
-    def sums_and_updates(opt: Any) -> Wrapper:
-        sharded = gs.ShardedUpdateOptimizer(opt, min_size=2, **axes)
-        return gs.GradientAccumulationOptimizer(sharded, 2, True, accumulate="sharded", **axes)
-
-    return {
-        "cross_shard": (gs.CrossShardOptimizer, 1),
-        "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1e3), 1),
-        "loss_scale": (gs.LossScaleOptimizer, 1),
-        "average": (lambda opt: gs.AverageOptimizer(gs.CrossShardOptimizer(opt), 0.5), 1),
-        "sharded": (lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=2, **axes), 1),
-        "replicas": (lambda opt: gs.SyncReplicasOptimizer(opt, 2, **axes), 1),
-        "local(sharded)": (local, 2),
-        "synced": (
-            lambda opt: gs.GradientAccumulationOptimizer(opt, 2, True, accumulate="synced"),
-            2,
-        ),
-        "sharded sums(sharded)": (sums_and_updates, 2),
-        "one island": (lambda opt: gs.OuterOptimizer(opt, 1, 1.0, 0.0, outer_dims=()), 1),
-    }
-
-
 class Kind(NamedTuple):
     """A wrapper as stacks are made of it, which leaves an optimizer's updates as they are.
 
@@ -139,6 +106,9 @@ KINDS = {
     "replicas": Kind("SyncReplicasOptimizer", {"replicas_to_aggregate": 1}, True),
     "local": Kind("GradientAccumulationOptimizer", {**_MEANS, "accumulate": "local"}, True, 2),
     "synced": Kind("GradientAccumulationOptimizer", {**_MEANS, "accumulate": "synced"}, False, 2),
+    "sharded sums": Kind(
+        "GradientAccumulationOptimizer", {**_MEANS, "accumulate": "sharded"}, True, 2
+    ),
     "islands": Kind("OuterOptimizer", {"inner_steps": 2}, True),
     "one island": Kind(
         "OuterOptimizer",
@@ -172,6 +142,12 @@ def wrap(stack: str, opt: Any, axes: Mapping[str, Any] = NOTHING, **given: Any) 
 def passes(stack: str) -> int:
     """Returns how many steps make an update of a stack."""
     return math.prod(KINDS[part].passes for part in parts(stack))
+
+
+# Each of these trains as the optimizer alone does, on the mean of its steps. Islands do not; three
+# are around a wrapper that they are used with.
+_WITH = {"average": "cross_shard", "local": "sharded", "sharded sums": "sharded"}
+ALIKE = [f"{name}({_WITH[name]})" if name in _WITH else name for name in KINDS if name != "islands"]
 
 
 def exported() -> set[str]:

@@ -126,15 +126,14 @@ def test_the_formula_is_optaxs():
                 np.testing.assert_allclose(theirs[k], value, rtol=1e-12, atol=0)
 
 
-WRAPPERS = wrappers.around(SHAPE, LAYOUT)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", wrappers.ALIKE)
 @pytest.mark.mostly_slow
 def test_in_every_wrapper(mesh_kind, wrapper):
     """One update of each variable counts one, whatever the number of steps."""
-    wrap, passes = WRAPPERS[wrapper]
-    build = models.train(lambda: wrap(gs.AdamWOptimizer(0.01, DECAY, epsilon=1e-3)))
+    passes = wrappers.passes(wrapper)
+    build = models.train(
+        lambda: wrappers.wrap(wrapper, gs.AdamWOptimizer(0.01, DECAY, epsilon=1e-3), AXES)
+    )
     feeds = models.mlp_batches(2 * passes)
     values = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables
     adam = AdamW(0.01, DECAY, epsilon=1e-3)

@@ -54,15 +54,12 @@ def expected_groups():
     )
 
 
-WRAPPERS = wrappers.around(SHAPE, LAYOUT)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", wrappers.ALIKE)
 @pytest.mark.mostly_slow(every=4)
 def test_in_every_wrapper(mesh_kind, wrapper):
-    wrap, passes = WRAPPERS[wrapper]
+    passes = wrappers.passes(wrapper)
     feeds = models.mlp_batches(2 * passes)
-    build = models.train(lambda: wrap(grouped()))
+    build = models.train(lambda: wrappers.wrap(wrapper, grouped(), AXES))
     values = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables
     expected = reference.train(
         reference.Accumulation(expected_groups(), passes, average=True), feeds
@@ -74,19 +71,14 @@ def test_in_every_wrapper(mesh_kind, wrapper):
         assert len(slots) == (name != "scale")
 
 
-def test_every_wrapper_is_tried():
-    tried = {type(wrap(mtf.optimize.SgdOptimizer(0.1))).__name__ for wrap, _ in WRAPPERS.values()}
-    assert tried == set(wrappers.REGISTRY)
-
-
 @pytest.mark.parametrize("wrapper", ["cross_shard", "sharded", "local(sharded)", "one island"])
 @pytest.mark.mostly_slow(every=4)
 def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(mesh_kind, wrapper):
-    wrap, passes = WRAPPERS[wrapper]
+    passes = wrappers.passes(wrapper)
     feeds = models.mlp_batches(2 * passes)
 
     def made(groups):
-        build = models.train(lambda: wrap(gs.ByVariable(ADAMW, groups)))
+        build = models.train(lambda: wrappers.wrap(wrapper, gs.ByVariable(ADAMW, groups), AXES))
         return harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
 
     frozen = made([("^b1$", None)])
@@ -242,14 +234,15 @@ def mtf_variable(name):
 @pytest.mark.parametrize("wrapper", ["sharded", "local(sharded)"])
 def test_functions_see_variables_as_the_model_has_them(wrapper):
     """Not the parts of sharded updates, of which dimensions have other names."""
-    wrap, _ = WRAPPERS[wrapper]
     seen = set()
 
     def which(variable):
         seen.add(tuple(d.name for d in variable.shape.dims))
         return False
 
-    build = models.train(lambda: wrap(gs.ByVariable(ADAMW, [(which, None)])))
+    build = models.train(
+        lambda: wrappers.wrap(wrapper, gs.ByVariable(ADAMW, [(which, None)]), AXES)
+    )
     made = harness.built("simd", SHAPE, LAYOUT, build, models.mlp_batches(1)[0])
     graph = made.lowering.graph
     assert seen == {tuple(d.name for d in v.shape.dims) for v in graph.trainable_variables}

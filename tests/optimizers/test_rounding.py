@@ -94,19 +94,20 @@ def test_a_thousand_small_steps_are_those_of_float32_in_the_mean(name, gradient)
     assert 0.01 < np.std(results["stochastic"]) < 0.2
 
 
-AROUND = wrappers.around(SHAPE, LAYOUT)
-
-
-@pytest.mark.parametrize("wrapper", AROUND)
+@pytest.mark.parametrize("wrapper", wrappers.ALIKE)
 @pytest.mark.mostly_slow
 def test_in_every_wrapper_bits_are_those_of_one_core(mesh_kind, wrapper):
     """Those of variables and of slots, split or not, in parts or not."""
-    wrap, passes = AROUND[wrapper]
+    passes = wrappers.passes(wrapper)
     make = OPTIMIZERS["adamw with narrow slots"]
     expected = on_one_core(make, feeds_of(1, 2, -4))
     gradients = [g for g in (1, 2, -4) for _ in range(passes)]
     found = harness.run(
-        mesh_kind, SHAPE, LAYOUT, applied(lambda: wrap(make())), feeds_of(*gradients)
+        mesh_kind,
+        SHAPE,
+        LAYOUT,
+        applied(lambda: wrappers.wrap(wrapper, make(), AXES)),
+        feeds_of(*gradients),
     ).variables
     held = {k.removesuffix("/island"): k for k in found if k.endswith("/island")}
     for name, value in expected.items():

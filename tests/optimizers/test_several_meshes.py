@@ -6,6 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, reference
+from tests.wrappers import KINDS, wrap
 
 # The batch is split on the first mesh, on the second under another name, and a layer with it.
 FIRST = "all:4", "batch:all;hidden:all"
@@ -350,19 +351,17 @@ def test_no_word_on_replicas_that_differ_where_a_tensor_goes_to_another_mesh(mes
 
 
 AXES = gs.ReplicaAxes(*FIRST)
-NEEDS_ONE = {
-    "SyncReplicasOptimizer": lambda: gs.SyncReplicasOptimizer(sgd(), 1, axes=AXES),
-    "ShardedUpdateOptimizer": lambda: gs.ShardedUpdateOptimizer(sgd(), 1, axes=AXES),
-    "OuterOptimizer": lambda: gs.OuterOptimizer(sgd(), 2, axes=AXES),
-    "accumulate='synced'": lambda: accumulated(sgd(), axes=AXES),
-    "LowRankAllReduce": lambda: gs.CrossShardOptimizer(
-        sgd(), reducer=gs.LowRankAllReduce(), axes=AXES
-    ),
-}
+# What its error names.
+NEEDS_ONE = [
+    *((name, k.name) for name, k in KINDS.items() if k.needs_mesh and "accumulate" not in k.given),
+    ("local", "accumulate='synced'"),
+    ("sharded sums", "accumulate='synced'"),
+    ("cross_shard", "LowRankAllReduce"),
+]
 
 
-@pytest.mark.parametrize("words", list(NEEDS_ONE))
-def test_what_needs_one_mesh_says_what_would_do(words):
+@pytest.mark.parametrize(("wrapper", "words"), NEEDS_ONE)
+def test_what_needs_one_mesh_says_what_would_do(wrapper, words):
     graph = mtf.Graph()
     meshes = [mtf.Mesh(graph, name) for name in ("first", "second")]
     inputs = {name: tf.constant(value) for name, value in feeds()[0].items()}
@@ -370,7 +369,8 @@ def test_what_needs_one_mesh_says_what_would_do(words):
     variables = graph.trainable_variables
     grads = mtf.gradients([loss], [v.value for v in variables])
     before = list(graph.operations), list(graph.all_variables)
-    optimizer = NEEDS_ONE[words]()
+    given = {"reducer": gs.LowRankAllReduce()} if words == "LowRankAllReduce" else {}
+    optimizer = wrap(wrapper, sgd(), {"axes": AXES}, **given)
     with pytest.raises(ValueError, match=r"'one'.*'two'.* on different ones") as found:
         optimizer.apply_grads(grads, variables)
     assert words in str(found.value)

@@ -10,7 +10,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, wrappers
 from tests.optimizers.pipeline.stack_reference import Islands, layers_of, specs_of
 from tests.reference import AdamW
 from tests.sessions import session_of
@@ -105,55 +105,39 @@ def clip(opt):
     return gs.ClipByGlobalNormOptimizer(opt, NORM)
 
 
-def accumulation(where):
-    def make(opt, passes):
-        place = {"accumulate": where, **(AXES if where != "synced" else {})}
-        return gs.GradientAccumulationOptimizer(opt, passes, True, **place)
-
-    return make
-
-
-ACCUMULATION, REPLICAS = ["GradientAccumulationOptimizer"], ["SyncReplicasOptimizer"]
-ONE_ISLAND = ["OuterOptimizer, one island"]
-# How to wrap, what changes values, and islands.
-WRAPPERS = {
-    "cross_shard": (lambda opt, passes: gs.CrossShardOptimizer(opt), [], 0),
-    "average": (lambda opt, passes: gs.AverageOptimizer(opt, 0.5), [], 0),
-    "loss_scale": (lambda opt, passes: gs.LossScaleOptimizer(opt), [], 0),
-    "sharded": (lambda opt, passes: gs.ShardedUpdateOptimizer(opt, 2, **AXES), [], 0),
-    "local": (accumulation("local"), ACCUMULATION, 0),
-    "synced": (accumulation("synced"), ACCUMULATION, 0),
-    "sharded sums": (accumulation("sharded"), ACCUMULATION, 0),
-    "replicas": (lambda opt, passes: gs.SyncReplicasOptimizer(opt, 1, **AXES), REPLICAS, 0),
-    "replicas of two steps": (
-        lambda opt, passes: gs.SyncReplicasOptimizer(opt, SHARDS + 1, **AXES),
-        REPLICAS,
-        0,
-    ),
-    "islands": (lambda opt, passes: gs.OuterOptimizer(opt, 2, **AXES), [], SHARDS),
-    "one island": (lambda opt, passes: gs.OuterOptimizer(opt, 2, outer_dims=()), ONE_ISLAND, 0),
-    "local(sharded)": (
-        lambda opt, passes: accumulation("local")(
-            gs.ShardedUpdateOptimizer(opt, 2, **AXES), passes
-        ),
-        ACCUMULATION,
-        0,
-    ),
-    "sharded sums(sharded)": (
-        lambda opt, passes: accumulation("sharded")(
-            gs.ShardedUpdateOptimizer(opt, 2, **AXES), passes
-        ),
-        ACCUMULATION,
-        0,
-    ),
+# What changes values of each; of the others nothing does.
+CHANGES = {
+    "local": ["GradientAccumulationOptimizer"],
+    "synced": ["GradientAccumulationOptimizer"],
+    "sharded sums": ["GradientAccumulationOptimizer"],
+    "replicas": ["SyncReplicasOptimizer"],
+    "one island": ["OuterOptimizer, one island"],
 }
+TWO_STEPS = "replicas of two steps"
+STACKS = [*wrappers.KINDS, "local(sharded)", "sharded sums(sharded)", TWO_STEPS]
 
 
-def built(kind, wrap, passes, feed):
+def contributions(name):
+    """How many the replicas need for an update."""
+    return SHARDS + 1 if name == TWO_STEPS else 1
+
+
+def built(kind, name, passes, feed):
+    given = {
+        "backward_passes_per_step": passes,
+        "replicas_to_aggregate": contributions(name),
+        "min_size": 2,
+        # As the reference has them.
+        "inner_steps": 2,
+        "outer_learning_rate": 0.7,
+        "outer_momentum": 0.5,
+    }
+
     def build(mesh, inputs):
         loss, weights = loss_of(mesh, inputs)
         adam = gs.AdamWOptimizer(RATE, DECAY, epsilon=EPSILON)
-        opt = wrap(clip(adam), passes)
+        stack = name.removesuffix(" of two steps")
+        opt = wrappers.wrap(stack, clip(adam), AXES, **given)
         variables = [v for v in mesh.graph.trainable_variables if v.name in TRAINED]
         pairs = opt.compute_gradients(loss, variables, weights=weights)
         return opt.apply_grads(*zip(*pairs)), {"loss": loss}
@@ -161,15 +145,15 @@ def built(kind, wrap, passes, feed):
     return harness.built(kind, SHAPE, LAYOUT, build, feed)
 
 
-def expected(does, islands, to_aggregate):
+def expected(name):
     """The variables at the end, with two microbatch steps an update at first, and then three."""
-
-    islands = islands or (1 if does == ONE_ISLAND else 0)
+    islands = {"islands": SHARDS, "one island": 1}.get(name, 0)
+    does = CHANGES.get(wrappers.parts(name.removesuffix(" of two steps"))[0], [])
     specs = specs_of(
         [*does, "ClipByGlobalNormOptimizer"],
         average_aggregated_gradients=True,
         clip_norm=NORM,
-        replicas_to_aggregate=to_aggregate,
+        replicas_to_aggregate=contributions(name),
     )
 
     def layers():
@@ -193,7 +177,7 @@ def expected(does, islands, to_aggregate):
     return apart(values["all"])
 
 
-CASES = harness.on_both(zip(WRAPPERS), [("synced",), ("replicas of two steps",), ("islands",)])
+CASES = harness.on_both(zip(STACKS), [("synced",), (TWO_STEPS,), ("islands",)])
 
 
 @pytest.mark.parametrize(
@@ -202,8 +186,7 @@ CASES = harness.on_both(zip(WRAPPERS), [("synced",), ("replicas of two steps",),
 )
 @pytest.mark.slow
 def test_all_of_it(kind, name, tmp_path):
-    wrap, does, islands = WRAPPERS[name]
-    first, then = (built(kind, wrap, k, feeds[0]) for k, feeds in zip((2, 3), FEEDS))
+    first, then = (built(kind, name, k, feeds[0]) for k, feeds in zip((2, 3), FEEDS))
     with session_of(first) as session:
         steps(first, session, FEEDS[0])
         path = session.save(str(tmp_path / "model"))
@@ -211,8 +194,7 @@ def test_all_of_it(kind, name, tmp_path):
         session.restore(path)
         steps(then, session, FEEDS[1])
         found = session.variables()
-    wanted = SHARDS + 1 if "two steps" in name else 1
-    for key, value in expected(does, islands, wanted).items():
+    for key, value in expected(name).items():
         # A gradient is rounded to some 2^-21 of a norm of 0.05, which Adam divides by 1e-3 or more.
         atol = 8 * RATE * NORM * 2.0**-18 / EPSILON
         np.testing.assert_allclose(found[key], value, rtol=0, atol=atol, err_msg=key)

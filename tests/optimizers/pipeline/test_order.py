@@ -21,6 +21,8 @@ def test_every_wrapper_has_an_entry():
     entries = {name.partition(",")[0] for name in order_table.WRAPPERS}
     assert wrappers.exported() - entries == set(), "docs/write_order_table.py lacks these"
     assert wrappers.exported() - set(wrappers.REGISTRY) == set(), "tests/wrappers.py lacks these"
+    kinds = {kind.name for kind in wrappers.KINDS.values()}
+    assert wrappers.exported() - kinds == set(), "KINDS in tests/wrappers.py lacks these"
 
 
 def test_the_page_is_what_the_wrappers_declare():

@@ -156,15 +156,16 @@ def written(tmp_path_factory):
     return of_stack
 
 
-def assert_goes_on(made, paths, label=""):
-    feeds = batches(STEPS)
+def assert_goes_on(kind, stack, checkpoints):
+    """`checkpoints` are paths, by the stack that they are of and the step after which it ended."""
+    feeds, made = batches(STEPS), built(kind, *stack)
     right = expected(feeds)
     with session_of(made) as session:
-        for cut, path in paths.items():
+        for (other, cut), path in checkpoints.items():
             session.restore(path)
             train(made, session, feeds[cut:])
             found = session.variables()
-            message = f"{label} cut after {cut}"
+            message = f"from {other} to {stack}: cut after {cut}"
             np.testing.assert_allclose(found["w"], right, **TOLERANCE, err_msg=message)
 
 
@@ -175,17 +176,21 @@ def places_of(stack):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stack", STACKS, ids=str)
-def test_every_stack_goes_on_with_the_sums_of_every_other(written, stack):
-    """A third of all pairs, which has each four of the six things that a pair is made of."""
-    made = built("simd", *stack)
-    turn = places_of(stack)
-    others = [other for other in STACKS if (turn + places_of(other)) % 3 == 0]
-    for number, other in enumerate(others, STACKS.index(stack)):
+def test_every_stack_goes_on_with_the_sums_of_every_other(written):
+    """A third of all pairs, which has each four of the six things that a pair is made of.
+
+    It is one test because each stack is then built once, and not once in each process of tests.
+    """
+    for first, stack in enumerate(STACKS):
+        turn = places_of(stack)
+        others = [other for other in STACKS if (turn + places_of(other)) % 3 == 0]
         # Empty sums, which take as long, in a third of the pairs, and of each pair of islands.
-        cuts = CUTS[: 1 + (number % 3 == 0)]
-        paths = {cut: path for cut, path in written(*other).items() if cut in cuts}
-        assert_goes_on(made, paths, f"from {other} to {stack}:")
+        checkpoints = {
+            (other, cut): written(*other)[cut]
+            for number, other in enumerate(others, first)
+            for cut in CUTS[: 1 + (number % 3 == 0)]
+        }
+        assert_goes_on("simd", stack, checkpoints)
 
 
 @pytest.mark.parametrize("kind", ["simd", "placement", pytest.param("xla", marks=pytest.mark.xla)])
@@ -193,7 +198,8 @@ def test_every_stack_goes_on_with_the_sums_of_every_other(written, stack):
 def test_several_islands_go_on_as_one_and_as_none_and_back(written, kind):
     eight, one = (8, "local", "same"), (1, "local", "half")
     for then, first in [(one, eight), (eight, one), ((None, "synced", "half"), eight)]:
-        assert_goes_on(built(kind, *then), written(*first), f"from {first} to {then}:")
+        checkpoints = {(first, cut): path for cut, path in written(*first).items()}
+        assert_goes_on(kind, then, checkpoints)
 
 
 @functools.lru_cache(maxsize=None)
@@ -234,10 +240,9 @@ def test_weights_that_begin_or_end_in_mid_accumulation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("islands", [None, 1, 2, 8])
-def test_weights_that_begin_or_end_with_other_islands(islands, tmp_path):
+def test_weights_that_begin_or_end_with_other_islands(tmp_path):
     feeds, cut = batches(2 * K), K + 2
-    for first in (True, False):
+    for islands, first in itertools.product([None, 1, 2, 8], [True, False]):
         before = with_sgd("simd", islands, "local", "half", True, first)
         (path,) = write(before, tmp_path, feeds, [cut]).values()
         for other, mesh in itertools.product([None, 1, 2, 8], ["half", "other axis"]):
