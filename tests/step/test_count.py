@@ -6,6 +6,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.step.steps import ancestors
+from tests.wrappers import wrap
 
 
 @pytest.mark.parametrize("kind_of_step", ["mtf", "tf"])
@@ -37,8 +38,10 @@ def test_global_step_advances_after_the_update(kind_of_step, fresh_graph):
     assert value == 3
 
 
+# Of accumulation each step counts, and not each update.
+@pytest.mark.parametrize("wrapper", ["cross_shard", "local"])
 @pytest.mark.parametrize("kind_of_step", ["mtf", "tf"])
-def test_global_step_counts_once_a_step(mesh_kind, kind_of_step):
+def test_global_step_counts_once_a_step(mesh_kind, kind_of_step, wrapper):
     def build(mesh, inputs):
         if kind_of_step == "tf":
             step = tf.train.get_or_create_global_step()
@@ -47,8 +50,9 @@ def test_global_step_counts_once_a_step(mesh_kind, kind_of_step):
                 mesh, "global_step", mtf.Shape([]), tf.int32, trainable=False,
                 initializer=tf.zeros_initializer(),
             )  # fmt: skip
-        optimizer = gs.CrossShardOptimizer(models.OPTIMIZERS["sgd"]())
+        optimizer = wrap(wrapper, models.OPTIMIZERS["sgd"](), axes)
         return optimizer.minimize(models.mlp_loss(mesh, inputs), step), {}
 
-    result = harness.run(mesh_kind, "all:2", "batch:all", build, models.mlp_batches(3))
+    axes = {"mesh_shape": "all:2", "layout": "batch:all"}
+    result = harness.run(mesh_kind, *axes.values(), build, models.mlp_batches(3))
     assert result.variables["global_step"] == 3

@@ -125,24 +125,6 @@ def test_large_updates_are_skipped(mesh_kind):
     assert model.skipped == result.variables["GradientAccumulationOptimizer/skipped"] == 1
 
 
-@pytest.mark.parametrize("kind_of_step", ["mtf", "tf"])
-def test_global_step_advances_on_every_microbatch_step(mesh_kind, kind_of_step):
-    def build(mesh, inputs):
-        if kind_of_step == "tf":
-            step = tf.train.get_or_create_global_step()
-        else:
-            step = mtf.get_variable(
-                mesh, "global_step", mtf.Shape([]), tf.int32, trainable=False,
-                initializer=tf.zeros_initializer(),
-            )  # fmt: skip
-        optimizer = accumulate(models.OPTIMIZERS["sgd"](), "2")
-        return optimizer.minimize(models.mlp_loss(mesh, inputs), step), {}
-
-    shape, layout, _ = harness.MESHES["2"]
-    result = harness.run(mesh_kind, shape, layout, build, models.mlp_batches(4))
-    assert result.variables["global_step"] == 4
-
-
 def test_a_learning_rate_can_follow_the_update_step(mesh_kind):
     """The counter exists before the inner optimizer, under the wrapper's name."""
     feeds = models.mlp_batches(STEPS)
