@@ -19,6 +19,7 @@ from benchmarks import (
     reductions,
     repeatability,
     report,
+    rounding,
     runtimes,
     scale,
     sharded_updates,
@@ -52,6 +53,7 @@ TABLES = (
     less_communication,
     islands,
     islands_merges,
+    rounding,
     timeline,
 )
 

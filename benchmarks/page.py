@@ -36,6 +36,8 @@ ORDER = (
     "islands",
     "islands_saved",
     "islands_kills",
+    "rounding",
+    "rounding_cost",
 )
 # Tables that stand in a page of their own: the page, its part, and what writes it.
 ELSEWHERE = {"tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_tpu_cost_table.py")}
@@ -44,6 +46,7 @@ MEASURED_BY = {
     "less_communication_link": "less_communication",
     "islands_kills": "islands",
     "islands_saved": "islands",
+    "rounding_cost": "rounding",
 }
 # What a table shows, in words and a picture; figures are the table's.
 READ = {
