@@ -63,6 +63,12 @@ communication](guides/less_communication.md).
 ![Held-out loss by steps: 8 bits lie on float32, low ranks and outer steps
 above](images/less_communication.png)
 """,
+    "rounding": """\
+Rounded to nearest, small updates are lost, and the model learns less. Rounded by chance, its loss
+is that of float32 variables to what is seen of it here, with slots in bfloat16, too: the loss of a
+batch is a bfloat16 number, and these are 1/64 apart. How to use it:
+[AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance).
+""",
     "less_communication_link": """\
 What remains of a step where next to nothing is sent is computing and the latency of the link.
 """,

@@ -15,7 +15,7 @@ from benchmarks.less_communication import HELD_OUT, batch_of, schedule
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 
-SETTINGS = {"steps": 1000, "seeds": 3}
+SETTINGS = {"steps": 250, "seeds": 3}
 # Of the step that rounds to nearest, in the TPU compiler's estimate.
 LIMIT = 1.02
 WIDE = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
