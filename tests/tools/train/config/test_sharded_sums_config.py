@@ -6,6 +6,8 @@ import pytest
 from tests.tools.train.config import small_lm
 from tests.tools.train.conftest import REPORTS
 
+# The included config has it once, for the run and for the wrapper.
+MESH = "mesh_shape = 'batch:2;model:1'"
 WHOLE = (
     'GradientAccumulationOptimizer.accumulate = "synced"',
     "GradientAccumulationOptimizer.opt = @AdamWOptimizer",
@@ -17,7 +19,7 @@ def test_trains_as_with_synced_sums_and_whole_updates(tmp_path):
     runs = {}
     for name, bindings in (("parts", ()), ("whole", WHOLE)):
         small_lm.train(
-            "lm_sharded_sums.gin", tmp_path / name, "batch:2;model:1", 8, REPORTS, *bindings
+            "lm_sharded_sums.gin", tmp_path / name, "batch:2;model:1", 8, REPORTS, MESH, *bindings
         )
         runs[name] = small_lm.losses(tmp_path / name)
         found = small_lm.variables(tmp_path / name)
