@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from typing import Any, Iterable
+from typing import Any, Iterable, Iterator
 
 import gin
 
@@ -33,6 +34,24 @@ def called_in(name: str) -> list[str]:
 def take(selector: str) -> dict[str, Any]:
     """Returns and unbinds the bindings of a configurable's parameters that have no scope."""
     return gin.config._CONFIG.pop(("", selector), {})
+
+
+@contextlib.contextmanager
+def bound(lines: Iterable[str]) -> Iterator[None]:
+    """Has these lines of a gin file override the configuration inside of the block."""
+    before = {key: dict(values) for key, values in gin.config._CONFIG.items()}
+    try:
+        with gin.unlock_config():
+            gin.parse_config(list(lines))
+        yield
+    finally:
+        gin.config._CONFIG.clear()
+        gin.config._CONFIG.update(before)
+
+
+def short_name(selector: str) -> str:
+    """Returns the shortest name by which a gin file may call a configurable."""
+    return gin.config._REGISTRY.minimal_selector(selector)
 
 
 def unused_macros() -> list[str]:

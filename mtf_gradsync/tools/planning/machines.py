@@ -8,7 +8,7 @@ from typing import Callable, Iterator, NamedTuple, Protocol, Sequence
 
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.xla.hlo_collectives import HloCollective
-from mtf_gradsync.runtimes.xla.topology.chips import Chip
+from mtf_gradsync.runtimes.xla.topology.chips import CHIPS, Chip
 from mtf_gradsync.runtimes.xla.topology.compiling import (
     LoweredProgram,
     compile_lowered,
@@ -250,6 +250,33 @@ class TpuMachine:
             return self._torus.cores_per_chip * sent / self.dcn_bytes_per_second
         local = [[core % self._of_slice for core in group] for group in groups]
         return self._torus.seconds(operation, local, size)
+
+
+def topology_of(chips: str) -> str:
+    """Returns the topology of a number of chips, as in "v5e:16x16" for "v5e:256".
+
+    They are as close to a square or a cube as can be. What names a topology is returned as it is.
+
+    Raises:
+      ValueError: when the number is no power of two, so that it does not say how they are arranged.
+    """
+    slices, _, rest = chips.rpartition("x") if ":" in chips.rpartition("x")[2] else ("", "", chips)
+    kind, _, count = rest.partition(":")
+    if not count.isdecimal():
+        return chips
+    doublings = int(count).bit_length() - 1
+    known = next((chip for chip in CHIPS if chip.name == kind), None)
+    if known is None or int(count) < 1:
+        return chips  # `slice_of` says what there is
+    if int(count) != 2**doublings:
+        raise ValueError(
+            f"How {count} chips of {kind} are arranged, their number does not say: give the "
+            f"topology, as in {slice_of(f'{kind}:2x2x2').generation.example!r}, or a power of two."
+        )
+    directions = 3 if known.links == 6 else 2
+    sizes = [2 ** ((doublings + i) // directions) for i in range(directions)]
+    ordered = "x".join(map(str, sizes[::-1] if 1 in sizes and directions == 3 else sizes))
+    return f"{slices}x{kind}:{ordered}" if slices else f"{kind}:{ordered}"
 
 
 def factorizations(cores: int, axes: Sequence[str]) -> list[str]:

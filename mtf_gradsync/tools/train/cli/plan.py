@@ -10,6 +10,11 @@ Examples:
   mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:16x16 --jobs=4 --json=plan.json
   mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:4x4 \
       --mesh_shape="batch:16;model:1" --mesh_shape="batch:8;model:2"
+  mtf-gradsync plan --best --chips=v5e:256 --budget_bytes=12e9 --gin_file=my_model.gin
+
+With --best it finds the mesh, the layout, the microbatch steps and the wrappers with the shortest
+predicted update that fits, prints the lines of gin for it, and proves on this machine that it is
+the same training. Exit code 0: found and proved, 1: none fits or NOT EQUAL, 3: not shown.
 
 Ctrl-C and SIGTERM print what was found until then. docs/plan.md explains the table.
 """
@@ -30,6 +35,7 @@ from mtf_gradsync.tools.train.cli.flags import (
     output_paths,
     whole_number,
     write_found,
+    write_output,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
@@ -39,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_gin_arguments(parser)
     parser.add_argument(
         "--topologies",
-        default="v5e:2x4",
         metavar="NAME[,NAME...]",
         help="TPU generations and chips, or slices as in v4-8 (default: v5e:2x4)",
     )
@@ -69,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inner_steps",
         type=_whole_numbers,
-        default=(10, 36, 100),
         metavar="H[,H...]",
         help="steps after which slices would exchange values, to say when fewer messages pay "
         "(default: 10,36,100)",
@@ -80,6 +84,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHIP_HOUR",
         help="dollars for an hour of a chip, one number or one for each generation, as in "
         "v5e:1.2,v5p:4.2: adds what a billion tokens cost (default: no price)",
+    )
+    best = parser.add_argument_group("find the best division")
+    best.add_argument(
+        "--best", action="store_true", help="find the division with the shortest predicted update"
+    )
+    best.add_argument(
+        "--chips", metavar="NAME:COUNT", help="chips to use, as in v5e:256; with --best"
+    )
+    best.add_argument(
+        "--budget_bytes",
+        "--budget-bytes",
+        type=number,
+        metavar="BYTES",
+        help="memory of a chip that the program may use (default: all that it may)",
+    )
+    best.add_argument(
+        "--most_steps",
+        type=whole_number(1),
+        metavar="K",
+        help="the most microbatch steps of an update (default: 64)",
+    )
+    best.add_argument(
+        "--outer_steps",
+        action="store_true",
+        help="consider outer steps, too, after --inner_steps steps; they change the training",
+    )
+    best.add_argument(
+        "--no_proof", action="store_true", help="do not verify the division on this machine"
     )
     add_output_arguments(parser, "write the plan as JSON, too", picture="draw it")
 
@@ -107,22 +139,79 @@ def main(args: argparse.Namespace) -> int:
     paths = output_paths({"--json": args.json, "--png": args.png})
     if args.jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
+    _check_together(args)
+    if args.best:
+        return _best(args, paths)
     with Interruption() as stop, loaded_config(args):
         plan = plan_config(
-            args.topologies,
+            args.topologies or _TOPOLOGIES,
             args.mesh_shape,
             args.layout,
             args.jobs,
             begins=stop.check,
             price=args.price,
             dcn_bandwidth=args.dcn_bandwidth,
-            inner_steps=args.inner_steps,
+            inner_steps=args.inner_steps or _INNER_STEPS,
         )
     print(plan)
     write_found(paths, plan.to_json(), lambda path: plan.plot(str(path)))
     if plan.stopped_by is not None:
         return 128 + plan.stopped_by  # as a shell says it
     return 0 if plan.rows else 1
+
+
+_TOPOLOGIES, _INNER_STEPS, _MOST_STEPS = "v5e:2x4", (10, 36, 100), 64
+_OF_BEST = ("chips", "budget_bytes", "most_steps", "outer_steps", "no_proof")
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that contradict each other."""
+    given = [name for name in _OF_BEST if getattr(args, name)]
+    if not args.best:
+        if given:
+            raise ConfigError(f"--{given[0]} is for plan --best")
+        return
+    if args.chips is None:
+        raise ConfigError("plan --best needs --chips, as in --chips=v5e:256")
+    others = {"topologies": "--chips names them", "price": "", "png": "there is no picture of it"}
+    for name, why in others.items():
+        if getattr(args, name):
+            raise ConfigError(f"--{name} does not go with --best{why and ': '}{why}")
+    if args.jobs != 1:
+        raise ConfigError("--jobs does not go with --best: one program is compiled at a time")
+    if args.budget_bytes == 0:
+        raise ConfigError("--budget_bytes must be more than 0")
+    if args.inner_steps and not args.outer_steps:
+        raise ConfigError("--inner_steps goes with --best only where --outer_steps is given, too")
+
+
+def _best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
+    """Finds the best division, proves it, and returns the exit code."""
+    with Interruption() as stop, loaded_config(args):
+        # Not above: these take seconds, which `--help` need not.
+        from mtf_gradsync.runtimes import xla
+        from mtf_gradsync.tools.planning.machines import TpuMachine, topology_of
+        from mtf_gradsync.tools.train import best_division, gin_files
+        from mtf_gradsync.tools.train.errors import raised_as
+
+        config = gin_files.bound_run_config()
+        stop.check()
+        with raised_as(TrainingError, xla.XlaMissingError, xla.CompilerDiedError):
+            with raised_as(ConfigError, ValueError):
+                dcn = None if args.dcn_bandwidth is None else 1e9 * args.dcn_bandwidth
+                machine = TpuMachine(topology_of(args.chips), dcn)
+            budget = args.budget_bytes and args.budget_bytes * machine.chips / machine.cores
+            found, code = best_division.find_and_prove(
+                machine,
+                args.layout or [_as_text(config.layout_rules)],
+                args.mesh_shape,
+                budget,
+                args.most_steps or _MOST_STEPS,
+                (args.inner_steps or _INNER_STEPS) if args.outer_steps else (),
+                not args.no_proof,
+            )
+    write_output("--json", paths[0], found.to_json() + "\n")
+    return code
 
 
 def plan_config(

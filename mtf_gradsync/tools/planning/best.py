@@ -1,0 +1,299 @@
+"""Finds the division of a training with the shortest predicted update that fits a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any, Callable, NamedTuple, Sequence
+
+from tqdm import tqdm
+
+from mtf_gradsync.extension import mtf
+from mtf_gradsync.runtimes._tables import text_table, wrapped
+from mtf_gradsync.tools.planning.costs import Predicted, Predictor, StepCosts
+from mtf_gradsync.tools.planning.machines import Machine, shapes_of
+from mtf_gradsync.tools.planning.search import rules_of
+from mtf_gradsync.tools.planning.stacks import Stack, stacks_of
+
+# A prediction of memory has not been more than this share of the compiler's bytes too high: what
+# is predicted to need more than the budget by it is not compiled.
+_LEAST_SHARE = 0.75
+# So many rules of a layout are tried with and without each other.
+_MOST_RULES = 6
+_SHOWN = 5
+
+
+class Choice(NamedTuple):
+    """A division of a training, and what it is predicted to cost.
+
+    Attributes:
+      mesh_shape: as in "batch:4;model:2".
+      layout: as in "batch:batch;heads:model".
+      stack: what the wrappers do.
+      predicted: of an update.
+    """
+
+    mesh_shape: str
+    layout: str
+    stack: Stack
+    predicted: Predicted
+
+    @property
+    def name(self) -> str:
+        """Mesh, layout and stack in one line."""
+        return f"{self.mesh_shape}, {self.layout}, {self.stack}"
+
+
+class Checked(NamedTuple):
+    """What the compiler says of a choice.
+
+    Attributes:
+      bytes_per_core: memory; of a model with fewer layers the prediction for all layers, times what
+        the compiler's bytes were of the predicted ones.
+      seconds: of an update, likewise.
+      how: what was compiled, in words.
+      refused: why it cannot be; "" if it can.
+    """
+
+    bytes_per_core: float = 0.0
+    seconds: float = 0.0
+    how: str = ""
+    refused: str = ""
+
+
+Check = Callable[[Choice], Checked]
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The division of a training with the shortest predicted update that fits.
+
+    Attributes:
+      machine: the topology.
+      cores: the number of its cores.
+      budget: bytes of memory that a core may use; None for no limit.
+      chosen: the division; None where none fits.
+      checked: what the compiler says of it; None where it was not asked.
+      choices: all divisions that are possible, by predicted time, the shortest first.
+      tried: those that the compiler was asked about before, which do not fit or are refused.
+    """
+
+    machine: str
+    cores: int
+    budget: float | None
+    chosen: Choice | None
+    checked: Checked | None
+    choices: tuple[Choice, ...]
+    tried: tuple[tuple[Choice, Checked], ...] = ()
+
+    @property
+    def nearest(self) -> tuple[Choice, float] | None:
+        """The division that needs the least memory and can be, with its bytes; None without any."""
+        said = dict(self.tried)
+        possible = [c for c in self.choices if not (c in said and said[c].refused)]
+        bytes_of = {c: said[c].bytes_per_core if c in said else c.predicted.bytes_per_core
+                    for c in possible}  # fmt: skip
+        least = min(possible, key=lambda c: bytes_of[c], default=None)
+        return None if least is None else (least, bytes_of[least])
+
+    def __str__(self) -> str:
+        stacks = len({choice.stack for choice in self.choices})
+        meshes = len({choice[:2] for choice in self.choices})
+        lines = [
+            f"{self.machine}, {self.cores} cores: {len(self.choices):,} divisions, of {meshes} "
+            f"meshes with a layout and {stacks} stacks."
+        ]
+        if self.chosen is None:
+            return "\n".join(wrapped([*lines, *self._said_of_tried(), self._why_none()]))
+        first = self.choices.index(self.chosen)
+        shown = self.choices[first : first + _SHOWN]
+        rows = [_cells(choice) for choice in shown]
+        lines += ["", *text_table(list(rows[0]), [list(r.values()) for r in rows], set(_TEXTS))]
+        lines += ["The first is chosen; the others are the next ones by predicted time."]
+        lines += self._said_of_tried()
+        if self.checked is not None:
+            lines.append(
+                f"The TPU compiler, {self.checked.how}: {1e3 * self.checked.seconds:,.4g} ms and "
+                f"{self.checked.bytes_per_core / 1e9:,.4g} GB a core, of a budget of "
+                f"{_gigabytes(self.budget)}."
+            )
+        return "\n".join(wrapped(lines))
+
+    def _said_of_tried(self) -> list[str]:
+        return [
+            f"Before it, {choice.name}: "
+            + (checked.refused or f"{checked.bytes_per_core:,.0f} bytes a core do not fit.")
+            for choice, checked in self.tried
+        ]
+
+    def _why_none(self) -> str:
+        nearest = self.nearest
+        if nearest is None:
+            return "No division is possible: no mesh of these cores divides the model."
+        choice, size = nearest
+        return (
+            f"None fits into {self.budget or 0:,.0f} bytes a core. The nearest is {choice.name}: "
+            f"it needs {size:,.0f} bytes."
+        )
+
+    def to_json(self) -> str:
+        """The result as JSON text; of the choices those that the table has."""
+
+        def plain(choice: Choice | None) -> Any:
+            if choice is None:
+                return None
+            parts = {"stack": choice.stack._asdict(), "predicted": choice.predicted._asdict()}
+            return {**choice._asdict(), **parts}
+
+        nearest = self.nearest
+        content = {
+            "machine": self.machine,
+            "cores": self.cores,
+            "budget": self.budget,
+            "chosen": plain(self.chosen),
+            "name": self.chosen and str(self.chosen.stack),
+            "checked": self.checked and self.checked._asdict(),
+            "nearest": nearest and {**plain(nearest[0]), "bytes_per_core": nearest[1]},
+            "divisions": len(self.choices),
+            "first": [plain(choice) for choice in self.choices[:_SHOWN]],
+            "tried": [{**plain(choice), **checked._asdict()} for choice, checked in self.tried],
+        }
+        return json.dumps(content, indent=2)
+
+
+_TEXTS = ("mesh", "layout", "stack")
+
+
+def _cells(choice: Choice) -> dict[str, str]:
+    predicted = choice.predicted
+    of_update = {
+        "update ms": predicted.seconds,
+        "operations": predicted.compute_seconds,
+        "model's links": predicted.model_seconds,
+        "gradients' links": predicted.sync_seconds,
+    }
+    return {
+        "mesh": choice.mesh_shape,
+        "layout": choice.layout,
+        "stack": str(choice.stack),
+        **{name: f"{1e3 * seconds:,.4g}" for name, seconds in of_update.items()},
+        "GB/core": f"{predicted.bytes_per_core / 1e9:,.3g}",
+    }
+
+
+def _gigabytes(size: float | None) -> str:
+    return "any size" if size is None else f"{size / 1e9:,.4g} GB"
+
+
+def all_choices(
+    costs: StepCosts,
+    machine: Machine,
+    axes: Sequence[str],
+    layouts: Sequence[str],
+    steps: Sequence[int],
+    inner_steps: Sequence[int] = (),
+    mesh_shapes: Sequence[str] = (),
+    progress: bool = False,
+) -> tuple[list[Choice], dict[str, str]]:
+    """Predicts every division of a training that is possible on a machine.
+
+    Args:
+      costs: what a step costs.
+      machine: the machine.
+      axes: names of the mesh axes.
+      layouts: layout rules; each is also tried without some of the rules that split the model.
+      steps: numbers of microbatch steps to consider, where they divide the batch.
+      inner_steps: numbers of inner steps of outer steps to consider; none without.
+      mesh_shapes: mesh shapes; none for all factorizations of the machine's cores.
+      progress: whether to show a progress bar on terminals.
+
+    Returns:
+      The divisions, by predicted time, then memory, the least first; and by mesh and layout why
+      none of it is possible.
+    """
+    shapes = mesh_shapes or shapes_of(machine.cores, axes, machine.slices)
+    pairs = [(shape, rules) for shape in shapes for layout in layouts
+             for rules in _with_fewer_rules(layout, shape, costs.batch_dims)]  # fmt: skip
+    found, why = [], {}
+    hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
+    for shape, layout in tqdm(
+        dict.fromkeys(pairs), desc="predicting", unit="mesh", leave=False, disable=hidden
+    ):
+        try:
+            predictor = Predictor(costs, machine, shape, layout)
+        except ValueError as error:
+            why[f"{shape}, {layout}"] = str(error)
+            continue
+        # The batch of a step is divided among the shards.
+        fitting = [k for k in steps if costs.batch_size % (k * predictor.shards) == 0]
+        for stack in stacks_of(fitting, predictor.shards, len(predictor.replica_axes), inner_steps):
+            found.append(Choice(shape, layout, stack, predictor.predict(stack)))
+    found.sort(key=_order)
+    return found, why
+
+
+def _order(choice: Choice) -> tuple[Any, ...]:
+    """By time; of equally fast ones those of less memory, of a simpler stack, of more rules."""
+    predicted, stack = choice.predicted, choice.stack
+    return (predicted.seconds, predicted.bytes_per_core, len(str(stack)), -len(choice.layout))
+
+
+def _with_fewer_rules(layout: str, mesh_shape: str, batch_dims: Sequence[str]) -> list[str]:
+    """Returns a layout, and it without some of the rules that split the model on this mesh."""
+    sizes = {dim.name: dim.size for dim in mtf.convert_to_shape(mesh_shape).dims}
+    rules = rules_of(layout)
+    some = [rule for rule in rules if sizes.get(rule[-1], 1) > 1 and rule[0] not in batch_dims]
+    if len(some) > _MOST_RULES:
+        some = []
+    found = []
+    for count in range(len(some), -1, -1):
+        for kept in itertools.combinations(some, count):
+            chosen = [rule for rule in rules if rule in kept or rule not in some]
+            found.append(";".join(":".join(rule) for rule in chosen))
+    return found
+
+
+def best_of(
+    choices: Sequence[Choice],
+    machine: Machine,
+    budget: float | None,
+    check: Check | None = None,
+) -> Best:
+    """Returns the first of some divisions, which are sorted by predicted time, that fits.
+
+    Args:
+      choices: as `all_choices` returns them.
+      machine: the machine.
+      budget: bytes of memory that a core may use; None for no limit.
+      check: asks the compiler what a division needs. None believes the prediction.
+
+    Returns:
+      The best division. With more budget it is never one of a longer predicted time: which
+      divisions are asked about, and in which order, depends on the predictions alone.
+    """
+    tried: list[tuple[Choice, Checked]] = []
+    refused: dict[tuple[Any, ...], set[str]] = {}
+    chosen, found = None, None
+    for choice in choices:
+        size = choice.predicted.bytes_per_core
+        limit = float("inf") if budget is None else budget
+        if size > (limit if check is None else limit / _LEAST_SHARE):
+            continue
+        kind = choice.stack[1:4]
+        # A stack that is refused in the same words on several meshes is not for this optimizer.
+        if len(refused.get(kind, ())) == 1 and sum(
+            bool(c.refused) and x.stack[1:4] == kind for x, c in tried
+        ) > 1:  # fmt: skip
+            continue
+        if check is None:
+            chosen = choice
+            break
+        said = check(choice)
+        if not said.refused and said.bytes_per_core <= limit:
+            chosen, found = choice, said
+            break
+        tried.append((choice, said))
+        if said.refused:
+            refused.setdefault(kind, set()).add(said.refused)
+    return Best(machine.name, machine.cores, budget, chosen, found, tuple(choices), tuple(tried))

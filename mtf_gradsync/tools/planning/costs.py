@@ -1,0 +1,414 @@
+"""What a training step costs in each division, by its mtf graph alone: nothing is compiled."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync.extension import mtf
+from mtf_gradsync.tools.planning.machines import Machine
+from mtf_gradsync.tools.planning.search import rules_of
+from mtf_gradsync.tools.planning.stacks import Stack
+
+# Operations that compilers make no array for, or that only give one another name or shape.
+_FREE = (
+    mtf.Constant,
+    mtf.Variable,
+    mtf.OneHotOperation,
+    mtf.RangeOperation,
+    mtf.RandomOperation,
+    mtf.ReshapeOperation,
+    mtf.StopGradient,
+    mtf.ImportOperation,
+    mtf.BroadcastOperation,
+)
+# Shares of the bytes that an operation would touch by itself, and of the forward pass's results
+# that the backward pass reads: compilers join operations, and compute cheap results again.
+# Measured: docs/best.md, "How the prediction is made".
+_TOUCHED, _KEPT, _HELD = 0.25, 0.5, 0.5
+# A collective of fewer bytes is joined with others.
+_LEAST_BYTES = 1024
+_FLOAT32 = 4
+# Of the sums that a sharded update makes by itself, those that become messages of their own.
+_MESSAGES = 0.5
+
+
+class Array(NamedTuple):
+    """An array of an mtf graph: names and sizes of its dimensions, and the bytes of a number."""
+
+    dims: tuple[tuple[str, int], ...]
+    number_bytes: int
+
+    @classmethod
+    def of(cls, tensor: Any, dtype: Any = None) -> Array:
+        """Reads a tensor, or a variable with the dtype that it is held in."""
+        dims = tuple((dim.name, dim.size) for dim in tensor.shape.dims)
+        return cls(dims, (dtype or tensor.dtype).size)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of its dimensions."""
+        return frozenset(name for name, _ in self.dims)
+
+
+class _Product(NamedTuple):
+    """A product of matrices: all dimensions, and what it reads and writes."""
+
+    dims: tuple[tuple[str, int], ...]
+    arrays: tuple[Array, ...]
+
+
+class _Sum(NamedTuple):
+    """A result that is a sum over dimensions: cores that split these have to add up their parts."""
+
+    array: Array
+    over: frozenset[str]
+    is_gradient: bool  # of a variable, to be reduced over the replica axes by the optimizer
+
+
+class _Reshape(NamedTuple):
+    """A result of which other dimensions may be split than of what it is made of."""
+
+    before: Array
+    after: Array
+
+
+class StepCosts(NamedTuple):
+    """What is known of a training step from its mtf graph, whatever mesh it is for.
+
+    Attributes:
+      products: products of the forward and the backward pass, by how many are alike.
+      touched: arrays that other operations write, likewise.
+      kept: results of the forward pass that the backward pass reads, likewise.
+      sums: results that are sums over dimensions, likewise.
+      reshapes: results whose dimensions are others than before, likewise.
+      variables: variables that are trained, as they are held.
+      gradients: their gradients.
+      others: variables that are not trained: slots, averages.
+      update_reads: arrays that the update reads to make sums of, likewise.
+      shapes: dimensions of all arrays, of which no two may lie along one mesh axis.
+      batch_dims: names of the dimensions that the batch lies along; microbatch steps divide the
+        last of them.
+      batch_size: how many examples an update takes.
+    """
+
+    products: Mapping[_Product, int]
+    touched: Mapping[Array, int]
+    kept: Mapping[Array, int]
+    sums: Mapping[_Sum, int]
+    reshapes: Mapping[_Reshape, int]
+    variables: tuple[Array, ...]
+    gradients: tuple[Array, ...]
+    others: tuple[Array, ...]
+    update_reads: Mapping[Array, int]
+    shapes: tuple[tuple[tuple[str, int], ...], ...]
+    batch_dims: tuple[str, ...]
+    batch_size: int
+
+
+class Predicted(NamedTuple):
+    """The predicted cost of an update in one division.
+
+    Attributes:
+      seconds: of an update of the whole batch, all its microbatch steps together.
+      bytes_per_core: memory at its peak.
+      compute_seconds: of `seconds`, operations and their bytes.
+      model_seconds: collectives that the model's own division makes.
+      sync_seconds: collectives of gradients and new values.
+    """
+
+    seconds: float
+    bytes_per_core: float
+    compute_seconds: float = 0.0
+    model_seconds: float = 0.0
+    sync_seconds: float = 0.0
+
+
+def read_costs(
+    loss: mtf.Tensor,
+    gradients: Sequence[mtf.Tensor | None],
+    variables: Sequence[mtf.Variable],
+    batch_dims: Sequence[str],
+    batch_size: int,
+) -> StepCosts:
+    """Reads what a step costs from its mtf graph, once gradients are made and applied.
+
+    Args:
+      loss: the loss; what was added to the graph before it is the forward pass.
+      gradients: of the variables; what was added after the last of them is the update.
+      variables: those that are trained.
+      batch_dims: names of the dimensions that the batch lies along.
+      batch_size: how many examples the graph is for.
+
+    Returns:
+      What is known of the step.
+
+    Raises:
+      ValueError: the model is in a loop, which hides how often it runs.
+    """
+    graph = loss.graph
+    place = {operation: number for number, operation in enumerate(graph.operations)}
+    made = [g for g in gradients if g is not None]
+    forward = place[loss.operation] + 1
+    backward = max([forward, *(place[g.operation] + 1 for g in made)])
+    found = {name: collections.Counter() for name in ("products", "touched", "sums", "reshapes")}
+    reads: collections.Counter[Array] = collections.Counter()
+    pending = _pending_sums(graph.operations[:backward])
+    batch = frozenset(batch_dims)
+    for operation in graph.operations[:backward]:
+        if isinstance(operation, mtf.WhileLoopOperation):
+            raise ValueError(
+                f"The step is computed in a loop, {operation.name!r}: give the model in one "
+                "microbatch."
+            )
+        outputs = [Array.of(x) for x in operation.outputs]
+        inputs = [Array.of(x) for x in operation.inputs]
+        is_backward = place[operation] >= forward
+        over = pending.get(operation)
+        if over:
+            is_gradient = is_backward and not outputs[0].names & batch
+            found["sums"][_Sum(outputs[0], over, is_gradient)] += 1
+        is_lookup = not is_backward and any(
+            isinstance(x.operation, mtf.OneHotOperation) for x in operation.inputs
+        )
+        if isinstance(operation, mtf.EinsumOperation) and _reduced(operation) and not is_lookup:
+            dims = tuple(sorted({dim for x in inputs for dim in x.dims}))
+            found["products"][_Product(dims, (*inputs, *outputs))] += 1
+        elif isinstance(operation, mtf.ReshapeOperation):
+            found["reshapes"][_Reshape(inputs[0], outputs[0])] += 1
+        elif not isinstance(operation, _FREE):
+            found["touched"].update(
+                inputs if isinstance(operation, mtf.ReduceOperation) else outputs
+            )
+    for operation in graph.operations[backward:]:
+        if isinstance(operation, mtf.ReduceOperation):
+            reads.update(map(Array.of, operation.inputs))
+    trained = set(variables)
+    return StepCosts(
+        **found,
+        kept=_kept(graph.operations, forward, backward),
+        variables=tuple(Array.of(v, v.slice_dtype) for v in variables),
+        gradients=tuple(Array.of(g) for g in made),
+        others=tuple(Array.of(v, v.slice_dtype) for v in graph.all_variables if v not in trained),
+        update_reads=reads,
+        shapes=tuple({Array.of(x).dims for op in graph.operations for x in op.outputs}),
+        batch_dims=tuple(batch_dims),
+        batch_size=batch_size,
+    )
+
+
+def _reduced(operation: mtf.Operation) -> frozenset[str]:
+    """Returns the names of the dimensions that an operation sums over."""
+    if not isinstance(operation, (mtf.EinsumOperation, mtf.ReduceOperation)):
+        return frozenset()
+    there = set(operation.outputs[0].shape.dims)
+    return frozenset(d.name for x in operation.inputs for d in x.shape.dims if d not in there)
+
+
+def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, frozenset[str]]:
+    """Returns what sums are made over, by the operation whose result is added up over the mesh.
+
+    Mesh-TensorFlow adds two sums over the same dimensions first, and then adds up their parts.
+    """
+    over: dict[mtf.Operation, frozenset[str]] = {}
+    for operation in operations:
+        dims = _reduced(operation)
+        if isinstance(operation, mtf.AddOperation):
+            makers = [x.operation for x in operation.inputs]
+            both = {over.get(maker, frozenset()) for maker in makers}
+            if len(both) == 1:
+                dims = next(iter(both))
+                for maker in makers:
+                    over.pop(maker, None)
+        if dims:
+            over[operation] = dims
+    return over
+
+
+def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> Mapping[Array, int]:
+    """Returns results of the forward pass that products and others of the backward pass read."""
+    own = set(operations[:forward])
+    read = {
+        x: None
+        for operation in operations[forward:backward]
+        for x in operation.inputs
+        if x.operation in own and not isinstance(x.operation, _FREE)
+    }
+    return collections.Counter(map(Array.of, read))
+
+
+class Predictor:
+    """Predicts what an update costs on a machine, for one mesh and layout."""
+
+    def __init__(self, costs: StepCosts, machine: Machine, mesh_shape: str, layout: str):
+        """Raises ValueError where the mesh cannot be: it does not divide the model."""
+        self._costs, self._machine = costs, machine
+        dims = mtf.convert_to_shape(mesh_shape).dims
+        self._sizes = {dim.name: dim.size for dim in dims}
+        rules = [(rule[0], rule[-1]) for rule in rules_of(layout)]
+        self._axis = {name: axis for name, axis in rules if self._sizes.get(axis, 1) > 1}
+        self._links: dict[Any, tuple[float, float]] = {}
+        self.replica_axes = tuple(
+            dim.name for dim in dims
+            if dim.name in {self._axis.get(name) for name in costs.batch_dims}
+        )  # fmt: skip
+        self.shards = math.prod(self._sizes[axis] for axis in self.replica_axes)
+        self._check()
+
+    def _check(self) -> None:
+        used = set()
+        for dims in self._costs.shapes:
+            axes = [self._axis[name] for name, _ in dims if name in self._axis]
+            used.update(axes)
+            if len(set(axes)) < len(axes):
+                names = " and ".join(name for name, _ in dims if name in self._axis)
+                raise ValueError(f"{names} of one tensor would lie along the same mesh axis")
+            for name, size in dims:
+                if name in self._axis and size % self._sizes[self._axis[name]]:
+                    axis = self._axis[name]
+                    raise ValueError(f"{axis}:{self._sizes[axis]} does not divide {name} = {size}")
+        idle = [name for name, size in self._sizes.items() if size > 1 and name not in used]
+        if idle:
+            raise ValueError(f"nothing of the model is split along {' and '.join(idle)}")
+
+    def _numbers(self, dims: Sequence[tuple[str, int]], steps: int) -> float:
+        """Returns how many numbers a core has of an array, in one of some microbatch steps."""
+        count = 1.0
+        for name, size in dims:
+            count *= size / self._sizes.get(self._axis.get(name, ""), 1)
+            if name == self._costs.batch_dims[-1]:
+                count /= steps
+        return count
+
+    def _bytes(self, array: Array, steps: int = 1) -> float:
+        return array.number_bytes * self._numbers(array.dims, steps)
+
+    def _sum_of(self, arrays: Mapping[Array, int], steps: int = 1) -> float:
+        return sum(count * self._bytes(array, steps) for array, count in arrays.items())
+
+    def seconds(self, operation: str, axes: Sequence[str], size: float) -> float:
+        """Returns how long a collective along mesh axes takes, of which a core puts in `size`."""
+        if not axes or not size:
+            return 0.0
+        key = operation, tuple(axes)
+        if key not in self._links:
+            groups, most = self._groups(axes), 1e15
+            least = self._machine.seconds(operation, groups, 0.0)
+            self._links[key] = least, self._machine.seconds(operation, groups, most) / most
+        least, each = self._links[key]
+        return max(least, each * size)
+
+    def _groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the groups of cores along mesh axes, the last axis being that of neighbours."""
+        names = list(self._sizes)
+        groups: dict[Any, list[int]] = {}
+        for core, place in enumerate(itertools.product(*map(range, self._sizes.values()))):
+            others = tuple(x for name, x in zip(names, place) if name not in axes)
+            groups.setdefault(others, []).append(core)
+        return [tuple(group) for group in groups.values()]
+
+    def predict(self, stack: Stack) -> Predicted:
+        """Returns what an update of the whole batch costs by a stack of wrappers."""
+        steps, costs = stack.steps, self._costs
+        peak = self._machine.peak_flops_per_core or math.inf
+        bandwidth = self._machine.bytes_per_second_per_core or math.inf
+        compute = sum(
+            count
+            * max(
+                2 * self._numbers(one.dims, steps) / peak,
+                sum(self._bytes(x, steps) for x in one.arrays) / bandwidth,
+            )
+            for one, count in costs.products.items()
+        )
+        compute += _TOUCHED * self._sum_of(costs.touched, steps) / bandwidth
+        model = sum(self._model_collectives(steps))
+        values = sum(map(self._bytes, costs.variables))
+        slots = sum(map(self._bytes, costs.others))
+        gradients = sum(map(self._bytes, costs.gradients))
+        sums = float(sum(self._numbers(x.dims, 1) * _FLOAT32 for x in costs.gradients))
+        part = 1 / self.shards
+        sum_share = {"": 0.0, "sharded": part}.get(stack.sums, 1.0)
+        compute += 2 * sum_share * sums / bandwidth
+        update_share = part if stack.sharded_updates else 1.0
+        # Parts of new values are written where they are made, and read and written to be gathered.
+        passes = 4 if stack.sharded_updates else 2
+        once = passes * values + 2 * update_share * slots + self._sum_of(costs.update_reads)
+        once /= bandwidth
+        wire = sums if steps > 1 else gradients
+        each, at_update = self._sync(stack, gradients, wire)
+        memory = values + update_share * slots + sum_share * sums + _HELD * gradients
+        memory += _KEPT * self._sum_of(costs.kept, steps)
+        if stack.inner_steps:
+            # Values and momentum of the outer steps.
+            memory += 2 * sums
+            once += 4 * sums / bandwidth / stack.inner_steps
+        sync = steps * each + at_update
+        return Predicted(
+            steps * (compute + model) + once + sync,
+            memory,
+            steps * compute + once,
+            steps * model,
+            sync,
+        )
+
+    def _model_collectives(self, steps: int) -> Iterator[float]:
+        """Gives the time of the collectives of a microbatch step, but for gradients' sums."""
+        for one, count in self._costs.sums.items():
+            axes = {self._axis[name] for name in one.over if name in self._axis}
+            if one.is_gradient:
+                axes -= set(self.replica_axes)
+            size = self._bytes(one.array, steps)
+            if axes and size >= _LEAST_BYTES:
+                yield count * self.seconds("all-reduce", sorted(axes), size)
+        for one, count in self._costs.reshapes.items():
+            before, after = ({self._axis[n]: n for n, _ in x.dims if n in self._axis}
+                             for x in (one.before, one.after))  # fmt: skip
+            for axis in before:
+                if before[axis] != after.get(axis) and not self._is_renamed(one, axis):
+                    kind = "all-to-all" if axis in after else "all-gather"
+                    yield count * self.seconds(kind, [axis], self._bytes(one.before, steps))
+
+    def _is_renamed(self, one: _Reshape, axis: str) -> bool:
+        """Whether a dimension along a mesh axis only got another name there."""
+        places = [[n for n, (name, _) in enumerate(x.dims) if self._axis.get(name) == axis]
+                  for x in (one.before, one.after)]  # fmt: skip
+        sizes = [[size for _, size in x.dims] for x in (one.before, one.after)]
+        return places[0] == places[1] and sizes[0] == sizes[1]
+
+    def _sync(self, stack: Stack, gradients: float, wire: float) -> tuple[float, float]:
+        """Returns the time of sums and gathers of a microbatch step, and of the update besides."""
+        axes = self.replica_axes
+        if stack.inner_steps:
+            float32 = sum(self._numbers(x.dims, 1) * _FLOAT32 for x in self._costs.variables)
+            return 0.0, self.seconds("all-reduce", axes, float32) / stack.inner_steps
+
+        def summed(size: float) -> float:
+            if stack.reducer == "hierarchical":
+                return sum(self.seconds("all-reduce", [axis], size) for axis in axes)
+            return self.seconds("all-reduce", axes, size)
+
+        def in_parts(operation: str, arrays: Sequence[Array], number_bytes: int = 0) -> float:
+            # The parts of each array are scattered, and gathered, by themselves.
+            share = 1 if operation == "reduce-scatter" else self.shards
+            sizes = [self._numbers(x.dims, 1) * (number_bytes or x.number_bytes) for x in arrays]
+            return sum(self.seconds(operation, axes, size / share) for size in sizes)
+
+        costs, each, at_update = self._costs, 0.0, 0.0
+        wide = _FLOAT32 if stack.steps > 1 else 0
+        if stack.sharded_updates:
+            at_update += in_parts("all-gather", costs.variables)
+            messages = _MESSAGES * sum(costs.update_reads.values())
+            at_update += messages * self.seconds("all-reduce", axes, _LEAST_BYTES)
+        if stack.sums == "synced":
+            each = summed(gradients)
+        elif stack.sums == "sharded":
+            each = in_parts("reduce-scatter", costs.gradients)
+            if not stack.sharded_updates:
+                at_update += in_parts("all-gather", costs.gradients, wide)
+        elif stack.sharded_updates:
+            at_update += in_parts("reduce-scatter", costs.gradients, wide)
+        else:
+            at_update += summed(wire)
+        return each, at_update

@@ -1,0 +1,60 @@
+"""The stacks of wrappers among which `plan --best` chooses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Sequence
+
+#: Where gradients of several microbatch steps are added up; see `GradientAccumulationOptimizer`.
+SUMS = ("local", "synced", "sharded")
+
+
+class Stack(NamedTuple):
+    """What the wrappers of a stack do to divide an update.
+
+    Attributes:
+      steps: how many microbatch steps make an update (K).
+      sums: where their gradients are added up, one of `SUMS`; "" for a single step.
+      sharded_updates: whether each replica updates its part of the variables (ZeRO-1).
+      reducer: "fused", or "hierarchical" where replicas lie along several mesh axes.
+      inner_steps: after how many steps an outer step follows; 0 for none. Outer steps change the
+        training.
+    """
+
+    steps: int = 1
+    sums: str = ""
+    sharded_updates: bool = False
+    reducer: str = "fused"
+    inner_steps: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.sums} sums of {self.steps} microbatch steps"] if self.steps > 1 else []
+        parts += ["sharded updates"] if self.sharded_updates else []
+        if self.inner_steps:
+            parts.append(f"an outer step after {self.inner_steps} steps")
+        elif not parts or self.reducer != "fused":
+            parts.append(f"{self.reducer} sum")
+        return ", ".join(parts)
+
+
+def stacks_of(
+    steps: Sequence[int], shards: int, replica_axes: int, inner_steps: Sequence[int] = ()
+) -> list[Stack]:
+    """Returns all stacks for some numbers of microbatch steps.
+
+    Args:
+      steps: numbers of microbatch steps.
+      shards: the number of replicas; with one there is nothing to shard or to reduce.
+      replica_axes: the number of mesh axes that replicas lie along.
+      inner_steps: numbers of inner steps of outer steps to consider.
+    """
+    reducers = ["fused", "hierarchical"] if replica_axes > 1 else ["fused"]
+    found = []
+    for count in steps:
+        for sums in ("",) if count == 1 else SUMS if shards > 1 else SUMS[:1]:
+            for is_sharded in (False, True)[: 1 + (shards > 1)]:
+                # A sharded update scatters gradients itself.
+                of_stack = reducers if not is_sharded else reducers[:1]
+                found += [Stack(count, sums, is_sharded, reducer) for reducer in of_stack]
+    if shards > 1 and 1 in steps:
+        found += [Stack(inner_steps=number) for number in inner_steps]
+    return found

@@ -1,0 +1,469 @@
+"""`mtf-gradsync plan --best`: the division of a config as lines of gin, checked and proved."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync.extension import describe, mtf, tf
+from mtf_gradsync.runtimes._common import ConfigError
+from mtf_gradsync.runtimes.simd.program import compiled_only
+from mtf_gradsync.tools import planning
+from mtf_gradsync.tools._private.gin import bindings, bound, short_name
+from mtf_gradsync.tools.planning.best import Best, Checked, Choice, all_choices, best_of
+from mtf_gradsync.tools.planning.costs import Predictor, StepCosts, read_costs
+from mtf_gradsync.tools.planning.machines import Machine
+from mtf_gradsync.tools.planning.search import Candidate, search
+from mtf_gradsync.tools.planning.stacks import Stack
+from mtf_gradsync.tools.train import gin_files
+from mtf_gradsync.tools.train.config import RunConfig
+from mtf_gradsync.tools.train.mesh_settings import axes_of
+from mtf_gradsync.tools.train.model import MeshModel, placeholders, resolve_job
+from mtf_gradsync.tools.train.train_graph import build_simd, model_and_optimizer, steps_per_update
+from mtf_gradsync.tools.train.verifying import verify_config
+from mtf_gradsync.tools.verification import Verification
+
+# Names of the dimensions of examples; microbatch steps divide the last.
+_BATCH = ("outer_batch", "batch")
+_REDUCES, _JOINS = "CrossShardOptimizer", "GradientAccumulationOptimizer"
+_SHARDS, _OUTER = "ShardedUpdateOptimizer", "OuterOptimizer"
+# Bindings of wrappers that the search sets, or that change no division.
+_KNOWN = {
+    _REDUCES: {"opt", "mesh_shape", "layout"},
+    _JOINS: {
+        *("opt", "backward_passes_per_step", "average_aggregated_gradients", "accumulate"),
+        *("accumulator_dtype", "checkpoint_accumulators", "mesh_shape", "layout"),
+    },
+    _SHARDS: {"opt", "mesh_shape", "layout"},
+}
+_K = "backward_passes_per_step"
+# In lengths of the run, a microbatch step counts as a step.
+_LENGTHS = ("train_steps", "total_run_steps", "save_checkpoints_steps", "log_steps")
+# What a proof on this machine makes of a model's sizes, and of its mesh, steps and sequences.
+_SMALLER = {
+    "num_layers": 2,
+    "d_model": 64,
+    "hidden_size": 128,
+    "num_heads": 4,
+    "key_value_size": 16,
+}
+_MOST_REPLICAS, _MOST_PARTS, _MOST_STEPS, _LENGTH = 4, 2, 4, 16
+_RUN_OF_PROOF = 1_000_000
+# A model with more layers is compiled with so many.
+_COMPILED_LAYERS = 2
+
+
+class _Stack(NamedTuple):
+    """The optimizers of a config, as gin names them, outermost first.
+
+    Attributes:
+      scope: the scope in which they are called, with a slash; "" for none.
+      dividing: wrappers that divide an update, by the names of their classes.
+      around: wrappers that stand around a sharded update.
+      inside: wrappers that stand inside of it, and the innermost optimizer.
+    """
+
+    scope: str
+    dividing: tuple[str, ...]
+    around: tuple[str, ...]
+    inside: tuple[str, ...]
+
+
+class _Value(NamedTuple):
+    """What is bound, and the name to bind it by."""
+
+    key: str
+    value: Any
+
+
+def _resolved(key: str, value: Any) -> _Value:
+    """Follows macros, so that what is bound instead is what all that use them get."""
+    while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):
+        key = str(value)[1:]
+        value = gin.query_parameter(f"{key}/gin.macro.value")
+    return _Value(key, value)
+
+
+def _bound(scope: str, selector: str, parameter: str) -> Any:
+    """Returns what is bound on a parameter for calls in a scope; None without a binding."""
+    there = bindings()
+    parts = scope.split("/") if scope else []
+    for end in range(len(parts), -1, -1):
+        key = "/".join(parts[:end]), selector, parameter
+        if key in there:
+            return _resolved("", there[key]).value
+    return None
+
+
+def _stack_of_config() -> _Stack:
+    """Reads the stack of the configuration; raises ConfigError where it cannot be divided anew."""
+    value = _resolved("", gin.query_parameter("train.run.optimizer")).value
+    scope, names, wrappers = None, [], []
+    while True:
+        if not isinstance(value, gin.config.ConfigurableReference):
+            raise ConfigError(
+                f"plan --best reads the stack of wrappers from gin's bindings, and "
+                f"{wrappers[-1] + '.opt' if wrappers else 'train.run.optimizer'} is no reference "
+                f"such as @AdafactorOptimizer; got {value!r}"
+            )
+        where, selector = value.config_key
+        scope = where if scope is None else scope
+        names.append(f"@{where}/{short_name(selector)}" if where and where != scope
+                     else f"@{short_name(selector)}")  # fmt: skip
+        following = _bound(scope, selector, "opt")
+        kind = selector.split(".")[-1]
+        if following is None:
+            break
+        if len(names) > 20:
+            raise ConfigError(f"the wrappers of the config go in a circle: {', '.join(names)}")
+        wrappers.append(kind)
+        _check_wrapper(kind, scope, selector)
+        value = following
+    dividing = tuple(kind for kind in wrappers if kind in _KNOWN)
+    kept = [name for name, kind in zip(names, [*wrappers, ""]) if kind not in _KNOWN]
+    around = tuple(name for name in kept if name.endswith("LossScaleOptimizer"))
+    inside = tuple(name for name in kept if name not in around)
+    return _Stack(f"{scope}/" if scope else "", dividing, around, inside)
+
+
+def _check_wrapper(kind: str, scope: str, selector: str) -> None:
+    if kind in ("SyncReplicasOptimizer", _OUTER):
+        raise ConfigError(
+            f"plan --best divides an update anew, and {kind} decides by its own shards which "
+            "gradients an update has: take it out of the config, or compare meshes by plan without "
+            "--best" + ("; --outer_steps considers outer steps" if kind == _OUTER else "")
+        )
+    if kind not in _KNOWN:
+        return
+    there = {p for where, name, p in bindings() if name == selector and where in ("", scope)}
+    more = sorted(there - _KNOWN[kind] - {"name"})
+    if more:
+        raise ConfigError(
+            f"plan --best chooses {kind} and its settings, and the config binds "
+            f"{kind}.{more[0]}, which changes what is trained or how: take it out, or compare "
+            "meshes by plan without --best"
+        )
+
+
+class BestDivision:
+    """Finds and proves the division of the training that gin's configuration describes."""
+
+    def __init__(self, layouts: Sequence[str], most_steps: int):
+        """Reads the configuration; raises ConfigError where it cannot be divided anew."""
+        self._config = gin_files.bound_run_config()
+        self._stack = _stack_of_config()
+        self._layouts = layouts
+        job = resolve_job(self._config)
+        self._own_steps = self._steps_of_config()
+        self._batch = job.model.batch_size * self._own_steps
+        self._sequences = max(1, job.model.outer_batch_size)
+        self.fixed = self._why_steps_are_fixed()
+        self.steps = (
+            [self._own_steps]
+            if self.fixed
+            else [k for k in range(1, most_steps + 1) if self._batch % (k * self._sequences) == 0]
+        )
+
+    def _selector(self, name: str) -> str:
+        return next((s for _, s, _ in bindings() if s.split(".")[-1] == name), "")
+
+    def _steps_of_config(self) -> int:
+        if _JOINS not in self._stack.dividing:
+            return 1
+        count = _bound(self._stack.scope.rstrip("/"), self._selector(_JOINS), _K)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(
+                f"plan --best needs a fixed number of microbatch steps, and {_JOINS}.{_K} is "
+                f"{count!r}"
+            )
+        return count
+
+    def _why_steps_are_fixed(self) -> str:
+        """Returns why the config's number of microbatch steps has to stay; "" if it may change."""
+        if self._own_steps == 1:
+            return ""
+        selector, scope = self._selector(_JOINS), self._stack.scope.rstrip("/")
+        if not _bound(scope, selector, "average_aggregated_gradients"):
+            return "it adds up gradients (average_aggregated_gradients is not set)"
+        counts = any(s.endswith(".per_update") for _, s, _ in bindings())
+        is_constant = not callable(self._config.learning_rate_schedule) and not isinstance(
+            self._config.learning_rate_schedule, (list, tuple)
+        )
+        if not (counts or self._config.schedule_step or is_constant):
+            return "its learning rate follows microbatch steps"
+        return ""
+
+    def costs(self) -> StepCosts:
+        """Reads what a step of the whole batch costs, from its mtf graph on one core."""
+        stack = self._stack
+        first = (*stack.around, *stack.inside)
+        lines = [f"train.run.optimizer = {self._scoped(first[0])}", *self._chain(first)]
+        lines += [f"train.run.batch_size = {self._batch}", *_counts(1)]
+        with bound(lines), tf.Graph().as_default():
+            config = gin_files.bound_run_config()
+            job = resolve_job(
+                dataclasses.replace(
+                    config, mesh_shape="all:1", layout_rules="", mesh_devices=None, mesh_impl=None
+                )
+            )
+            with gin_files.bound_to_mesh("all:1", ""):
+                model = MeshModel(job.model)
+                step = tf.identity(tf.train.get_or_create_global_step().read_value())
+                features = placeholders(job)
+                loss, pairs, opt, _ = model_and_optimizer(job, model, features, step)
+                grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+                opt.apply_grads(grads, variables)
+                return read_costs(loss, grads, variables, _BATCH, self._batch)
+
+    def choices(
+        self,
+        costs: StepCosts,
+        machine: Machine,
+        mesh_shapes: Sequence[str] | None,
+        inner_steps: Sequence[int] = (),
+    ) -> tuple[list[Choice], dict[str, str]]:
+        """Predicts all divisions of the training on a machine; see `all_choices`."""
+        return all_choices(
+            costs,
+            machine,
+            axes_of(self._config.mesh_shape),
+            self._layouts,
+            self.steps,
+            inner_steps,
+            mesh_shapes or (),
+            progress=True,
+        )
+
+    def lines(self, choice: Choice) -> list[str]:
+        """Returns the lines of gin that make the config one of this division."""
+        stack, own = choice.stack, self._stack
+        names = [f"@{name}" for name in self._wrappers(stack)]
+        whole = list(own.around) + list(own.inside)
+        if stack.sharded_updates:
+            whole.insert(len(own.around), f"@{_SHARDS}")
+            names.remove(f"@{_SHARDS}")
+        whole = [*names, *whole]
+        scale = stack.steps / self._own_steps
+        lengths = {name: getattr(self._config, name) for name in _LENGTHS}
+        lines = [
+            f'train.run.mesh_shape = "{choice.mesh_shape}"',
+            f'train.run.layout_rules = "{choice.layout}"',
+            f"train.run.batch_size = {self._batch // stack.steps}",
+        ]
+        if scale != 1:
+            lines += [
+                f"train.run.{name} = {math.ceil(value * scale)}"
+                for name, value in lengths.items()
+                if value is not None
+            ]
+        lines += [f"train.run.optimizer = {self._scoped(whole[0])}", *self._chain(whole)]
+        if stack.steps > 1:
+            lines += [
+                f"{own.scope}{_JOINS}.{_K} = {stack.steps}",
+                f'{own.scope}{_JOINS}.accumulate = "{stack.sums}"',
+            ]
+            if not self.fixed:
+                lines.append(f"{own.scope}{_JOINS}.average_aggregated_gradients = True")
+        if stack.reducer == "hierarchical":
+            lines.append(f"{own.scope}{whole[0][1:]}.reducer = @HierarchicalAllReduce()")
+        if stack.inner_steps:
+            lines.append(f"{own.scope}{_OUTER}.inner_steps = {stack.inner_steps}")
+        if self._own_steps == 1 and stack.steps > 1 and not self._config.schedule_step:
+            # So that schedules count updates, as they did.
+            lines.append("train.run.schedule_step = @get_update_step")
+        return [*lines, *_counts(stack.steps), *_meshes(choice.mesh_shape, choice.layout)]
+
+    @staticmethod
+    def _wrappers(stack: Stack) -> list[str]:
+        """Returns the wrappers of a stack that divide an update, outermost first."""
+        if stack.inner_steps:
+            return [_OUTER]
+        joins = [_JOINS] if stack.steps > 1 else []
+        return joins + ([_SHARDS] if stack.sharded_updates else [] if joins else [_REDUCES])
+
+    def _scoped(self, name: str) -> str:
+        return f"@{self._stack.scope}{name[1:]}" if "/" not in name else name
+
+    def _chain(self, names: Sequence[str]) -> list[str]:
+        """Returns the bindings that put each optimizer around the one that follows."""
+        return [f"{self._stack.scope}{a.split('/')[-1].lstrip('@')}.opt = {b}"
+                for a, b in itertools.pairwise(names)]  # fmt: skip
+
+    def checked(self, machine: Machine, costs: StepCosts) -> Any:
+        """Returns a function that asks the compiler what a choice needs; see `best_of`."""
+        fewer, words = _sizes({"num_layers": _COMPILED_LAYERS})
+        compiled_costs = costs
+        if fewer:
+            with bound(fewer):
+                compiled_costs = self.costs()
+
+        def check(choice: Choice) -> Checked:
+            with self._bound(choice, fewer):
+                found = search(self._build, [_candidate(choice, machine)], refusals=(ConfigError,))
+            if not found.rows:
+                return Checked(refused=found.refused[0].reason if found.refused else "stopped")
+            (row,) = found.rows
+            layout = choice.mesh_shape, choice.layout
+            small = Predictor(compiled_costs, machine, *layout).predict(choice.stack)
+            mean = row.mean_step_seconds or row.step_seconds
+            seconds = mean * choice.stack.steps
+            return Checked(
+                row.bytes_per_core / small.bytes_per_core * choice.predicted.bytes_per_core,
+                seconds / small.seconds * choice.predicted.seconds,
+                f"with {words}: its figures over those predicted of that model, times those "
+                "predicted of the whole"
+                if fewer
+                else "with the whole model",
+            )
+
+        return check
+
+    @contextlib.contextmanager
+    def _bound(self, choice: Choice, more: Sequence[str] = ()) -> Iterator[RunConfig]:
+        with bound([*self.lines(choice), *more]):
+            yield gin_files.bound_run_config()
+
+    @staticmethod
+    def _build(mesh_shape: str, layout: str) -> planning.Built:
+        job = resolve_job(dataclasses.replace(gin_files.bound_run_config(), mesh_devices=None))
+        with compiled_only():
+            graph, program = build_simd(job)
+        per_update = steps_per_update(graph.optimizers)
+        return planning.Built(
+            program, [graph.loss], job.tokens_per_step, graph.num_parameters, per_update
+        )
+
+    def described(self, choice: Choice) -> str:
+        """Returns what the optimizer of a division does in a step (`gs.describe`)."""
+        with self._bound(choice) as config, tf.Graph().as_default():
+            job = resolve_job(dataclasses.replace(config, mesh_devices=None))
+            with compiled_only():
+                graph, _ = build_simd(job)
+            return str(describe(graph.optimizers[0]))
+
+    def proved(self, choice: Choice, replica_axes: Sequence[str]) -> tuple[str, Verification]:
+        """Verifies a division on this machine, scaled down; returns on what, and the answer."""
+        lines, words = _sizes(_SMALLER)
+        dims = mtf.convert_to_shape(choice.mesh_shape).dims
+        sizes = {
+            d.name: min(d.size, _MOST_REPLICAS if d.name in replica_axes else _MOST_PARTS)
+            for d in dims
+        }
+        mesh_shape = ";".join(f"{name}:{size}" for name, size in sizes.items())
+        shards = math.prod(sizes[axis] for axis in replica_axes)
+        stack = choice.stack._replace(steps=min(choice.stack.steps, _MOST_STEPS))
+        batch = 2 * shards * self._sequences
+        lengths = resolve_job(self._config).model.sequence_length
+        small = {name: min(size, _LENGTH) for name, size in lengths.items()}
+        said = [f"mesh {mesh_shape}" if mesh_shape != choice.mesh_shape else "", words]
+        said.append(f"K {stack.steps}" if stack != choice.stack else "")
+        said.append(f"batches of {batch} sequences of {max(small.values())} tokens")
+        lines += [f"train.run.batch_size = {batch}", f"train.run.sequence_length = {small!r}"]
+        # Where `verify` begins, a schedule that decays to the end of a short run is at its end.
+        lines += [f"train.run.total_run_steps = {_RUN_OF_PROOF}"]
+        with self._bound(choice._replace(mesh_shape=mesh_shape, stack=stack), lines):
+            found = verify_config(divisions=())
+        return ", ".join(filter(None, said)), found
+
+
+def _candidate(choice: Choice, machine: Machine) -> Candidate:
+    return Candidate(choice.mesh_shape, choice.layout, machine)
+
+
+def _counts(steps: int) -> list[str]:
+    """Returns bindings of K for all that count updates by it, besides the wrapper."""
+    return [
+        f"{scope}/{short_name(selector)}.{_K} = {steps}".lstrip("/")
+        for scope, selector, parameter in bindings()
+        if parameter == _K and selector.split(".")[-1] != _JOINS
+    ]
+
+
+def _meshes(mesh_shape: str, layout: str) -> list[str]:
+    """Returns bindings of the mesh for optimizers that the configuration gives one."""
+    given = {"mesh_shape": mesh_shape, "layout": layout}
+    return [
+        f'{scope}/{short_name(selector)}.{parameter} = "{given[parameter]}"'.lstrip("/")
+        for scope, selector, parameter in bindings()
+        if parameter in given and selector.startswith("mtf_gradsync.")
+        and selector != "mtf_gradsync.train.run"
+    ]  # fmt: skip
+
+
+def _sizes(most: dict[str, int]) -> tuple[list[str], str]:
+    """Returns bindings that make a model's sizes no larger than these, and what they change."""
+    lines, words = {}, {}
+    for (scope, selector, parameter), given in bindings().items():
+        if parameter not in most or not selector.startswith("mesh_tensorflow."):
+            continue
+        key, value = _resolved(f"{scope}/{short_name(selector)}.{parameter}".lstrip("/"), given)
+        if isinstance(value, int) and value > most[parameter]:
+            lines[key] = f"{key} = {most[parameter]}"
+            words[parameter] = f"{parameter} {most[parameter]} in place of {value}"
+    return list(lines.values()), ", ".join(words.values())
+
+
+def find_and_prove(
+    machine: Machine,
+    layouts: Sequence[str],
+    mesh_shapes: Sequence[str] | None = None,
+    budget: float | None = None,
+    most_steps: int = 64,
+    inner_steps: Sequence[int] = (),
+    prove: bool = True,
+    say: Callable[[str], Any] = print,
+) -> tuple[Best, int]:
+    """Finds the best division of the training that gin's configuration describes, and proves it.
+
+    Args:
+      machine: the chips.
+      layouts: layout rules; each is also tried without some of the rules that split the model.
+      mesh_shapes: mesh shapes; None for all factorizations over the axes of the config's mesh.
+      budget: bytes of memory that a core may use; None for what the chip lets a program use.
+      most_steps: the most microbatch steps of an update.
+      inner_steps: numbers of inner steps of outer steps to consider, which change the training.
+      prove: whether to verify the division on this machine.
+      say: called with each part of the answer once it is known.
+
+    Returns:
+      The best division, and the command's exit code: 0 where it was found and proved (or not to be
+      proved), 1 where none fits or it is NOT EQUAL, 3 where the proof was not shown.
+
+    Raises:
+      ConfigError: the config cannot be divided anew.
+    """
+    limits = [x for x in (budget, machine.memory_per_core) if x is not None]
+    best = BestDivision(layouts, most_steps)
+    costs = best.costs()
+    choices, why = best.choices(costs, machine, mesh_shapes, inner_steps)
+    if not choices:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(why.items())[:3])
+        raise ConfigError(f"no mesh of {machine.name} divides the model: {reasons}")
+    check = best.checked(machine, costs)
+    found = best_of(choices, machine, min(limits, default=None), check)
+    if best.fixed:
+        say(f"Microbatch steps stay {best.steps[0]}: {best.fixed}.")
+    say(str(found))
+    if found.chosen is None:
+        return found, 1
+    choice = found.chosen
+    say("\n".join(["", "Lines for the end of the config:", "", *best.lines(choice)]))
+    say(f"\nWhat its optimizer does:\n\n{best.described(choice)}")
+    if choice.stack.inner_steps:
+        say(
+            "\nOuter steps change the training: what is proved below is a step without them, and "
+            "nothing is proved of what is learned."
+        )
+    if not prove:
+        say("\nNot proved: --no_proof.")
+        return found, 0
+    replica_axes = Predictor(costs, machine, choice.mesh_shape, choice.layout).replica_axes
+    where, verification = best.proved(choice, replica_axes)
+    say(f"\nThe same stack on this machine, against one core without wrappers ({where}):\n")
+    say(str(verification))
+    return found, verification.exit_code

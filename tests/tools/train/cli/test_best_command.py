@@ -1,0 +1,258 @@
+"""``mtf-gradsync plan --best``: from a config to lines of gin, and the proof of them."""
+
+import contextlib
+from pathlib import Path
+
+import gin
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import xla
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes._common import ConfigError
+from mtf_gradsync.tools._private.gin import bindings, bound
+from mtf_gradsync.tools.planning.best import Choice
+from mtf_gradsync.tools.planning.costs import Predicted
+from mtf_gradsync.tools.planning.stacks import Stack
+from mtf_gradsync.tools.train import best_division, gin_files
+from mtf_gradsync.tools.train.best_division import BestDivision
+from mtf_gradsync.tools.train.cli import main as cli
+from mtf_gradsync.tools.train.model import resolve_job
+from mtf_gradsync.tools.train.train_graph import build_simd
+from mtf_gradsync.tools.verification.verdicts import DivisionResult, Verification
+from tests.tools.planning.machines import Counting
+
+TINY = str(Path(__file__).parents[1] / "tiny.gin")
+LAYOUT = "batch:batch;d_ff:model;heads:model;vocab:model"
+missing = xla.why_no_tpu_compiler()
+
+
+def choice_of(stack, mesh_shape="batch:4;model:2", layout=LAYOUT):
+    return Choice(mesh_shape, layout, stack, Predicted(1.0, 1.0))
+
+
+def loaded(*params, files=(TINY,)):
+    gin_files.load(files, params)
+    return BestDivision([LAYOUT], 8)
+
+
+ALL = [
+    Stack(),
+    Stack(sharded_updates=True),
+    Stack(2, "local"),
+    Stack(2, "synced"),
+    Stack(2, "sharded"),
+    Stack(2, "local", True),
+    Stack(2, "sharded", True),
+    Stack(inner_steps=10),
+]
+SAME = [
+    "ClipByGlobalNormOptimizer.opt = @AdafactorOptimizer",
+    "ClipByGlobalNormOptimizer.clip_norm = 1.0",
+]
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("stack", ALL, ids=str)
+@pytest.mark.parametrize("clipped", [False, True], ids=["plain", "clipped"])
+def test_lines_of_gin_make_the_optimizer_that_is_described(stack, clipped):
+    more = ["CrossShardOptimizer.opt = @ClipByGlobalNormOptimizer", *SAME] if clipped else []
+    best = loaded(*more)
+    choice = choice_of(stack)
+    lines, described = best.lines(choice), best.described(choice)
+    before = bindings()
+    # As a user would: at the end of the config.
+    gin_files.load([TINY], [*more, *lines])
+    config = gin_files.bound_run_config()
+    assert config.mesh_shape == choice.mesh_shape
+    job = resolve_job(config)
+    with tf.Graph().as_default():
+        graph, _ = build_simd(job)
+        assert str(gs.describe(graph.optimizers[0])) == described
+    assert job.model.batch_size * stack.steps == 8
+    assert ("clip" in described) == clipped
+    assert before  # the lines were bound for a while only
+    for word, is_there in (
+        ("each replica its part", stack.sharded_updates or stack.sums == "sharded"),
+        ("every 2nd", stack.steps == 2),
+    ):
+        assert (word in described) == is_there or stack.sums == "sharded"
+
+
+def test_lengths_of_the_run_count_microbatch_steps():
+    best = loaded("train.run.log_steps = 3", "train.run.total_run_steps = 20")
+    lines = best.lines(choice_of(Stack(4, "local")))
+    assert "train.run.batch_size = 2" in lines
+    assert "train.run.train_steps = 48" in lines
+    assert "train.run.total_run_steps = 80" in lines
+    assert "train.run.save_checkpoints_steps = 24" in lines
+    assert "train.run.schedule_step = @get_update_step" in lines
+    assert not any("train_steps" in line for line in best.lines(choice_of(Stack())))
+
+
+ACCUMULATES = [
+    "train.run.optimizer = @GradientAccumulationOptimizer",
+    "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+    "GradientAccumulationOptimizer.backward_passes_per_step = 4",
+]
+
+
+def test_a_config_that_accumulates_keeps_the_batch_of_an_update():
+    average = "GradientAccumulationOptimizer.average_aggregated_gradients = True"
+    best = loaded(*ACCUMULATES, average)
+    assert best.steps == [1, 2, 4, 8]
+    lines = best.lines(choice_of(Stack(2, "local")))
+    assert "train.run.batch_size = 16" in lines
+    assert "train.run.train_steps = 6" in lines
+    single = best.lines(choice_of(Stack()))
+    assert "train.run.batch_size = 32" in single
+    assert "train.run.optimizer = @CrossShardOptimizer" in single
+    # A sum of gradients is another one of another number of steps.
+    best = loaded(*ACCUMULATES)
+    assert best.steps == [4]
+    assert "adds up gradients" in best.fixed
+
+
+def test_what_counts_updates_counts_the_new_ones():
+    best = loaded(files=["lm_accumulate.gin"])
+    lines = best.lines(choice_of(Stack(8, "local")))
+    for name in ("per_update", "adafactor_decay_rate_per_update"):
+        assert f"{name}.backward_passes_per_step = 8" in lines
+    assert 'GradientAccumulationOptimizer.mesh_shape = "batch:4;model:2"' in lines
+    assert not any("schedule_step" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (["train.run.optimizer = @SyncReplicasOptimizer"], "SyncReplicasOptimizer decides by its"),
+        (["train.run.optimizer = @OuterOptimizer"], "--outer_steps considers outer steps"),
+        (
+            ["CrossShardOptimizer.reducer = @QuantizedAllReduce()"],
+            "binds CrossShardOptimizer.reducer",
+        ),
+        (["train.run.optimizer = 3"], "is no reference such as @AdafactorOptimizer; got 3"),
+        (
+            [*ACCUMULATES, "GradientAccumulationOptimizer.flush = @is_last_step"],
+            "binds GradientAccumulationOptimizer.flush",
+        ),
+    ],
+)
+def test_stacks_that_cannot_be_divided_anew_are_refused(params, message):
+    opts = ["SyncReplicasOptimizer.opt = @AdafactorOptimizer",
+            "OuterOptimizer.opt = @AdafactorOptimizer"]  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        loaded(*opts, *params)
+
+
+def test_bindings_in_a_block_are_gone_behind_it():
+    gin_files.load([TINY], [])
+    before = bindings()
+    with bound(["train.run.batch_size = 2", "d_model = 4"]):
+        assert gin.query_parameter("train.run.batch_size") == 2
+        assert gin.query_parameter("d_model/gin.macro.value") == 4
+    assert bindings() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--best"], "plan --best needs --chips"),
+        (["--chips=v5e:4"], "--chips is for plan --best"),
+        (["--no_proof"], "--no_proof is for plan --best"),
+        (["--best", "--chips=v5e:4", "--topologies=v5e:2x2"], "--chips names them"),
+        (["--best", "--chips=v5e:4", "--price=1"], "--price does not go with --best"),
+        (["--best", "--chips=v5e:4", "--png=a.png"], "--png does not go with --best"),
+        (["--best", "--chips=v5e:4", "--jobs=2"], "--jobs does not go with --best"),
+        (["--best", "--chips=v5e:4", "--inner_steps=3"], "only where --outer_steps is given"),
+        (["--best", "--chips=v5e:4", "--budget-bytes=0"], "--budget_bytes must be more than 0"),
+        (["--best", "--chips=v5e:3"], "How 3 chips of v5e are arranged"),
+        (["--best", "--chips=v9:4"], "topology must name a TPU generation"),
+    ],
+)
+def test_flags_that_contradict_each_other(capsys, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", f"--gin_file={TINY}", *flags]) == cli.EXIT_BAD_CONFIG
+    assert message in capsys.readouterr().err
+
+
+class Chips(Counting):
+    """Cores on which links take all of the time, and whose compiler says what it is told to."""
+
+    peak_flops_per_core = bytes_per_second_per_core = 1e15
+
+    def seconds(self, operation, groups, size):
+        return 1e-3 + 1e-6 * size
+
+    def compile(self, lowered, begun):
+        compiled = super().compile(lowered, begun)
+        return compiled._replace(bytes_per_core=10_000)
+
+
+def run(verdict="equal", budget=None, inner_steps=(), mesh_shapes=None):
+    """Returns what is said, and the exit code, with a proof that ends in a verdict."""
+    said = []
+    line = DivisionResult("as configured", "batch:4", "", "cpu_replicas", verdict, is_asked=True)
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(AttributeError):
+        patch.setattr(
+            best_division,
+            "verify_config",
+            lambda **unused: Verification((line,), "one core", "float64", 1, (1,), 1),
+        )
+        gin_files.load([TINY], [])
+        _, code = best_division.find_and_prove(
+            Chips(memory=None),
+            [LAYOUT],
+            mesh_shapes,
+            budget=budget,
+            most_steps=2,
+            inner_steps=inner_steps,
+            say=said.append,
+        )
+        return "\n".join(said), code
+    raise AssertionError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verdict", "code", "words"),
+    [
+        ("equal", 0, "The same training"),
+        ("NOT EQUAL", 1, "Not the same training: as configured."),
+        ("not shown", 3, "Not shown: as configured."),
+        ("cannot be", 3, "Not shown: as configured."),
+    ],
+)
+def test_the_verdict_of_the_proof_is_that_of_the_command(verdict, code, words):
+    said, found = run(verdict)
+    assert found == code
+    assert words in said.splitlines()[-1]
+    assert "train.run.mesh_shape = " in said
+    assert "mesh batch:4;model:1" in said or "batch:2;model:2" in said or "model:" in said
+
+
+@pytest.mark.slow
+def test_none_fits_is_a_failure_that_names_the_nearest():
+    said, code = run(budget=100.0)
+    assert code == 1
+    assert "None fits into 100 bytes a core. The nearest is batch:" in " ".join(said.split())
+    assert "train.run." not in said
+
+
+@pytest.mark.slow
+def test_outer_steps_are_said_to_change_the_training():
+    said, _ = run(inner_steps=(1000,), mesh_shapes=["batch:4;model:1"])
+    assert "an outer step after 1000 steps" in said
+    assert "Outer steps change the training" in said
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(missing), reason=missing)
+def test_from_plan_to_proof_in_one_command(capsys, tmp_path):
+    flags = ["--best", "--chips=v5e:4", "--most_steps=2", f"--json={tmp_path / 'best.json'}"]
+    assert cli.main(["plan", f"--gin_file={TINY}", *flags]) == 0
+    said = capsys.readouterr().out
+    assert "The TPU compiler, with the whole model" in said
+    assert said.rstrip().endswith("The same training, however it is divided.")
+    assert (tmp_path / "best.json").is_file()
