@@ -95,7 +95,7 @@ def describe_variable(
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the manifest's entry of a variable; `rows` are each core's among different values."""
+    """Returns a variable's manifest entry; `rows` are the cores' rows of the stored array."""
     variable, impl = mesh_variables.get(given.sources[0], (None, None))
     return {
         "kind": "variable",
