@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def some_of(names: Sequence[str], most: int = 3) -> str:
     """Returns text such as "a, b, c and 31 more": the first names, and the number of others.
 
-    Example:
+    Examples:
       >>> some_of(["a", "b", "c", "d", "e"])
       'a, b, c and 2 more'
     """
@@ -175,7 +175,7 @@ def _letters(name: str) -> str:
 def did_you_mean(given: str, names: Iterable[str], most: int = 2) -> str:
     """Returns the end of a message, such as "; did you mean a or b?"; "" if no name comes near.
 
-    Example:
+    Examples:
       >>> did_you_mean("batc", ["batch", "heads"])
       '; did you mean batch?'
     """

@@ -144,7 +144,7 @@ def per_shard(
       ValueError: shards' gradients are not recoverable (the error names the gradients, and the
         operations that mixed shards), or the batch is split along a dimension that axes lacks.
 
-    Example:
+    Examples:
       >>> mesh = mtf.Mesh(mtf.Graph(), "mesh")
       >>> batch, size = mtf.Dimension("batch", 8), mtf.Dimension("size", 2)
       >>> x = mtf.import_tf_tensor(mesh, tf.ones([8, 2]), [batch, size])

@@ -102,7 +102,7 @@ class ReplicaAxes:
         that the layout splits it over the replica axis; its size is the axis's.
       num_shards: product of the sizes of `shard_dims`.
 
-    Example:
+    Examples:
       >>> axes = gs.ReplicaAxes("rows:2;cols:4", "batch:rows;hidden:cols")
       >>> axes.num_shards, axes.shard_dims
       (2, (Dimension(name='batch', size=2),))

@@ -19,7 +19,7 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
 
     Anything else raises a ValueError, which calls it `argument`.
 
-    Example:
+    Examples:
       >>> canonical_device("cpu:0")
       '/device:CPU:0'
     """
@@ -75,7 +75,7 @@ def kind_of(device: str) -> str:
 def memories(devices: Sequence[str]) -> list[list[int]]:
     """Returns groups of positions of devices that share a memory, as a process's CPUs do.
 
-    Example:
+    Examples:
       >>> memories(["/cpu:0", "/cpu:1", "/gpu:0"])
       [[0, 1], [2]]
     """

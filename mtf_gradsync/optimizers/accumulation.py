@@ -123,7 +123,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
       horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps;
       Rajbhandari et al., "ZeRO", 2019 (stage 2)
 
-    Example:
+    Examples:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
       >>> opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 8, **mesh)
       >>> print(gs.describe(opt))

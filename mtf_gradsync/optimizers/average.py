@@ -164,7 +164,7 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
     Raises:
       TypeError: variable is not a mesh variable.
 
-    Example:
+    Examples:
       >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)
       >>> w = mtf.get_variable(mesh, "w", [size], initializer=tf.ones_initializer())
       >>> gs.moving_average(w).name
@@ -331,7 +331,7 @@ class AverageOptimizer(KeepsAverages):
     References:
       `tf.compat.v1.train.ExponentialMovingAverage`; `optax.ema` for zero_debias
 
-    Example:
+    Examples:
       >>> print(gs.describe(gs.AverageOptimizer(mtf.optimize.SgdOptimizer(0.1), 0.999)))
       every step  reduce over the replica axes: fused  (AverageOptimizer)
                   update by Sgd

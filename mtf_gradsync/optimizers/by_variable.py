@@ -64,7 +64,7 @@ class ByVariable(mtf.optimize.Optimizer):
     References:
       `optax.multi_transform`; the parameter groups of `torch.optim`
 
-    Example:
+    Examples:
       >>> adamw = functools.partial(gs.AdamWOptimizer, learning_rate=0.001)
       >>> opt = gs.ByVariable(adamw, [("bias|layer_norm", {"weight_decay_rate": 0.0})])
       >>> print(gs.describe(gs.CrossShardOptimizer(opt)))

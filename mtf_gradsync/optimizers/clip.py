@@ -45,7 +45,7 @@ class ClipByGlobalNormOptimizer(Wrapper):
     References:
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
 
-    Example:
+    Examples:
       >>> opt = gs.ClipByGlobalNormOptimizer(mtf.optimize.SgdOptimizer(0.1), 1.0)
       >>> print(gs.describe(gs.CrossShardOptimizer(opt)))
       every step  reduce over the replica axes: fused  (CrossShardOptimizer)

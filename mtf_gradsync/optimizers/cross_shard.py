@@ -85,7 +85,7 @@ class CrossShardOptimizer(Wrapper):
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer
 
-    Example:
+    Examples:
       >>> print(gs.describe(gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))))
       every step  reduce over the replica axes: fused  (CrossShardOptimizer)
                   update by Sgd

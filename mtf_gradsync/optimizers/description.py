@@ -107,7 +107,7 @@ def describe(
       TypeError: variables are no mesh variables.
       ValueError: only one of mesh_shape and layout is given, or one cannot be read.
 
-    Example:
+    Examples:
       >>> print(gs.describe(gs.CrossShardOptimizer(gs.AdamWOptimizer(0.001))))
       every step  reduce over the replica axes: fused  (CrossShardOptimizer)
                   update by AdamW

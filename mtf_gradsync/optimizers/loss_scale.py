@@ -151,7 +151,7 @@ class LossScaleOptimizer(ReportsSkips):
       Micikevicius et al., "Mixed precision training", 2018;
       `tf.keras.mixed_precision.LossScaleOptimizer`
 
-    Example:
+    Examples:
       >>> opt = gs.LossScaleOptimizer(mtf.optimize.SgdOptimizer(0.1))
       >>> print(gs.describe(gs.CrossShardOptimizer(opt)))
       every step  divide by the loss scale, dynamic, at first 32,768  (LossScaleOptimizer)

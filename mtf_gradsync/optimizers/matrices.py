@@ -43,7 +43,7 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
     that of the vocabulary), and for names with "embedding", "softmax" or "logits" in them. If the
     graph has no use of a variable yet, its name and shape decide.
 
-    Example:
+    Examples:
       >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)
       >>> heads, ones = mtf.Dimension("heads", 2), tf.ones_initializer()
       >>> gs.is_hidden_matrix(mtf.get_variable(mesh, "layer/q", [size, heads], initializer=ones))

@@ -160,7 +160,7 @@ class OuterOptimizer(ReportsSkips):
       Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105; and with fragments,
       https://arxiv.org/abs/2501.18512
 
-    Example:
+    Examples:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
       >>> opt = gs.OuterOptimizer(mtf.optimize.SgdOptimizer(0.1), inner_steps=16, **mesh)
       >>> print(gs.describe(opt))

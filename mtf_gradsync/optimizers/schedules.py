@@ -57,7 +57,7 @@ def per_update(
       TypeError: schedule is neither a function, a number nor a list of them.
       ValueError: backward_passes_per_step is neither a whole number of 1 or more nor a function.
 
-    Example:
+    Examples:
       >>> rate = gs.per_update(lambda step, total_train_steps: 1.0 / (1 + step), 4)
       >>> [rate(step=step) for step in (0, 3, 4, 7)]
       [1.0, 1.0, 0.5, 0.5]

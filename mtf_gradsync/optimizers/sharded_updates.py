@@ -199,7 +199,7 @@ class ShardedUpdateOptimizer(Wrapper):
       Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
       2020; Rajbhandari et al., "ZeRO", 2019 (stage 1).
 
-    Example:
+    Examples:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
       >>> adam = mtf.optimize.AdamWeightDecayOptimizer(0.001)
       >>> print(gs.describe(gs.ShardedUpdateOptimizer(adam, **mesh)))

@@ -91,7 +91,7 @@ class skip_spikes:
     `<name>/num_norms`, int32, how many norms were written, and `<name>/spikes_in_a_row`, int32.
     A run with another window goes on with the newest norms.
 
-    Example:
+    Examples:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
       >>> opt = gs.GradientAccumulationOptimizer(
       ...     mtf.optimize.SgdOptimizer(0.1), 8, should_skip_update_fn=gs.skip_spikes(), **mesh

@@ -66,7 +66,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
 
-    Example:
+    Examples:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
       >>> opt = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 3, **mesh)
       >>> print(gs.describe(opt))

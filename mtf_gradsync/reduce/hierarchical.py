@@ -283,7 +283,7 @@ class HierarchicalAllReduce(Strategy):
     References:
       TensorFlow 1's `MultiWorkerAllReduce`, for the form of the specification.
 
-    Example:
+    Examples:
       >>> reducer = gs.reduce.HierarchicalAllReduce(outer_axes="islands")
       >>> opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), reducer=reducer)
       >>> print(gs.describe(opt))

@@ -27,7 +27,7 @@ _SMALLEST = 2.0**-100
 def split_of(shape: Sequence[int]) -> int:
     """Returns how many leading dimensions become rows, so that a matrix is nearly square.
 
-    Example:
+    Examples:
       >>> split_of([3, 3, 64, 128])  # a matrix of 576 rows and 128 columns
       3
     """

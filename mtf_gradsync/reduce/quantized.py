@@ -240,7 +240,7 @@ class QuantizedAllReduce(GradientStrategy):
       ZeRO++ (Wang et al. 2023) and EQuARX (2025) for the two exchanges; Seide et al. 2014, 1-bit
       Adam (Tang et al. 2021) for the errors of both.
 
-    Example:
+    Examples:
       >>> reducer = gs.QuantizedAllReduce(bits=8)
       >>> opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), reducer=reducer)
       >>> print(gs.describe(opt))

@@ -45,7 +45,7 @@ def session_config(
         of 0 or more, or collective_group_leader names no task.
       TypeError: allow_soft_placement or repeatable is neither True nor False.
 
-    Example:
+    Examples:
       >>> gs.session_config(num_cpu_devices=8).device_count["CPU"]
       8
     """

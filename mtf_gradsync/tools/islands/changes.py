@@ -103,7 +103,7 @@ def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> floa
     itself to earlier ones. Changes of fewer steps count as that much longer. The factor is 1 if
     `others` is empty, or `max_ratio` is 0.
 
-    Example:
+    Examples:
       >>> usual = [Length(norm, steps=5) for norm in (1.0, 1.5, 2.0)]
       >>> scale_of(Length(10.0, steps=5), usual, max_ratio=2.0)
       0.3

@@ -147,7 +147,7 @@ def counts_behind(
 def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
     """Returns the names of the variables that a version changes: all of them in version 0.
 
-    Example:
+    Examples:
       >>> [fragment_of(version, ["a", "b", "c"], fragments=2) for version in (0, 1, 2)]
       [['a', 'b', 'c'], ['a', 'c'], ['b']]
     """
@@ -167,7 +167,7 @@ def newest_version(folder: Folder) -> int | None:
 def versions_that_make(version: int, fragments: int) -> list[int]:
     """Returns, in order, the versions whose objects hold all variables' newest values.
 
-    Example:
+    Examples:
       >>> versions_that_make(5, fragments=2)
       [4, 5]
     """

@@ -146,7 +146,7 @@ Interval = Tuple[int, int]
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
     """Returns the union of intervals: in order, none touching another.
 
-    Example:
+    Examples:
       >>> covered([(3, 5), (1, 4), (7, 8)])
       [(1, 5), (7, 8)]
     """
@@ -167,7 +167,7 @@ def length(intervals: Sequence[Interval]) -> int:
 def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Returns the time in merged intervals that other merged intervals do not cover.
 
-    Example:
+    Examples:
       >>> minus([(0, 10)], [(2, 3), (5, 20)])
       [(0, 2), (3, 5)]
     """
@@ -190,7 +190,7 @@ def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Int
 def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
     """Returns the nanoseconds that two lists of merged intervals have in common.
 
-    Example:
+    Examples:
       >>> shared([(0, 10)], [(2, 3), (5, 20)])
       6
     """

@@ -71,7 +71,7 @@ def error_of(value: np.ndarray, reference: np.ndarray) -> float:
 def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> float | None:
     """Returns the factor between a value and its reference, or None if it is not one number.
 
-    Example:
+    Examples:
       >>> factor_of(np.array([2.0, 4.0]), np.array([1.0, 2.0]), 1e-6)
       2.0
     """
