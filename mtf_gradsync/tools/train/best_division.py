@@ -305,6 +305,8 @@ class BestDivision:
         def check(choice: Choice) -> Checked:
             with self._bound(choice, fewer):
                 found = search(self._build, [_candidate(choice, machine)], refusals=(ConfigError,))
+            if found.is_partial:  # a signal that `search` has turned into a partial plan
+                raise KeyboardInterrupt
             if not found.rows:
                 return Checked(refused=found.refused[0].reason if found.refused else "stopped")
             (row,) = found.rows
