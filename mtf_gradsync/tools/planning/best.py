@@ -25,7 +25,7 @@ _SHOWN = 5
 
 
 class Choice(NamedTuple):
-    """A division of a training, and what it is predicted to cost.
+    """A division of a training, with its predicted cost.
 
     Attributes:
       mesh_shape: as in "batch:4;model:2".
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What the compiler says of a choice.
+    """The compiler's answer for a choice.
 
     Attributes:
       bytes_per_core: memory; of a model with fewer layers the prediction for all layers, times what
@@ -138,7 +138,7 @@ class Best:
         )
 
     def to_json(self) -> str:
-        """The result as JSON text; of the choices those that the table has."""
+        """Returns the result as JSON text, with only those choices that the table has."""
 
         def plain(choice: Choice | None) -> Any:
             if choice is None:
@@ -234,7 +234,7 @@ def all_choices(
 
 
 def _order(choice: Choice) -> tuple[Any, ...]:
-    """By time; of equally fast ones those of less memory, of a simpler stack, of more rules."""
+    """Returns a key that sorts by time, then by memory, simpler stack and more rules."""
     predicted, stack = choice.predicted, choice.stack
     return (predicted.seconds, predicted.bytes_per_core, len(str(stack)), -len(choice.layout))
 
@@ -260,7 +260,7 @@ def best_of(
     budget: float | None,
     check: Check | None = None,
 ) -> Best:
-    """Returns the first of some divisions, which are sorted by predicted time, that fits.
+    """Returns the first division, of some sorted by predicted time, that fits.
 
     Args:
       choices: as `all_choices` returns them.

@@ -1,4 +1,4 @@
-"""What a training step costs in each division, by its mtf graph alone: nothing is compiled."""
+"""Predicts a training step's cost in each division, by its mtf graph alone: nothing is compiled."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Array(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A product of matrices: all dimensions, and what it reads and writes."""
+    """A product of matrices: all its dimensions, its inputs and its output."""
 
     dims: tuple[tuple[str, int], ...]
     arrays: tuple[Array, ...]
 
 
 class _Sum(NamedTuple):
-    """A result that is a sum over dimensions: cores that split these have to add up their parts."""
+    """A sum over dimensions: cores that split these dimensions have to add up their parts."""
 
     array: Array
     over: frozenset[str]
@@ -69,14 +69,14 @@ class _Sum(NamedTuple):
 
 
 class _Reshape(NamedTuple):
-    """A result of which other dimensions may be split than of what it is made of."""
+    """A reshape, whose result may be split along other dimensions than its input."""
 
     before: Array
     after: Array
 
 
 class StepCosts(NamedTuple):
-    """What is known of a training step from its mtf graph, whatever mesh it is for.
+    """The facts of a training step in its mtf graph, whatever its mesh.
 
     Attributes:
       products: products of the forward and the backward pass, by how many are alike.
@@ -208,7 +208,7 @@ def _reduced(operation: mtf.Operation) -> frozenset[str]:
 
 
 def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, frozenset[str]]:
-    """Returns what sums are made over, by the operation whose result is added up over the mesh.
+    """Returns the dimensions of sums over the mesh, by the operation with the summed result.
 
     Mesh-TensorFlow adds two sums over the same dimensions first, and then adds up their parts.
     """
@@ -228,7 +228,7 @@ def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, fr
 
 
 def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> Mapping[Array, int]:
-    """Returns results of the forward pass that products and others of the backward pass read."""
+    """Returns the forward pass's results that products and others of the backward pass read."""
     own = set(operations[:forward])
     read = {
         x: None
@@ -240,10 +240,10 @@ def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> M
 
 
 class Predictor:
-    """Predicts what an update costs on a machine, for one mesh and layout."""
+    """A predictor of an update's cost on a machine, for one mesh and layout."""
 
     def __init__(self, costs: StepCosts, machine: Machine, mesh_shape: str, layout: str):
-        """Raises ValueError where the mesh cannot be: it does not divide the model."""
+        """Takes a mesh and a layout; raises ValueError if the mesh does not divide the model."""
         self._costs, self._machine = costs, machine
         dims = mtf.convert_to_shape(mesh_shape).dims
         self._sizes = {dim.name: dim.size for dim in dims}
@@ -274,7 +274,7 @@ class Predictor:
             raise ValueError(f"nothing of the model is split along {' and '.join(idle)}")
 
     def _numbers(self, dims: Sequence[tuple[str, int]], steps: int) -> float:
-        """Returns how many numbers a core has of an array, in one of some microbatch steps."""
+        """Returns a core's share of an array's numbers, in one of `steps` microbatch steps."""
         count = 1.0
         for name, size in dims:
             count *= size / self._sizes.get(self._axis.get(name, ""), 1)
@@ -289,7 +289,7 @@ class Predictor:
         return sum(count * self._bytes(array, steps) for array, count in arrays.items())
 
     def seconds(self, operation: str, axes: Sequence[str], size: float) -> float:
-        """Returns how long a collective along mesh axes takes, of which a core puts in `size`."""
+        """Returns the time of a collective along mesh axes, in which a core puts `size`."""
         if not axes or not size:
             return 0.0
         key = operation, tuple(axes)
@@ -310,7 +310,7 @@ class Predictor:
         return [tuple(group) for group in groups.values()]
 
     def predict(self, stack: Stack) -> Predicted:
-        """Returns what an update of the whole batch costs by a stack of wrappers."""
+        """Returns the predicted cost of an update of the whole batch, by a stack of wrappers."""
         steps, costs = stack.steps, self._costs
         peak = self._machine.peak_flops_per_core or math.inf
         bandwidth = self._machine.bytes_per_second_per_core or math.inf
@@ -354,7 +354,7 @@ class Predictor:
         )
 
     def _model_collectives(self, steps: int) -> Iterator[float]:
-        """Gives the time of the collectives of a microbatch step, but for gradients' sums."""
+        """Yields the times of a microbatch step's collectives, except gradients' sums."""
         for one, count in self._costs.sums.items():
             axes = {self._axis[name] for name in one.over if name in self._axis}
             if one.is_gradient:
@@ -371,14 +371,14 @@ class Predictor:
                     yield count * self.seconds(kind, [axis], self._bytes(one.before, steps))
 
     def _is_renamed(self, one: _Reshape, axis: str) -> bool:
-        """Whether a dimension along a mesh axis only got another name there."""
+        """Returns whether a dimension along a mesh axis only got another name there."""
         places = [[n for n, (name, _) in enumerate(x.dims) if self._axis.get(name) == axis]
                   for x in (one.before, one.after)]  # fmt: skip
         sizes = [[size for _, size in x.dims] for x in (one.before, one.after)]
         return places[0] == places[1] and sizes[0] == sizes[1]
 
     def _sync(self, stack: Stack, gradients: float, wire: float) -> tuple[float, float]:
-        """Returns the time of sums and gathers of a microbatch step, and of the update besides."""
+        """Returns the time of a microbatch step's sums and gathers, and of the update's own."""
         axes = self.replica_axes
         if stack.inner_steps:
             float32 = sum(self._numbers(x.dims, 1) * _FLOAT32 for x in self._costs.variables)

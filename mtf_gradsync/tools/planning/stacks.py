@@ -9,7 +9,7 @@ SUMS = ("local", "synced", "sharded")
 
 
 class Stack(NamedTuple):
-    """What the wrappers of a stack do to divide an update.
+    """The settings of a stack's wrappers that divide an update.
 
     Attributes:
       steps: how many microbatch steps make an update (K).

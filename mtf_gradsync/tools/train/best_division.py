@@ -75,14 +75,14 @@ class _Stack(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """What is bound, and the name to bind it by."""
+    """A bound value, and the name by which to bind it."""
 
     key: str
     value: Any
 
 
 def _resolved(key: str, value: Any) -> _Value:
-    """Follows macros, so that what is bound instead is what all that use them get."""
+    """Follows macros to the binding that sets the value for all its users."""
     while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):
         key = str(value)[1:]
         value = gin.query_parameter(f"{key}/gin.macro.value")
@@ -90,7 +90,7 @@ def _resolved(key: str, value: Any) -> _Value:
 
 
 def _bound(scope: str, selector: str, parameter: str) -> Any:
-    """Returns what is bound on a parameter for calls in a scope; None without a binding."""
+    """Returns the value bound to a parameter for calls in a scope; None without a binding."""
     there = bindings()
     parts = scope.split("/") if scope else []
     for end in range(len(parts), -1, -1):
@@ -101,7 +101,7 @@ def _bound(scope: str, selector: str, parameter: str) -> Any:
 
 
 def _stack_of_config() -> _Stack:
-    """Reads the stack of the configuration; raises ConfigError where it cannot be divided anew."""
+    """Reads the configuration's stack; raises ConfigError if it cannot be divided anew."""
     value = _resolved("", gin.query_parameter("train.run.optimizer")).value
     scope, names, wrappers = None, [], []
     while True:
@@ -151,10 +151,10 @@ def _check_wrapper(kind: str, scope: str, selector: str) -> None:
 
 
 class BestDivision:
-    """Finds and proves the division of the training that gin's configuration describes."""
+    """The search for the best division of the training that gin describes, and its proof."""
 
     def __init__(self, layouts: Sequence[str], most_steps: int):
-        """Reads the configuration; raises ConfigError where it cannot be divided anew."""
+        """Reads the configuration; raises ConfigError if it cannot be divided anew."""
         self._config = gin_files.bound_run_config()
         self._stack = _stack_of_config()
         self._layouts = layouts
