@@ -36,6 +36,7 @@ from mtf_gradsync.optimizers.pipeline.stack import (
     completed,
     shard_names,
 )
+from mtf_gradsync.optimizers.pipeline.weighted import with_weights
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
     agreed_weights,
@@ -288,13 +289,14 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
             for book in books:
                 undone.enter_context(book.undone_on_error())
             given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))
-            axes = None
+            wrappers = self._segment()[0]
+            slots = wrappers[-1]._slots
             if weights is not None:
                 axes = stack.axes_now(0, given.present)
                 given = given.with_grads(given.grads, weights=weights_of(weights, given.mesh, axes))
-            wrappers = self._segment()[0]
-            step = StepBuilder(stack, wrappers[-1]._slots, own, inner)
-            operations = step.build(given, axes)
+                stack = with_weights(stack, axes, slots)
+            step = StepBuilder(stack, slots, own, inner)
+            operations = step.build(given)
         for wrapper in wrappers:
             wrapper._note_step(step)
         return operations

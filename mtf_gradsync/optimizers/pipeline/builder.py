@@ -26,12 +26,10 @@ from mtf_gradsync.optimizers.pipeline.forms import (
 )
 from mtf_gradsync.optimizers.pipeline.stack import Partition, Reduction, Stack
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
-from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners, tell_of_names_and_dtypes
 from mtf_gradsync.optimizers.state.variables import (
     SLOTS_COLLECTION,
     UpdateCounters,
-    named_state,
     note_state,
 )
 from mtf_gradsync.reduce import Strategy
@@ -172,6 +170,7 @@ class StepBuilder(StepConditions):
       stack: the stack that the step is made of.
       reduced_first: the first reduction; None before.
       compressions: the reports of compressing strategies on the bytes that they save.
+      counts_without_data: the variable that counts updates without data; None without weights.
       without_data: int32 scalar, updates that were skipped so far as their weights were 0, after
         the step; None without weights.
     """
@@ -204,33 +203,27 @@ class StepBuilder(StepConditions):
         self._by_strategy: set[mtf.Variable] = set()
         self._new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
         self.without_data: mtf.Tensor | None = None
+        self.counts_without_data: mtf.Variable | None = None
         self._shown: dict[mtf.Variable, mtf.Variable] = {}
         self._shown_after: list[mtf.Operation] = []
 
-    def build(self, gradients: GradientSet, axes: ReplicaAxes | None = None) -> list[mtf.Operation]:
-        """Returns the operations of the step, from the gradients for the outermost wrapper.
-
-        `axes` are the replica axes that weights of shards are for.
-        """
+    def build(self, gradients: GradientSet) -> list[mtf.Operation]:
+        """Returns the operations of the step, from the gradients for the outermost wrapper."""
         self.plan = StepPlan.of(gradients.graph)
         before = set(gradients.graph.operations)
-        counter: mtf.Variable | None = None
         segments = self.stack.segments
         with self._branches:
-            # 1. Shards with weights have gradients of their weighted losses.
-            if gradients.weights is not None:
-                strategy = segments[0].reduction.strategy
-                gradients = gradients.with_grads(
-                    weighted_shards(gradients.grads, gradients.weights, axes, strategy)
-                )
-            # 2. The stages, from the outside in; some open branches for all that follows.
+            # 1. The stages, from the outside in; some open branches for all that follows.
+            for stage in self.stack.first:
+                gradients = stage.apply(gradients, self)
             for self._number, segment in enumerate(segments):
                 self.received.append(gradients)
                 for stage in segment.stages:
                     gradients = stage.apply(gradients, self)
                 self.passed_on.append(gradients)
-            # 3. The update, where there is data for it.
-            counter = self._only_with_data(gradients)
+            for stage in self.stack.last:
+                gradients = stage.apply(gradients, self)
+            # 2. The update.
             self.write_state()
             gradients = in_dtypes_of(self.stack.opt, gradients)
             self.passed_on[-1] = gradients
@@ -244,15 +237,15 @@ class StepBuilder(StepConditions):
 
             updates = gated_update(update, gradients.grads)
             self.add(updates)
-            # 4. What follows an update, innermost first; what reads values for evaluation last.
+            # 3. What follows an update, innermost first; what reads values for evaluation last.
             for _, make in sorted(reversed(self._after), key=lambda pair: pair[0]):
                 self.add(make(updates))
-        # 5. What every step ends with.
+        # 4. What every step ends with.
         (operations,) = self._lists
         for make in reversed(self._at_end):
             self.add(make(list(operations)))
-        if counter is not None:
-            (self.without_data,) = values_after([counter], operations)
+        if self.counts_without_data is not None:
+            (self.without_data,) = values_after([self.counts_without_data], operations)
         for note in self._notes:
             note()
         for one in (segment.reduction for segment in segments):
@@ -472,23 +465,6 @@ class StepBuilder(StepConditions):
         if not (apart.mixed or apart.shared or gradients.form.is_reduced):
             self.per_shard = result
         return result
-
-    def _only_with_data(self, gradients: GradientSet) -> mtf.Variable | None:
-        """Opens a branch for updates of gradients with a weight; returns a counter of the others.
-
-        It is `<name>/without_data` of the outermost wrapper; None without weights.
-        """
-        if gradients.weights is None:
-            return None
-        has_data = mtf.greater(gradients.weights.total, 0.0)
-        has_data = self.agreed(has_data, by_any=True)
-        counter = named_state(has_data.mesh, f"{self.names[0]}/without_data", stacked=True)
-        self._slots.record([counter], [])
-        gate = self.gate([*gradients.present, has_data])
-        now = counter.value + 1 - mtf.cast(has_data, tf.int32)
-        self.write([mtf.assign(counter, now)], gate)
-        self.only_when(has_data, gate, as_call=False)
-        return counter
 
     def _update(
         self, gradients: GradientSet, around: Sequence[Callable[..., list[mtf.Operation]]]

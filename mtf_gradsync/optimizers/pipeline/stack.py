@@ -238,12 +238,16 @@ class Stack(NamedTuple):
       opt: the optimizer inside the innermost of them.
       others: the replica axes of the first wrapper inside of `opt` that knows some.
       islands: the islands that `opt` is inside of; None outside of any.
+      first: stages of no wrapper, before those of all wrappers.
+      last: stages of no wrapper, between those of all wrappers and the update.
     """
 
     segments: tuple[Segment, ...]
     opt: Any
     others: ReplicaAxes | None = None
     islands: IslandAxes | None = None
+    first: tuple[Stage, ...] = ()
+    last: tuple[Stage, ...] = ()
 
     @property
     def stages(self) -> list[Stage]:

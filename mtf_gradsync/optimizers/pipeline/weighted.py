@@ -1,0 +1,69 @@
+"""The stages that weights of gradients add to a stack, whichever wrappers it has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet
+from mtf_gradsync.optimizers.pipeline.stack import Stack, Stage
+from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
+from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.reduce import Strategy
+
+
+def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Stack:
+    """Returns a stack for gradients that have weights.
+
+    Args:
+      stack: a completed stack.
+      axes: the replica axes that weights of shards are for; None if they are not known.
+      slots: where the counter of skipped updates is recorded.
+    """
+    outermost = stack.segments[0].reduction
+    first = _WeighShards(outermost.strategy, axes)
+    return stack._replace(first=(first,), last=(_OnlyWithData(outermost.name, slots),))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeighShards(Stage):
+    """Makes the gradients of shards with weights those of their weighted losses."""
+
+    strategy: Strategy
+    axes: ReplicaAxes | None
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """See `Stage.apply`."""
+        del step
+        weights = gradients.weights
+        assert weights is not None
+        return gradients.with_grads(
+            weighted_shards(gradients.grads, weights, self.axes, self.strategy)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnlyWithData(Stage):
+    """Makes an update where gradients have a weight, and counts the others.
+
+    State: `<name of the outermost wrapper>/without_data`.
+    """
+
+    name: str
+    slots: SlotBook
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """See `Stage.apply`."""
+        assert gradients.weights is not None
+        has_data = step.agreed(mtf.greater(gradients.weights.total, 0.0), by_any=True)
+        counter = named_state(has_data.mesh, f"{self.name}/without_data", stacked=True)
+        self.slots.record([counter], [])
+        gate = step.gate([*gradients.present, has_data])
+        now = counter.value + 1 - mtf.cast(has_data, tf.int32)
+        step.write([mtf.assign(counter, now)], gate)
+        step.only_when(has_data, gate, as_call=False)
+        step.counts_without_data = counter
+        return gradients
