@@ -127,7 +127,7 @@ class skip_spikes:
         mesh, dim = norm.mesh, mtf.Dimension("spike_window", self.window)
         ring = Ring(f"{name}/norms", f"{name}/num_norms", self.window)
         norms = named_state(mesh, ring.values, mtf.Shape([dim]), tf.float32, ring=ring)
-        num_norms = named_state(mesh, ring.count, ring=ring)
+        num_norms = named_state(mesh, ring.num_values, ring=ring)
         in_a_row = named_state(mesh, f"{name}/spikes_in_a_row")
         few = max(1, self.window // 8)
 

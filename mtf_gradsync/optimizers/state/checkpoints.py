@@ -202,7 +202,7 @@ class Saved:
 
     def _newest(self, ring: Ring) -> np.ndarray:
         """Returns the newest values of a ring, the oldest of them first."""
-        values, count = self.read(ring.values), int(self.read(ring.count))
+        values, count = self.read(ring.values), int(self.read(ring.num_values))
         if count >= len(values):
             values = np.roll(values, -(count % len(values)))
         return values[: min(count, len(values))][-ring.size :]
@@ -243,7 +243,7 @@ class Saved:
         note = change.note
         if note.ring and change.looks_alike and self._has_other_size(note.ring):
             newest = self._newest(note.ring)
-            if name == note.ring.count:
+            if name == note.ring.num_values:
                 return np.asarray(len(newest), change.dtype.as_numpy_dtype)
             return np.pad(newest, (0, note.ring.size - len(newest)))
         if change.saved_name is not None and note.fill is None:

@@ -49,12 +49,12 @@ class Ring(NamedTuple):
 
     Attributes:
       values: the name of the variable with the values, `[size]`.
-      count: the name of the variable with their number.
+      num_values: the name of the variable with their number.
       size: how many are kept.
     """
 
     values: str
-    count: str
+    num_values: str
     size: int
 
 

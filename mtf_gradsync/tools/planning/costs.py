@@ -153,6 +153,7 @@ def read_costs(
     made = [g for g in gradients if g is not None]
     forward = place[loss.operation] + 1
     backward = max([forward, *(place[g.operation] + 1 for g in made)])
+    found: dict[str, collections.Counter[Any]]
     found = {name: collections.Counter() for name in ("products", "touched", "sums", "reshapes")}
     reads: collections.Counter[Array] = collections.Counter()
     pending = _pending_sums(graph.operations[:backward])
@@ -362,19 +363,24 @@ class Predictor:
             size = self._bytes(one.array, steps)
             if axes and size >= _LEAST_BYTES:
                 yield count * self.seconds("all-reduce", sorted(axes), size)
-        for one, count in self._costs.reshapes.items():
-            before, after = ({self._axis[n]: n for n, _ in x.dims if n in self._axis}
-                             for x in (one.before, one.after))  # fmt: skip
+        for reshape, count in self._costs.reshapes.items():
+            before, after = self._split(reshape.before), self._split(reshape.after)
             for axis in before:
-                if before[axis] != after.get(axis) and not self._is_renamed(one, axis):
+                if before[axis] != after.get(axis) and not self._is_renamed(reshape, axis):
                     kind = "all-to-all" if axis in after else "all-gather"
-                    yield count * self.seconds(kind, [axis], self._bytes(one.before, steps))
+                    yield count * self.seconds(kind, [axis], self._bytes(reshape.before, steps))
+
+    def _split(self, array: Array) -> dict[str, str]:
+        """Returns an array's dimension along each mesh axis that splits it."""
+        return {self._axis[name]: name for name, _ in array.dims if name in self._axis}
 
     def _is_renamed(self, one: _Reshape, axis: str) -> bool:
         """Returns whether a dimension along a mesh axis only got another name there."""
-        places = [[n for n, (name, _) in enumerate(x.dims) if self._axis.get(name) == axis]
-                  for x in (one.before, one.after)]  # fmt: skip
-        sizes = [[size for _, size in x.dims] for x in (one.before, one.after)]
+        places, sizes = [], []
+        for array in (one.before, one.after):
+            names = [name for name, _ in array.dims]
+            places.append([n for n, name in enumerate(names) if self._axis.get(name) == axis])
+            sizes.append([size for _, size in array.dims])
         return places[0] == places[1] and sizes[0] == sizes[1]
 
     def _sync(self, stack: Stack, gradients: float, wire: float) -> tuple[float, float]:

@@ -103,7 +103,9 @@ def _bound(scope: str, selector: str, parameter: str) -> Any:
 def _stack_of_config() -> _Stack:
     """Reads the configuration's stack; raises ConfigError if it cannot be divided anew."""
     value = _resolved("", gin.query_parameter("train.run.optimizer")).value
-    scope, names, wrappers = None, [], []
+    scope = None
+    names: list[str] = []
+    wrappers: list[str] = []
     while True:
         if not isinstance(value, gin.config.ConfigurableReference):
             raise ConfigError(
