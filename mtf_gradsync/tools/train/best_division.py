@@ -53,7 +53,6 @@ _SMALLER = {
     "key_value_size": 16,
 }
 _MOST_REPLICAS, _MOST_PARTS, _MOST_STEPS, _LENGTH = 4, 2, 4, 16
-_RUN_OF_PROOF = 1_000_000
 # A model with more layers is compiled with so many.
 _COMPILED_LAYERS = 2
 
@@ -368,8 +367,6 @@ class BestDivision:
         said.append(f"K {stack.steps}" if stack != choice.stack else "")
         said.append(f"batches of {batch} sequences of {max(small.values())} tokens")
         lines += [f"train.run.batch_size = {batch}", f"train.run.sequence_length = {small!r}"]
-        # Where `verify` begins, a schedule that decays to the end of a short run is at its end.
-        lines += [f"train.run.total_run_steps = {_RUN_OF_PROOF}"]
         with self._bound(choice._replace(mesh_shape=mesh_shape, stack=stack), lines):
             found = verify_config(divisions=())
         return ", ".join(filter(None, said)), found

@@ -17,8 +17,8 @@ from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, resolve_job
 from mtf_gradsync.tools.train.train_graph import model_and_optimizer
 from mtf_gradsync.tools.verification import Verification, verify
 
-# The first step, past those of a schedule that warms up. Most numbers of microbatch steps divide
-# it, so that an update begins there.
+# The first step of long runs, past those of a schedule that warms up. Most numbers of microbatch
+# steps divide it, so that an update begins there.
 _STEP = 960
 
 
@@ -44,6 +44,10 @@ def verify_config(
     """
     config = gin_files.bound_run_config()
     job = resolve_job(config)
+    first = _STEP
+    # A schedule that decays to the end of the run has a rate in its first half.
+    while first > 1 and 2 * first > (config.total_run_steps or config.train_steps):
+        first //= 2
 
     def model_fn(
         features: dict[str, tf.Tensor], mode: str, params: dict[str, Any], mesh_impl: Any
@@ -54,7 +58,7 @@ def verify_config(
         with gin_files.bound_to_mesh(shape, layout):
             divided = job_on(config, shape, layout, size)
             model = MeshModel(divided.model, mesh_impl)
-            step = tf.identity(counter.read_value()) + _STEP
+            step = tf.identity(counter.read_value()) + first
             loss, pairs, opt, _ = model_and_optimizer(divided, model, features, step)
             updates = opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs])
             lowering = model.lower()

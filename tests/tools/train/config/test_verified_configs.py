@@ -23,6 +23,15 @@ CASES = {
     "sharded updates": (
         "lm_sharded_updates.gin", "batch:2;model:2", [], "cpu_replicas", "equal",
     ),
+    "sums in parts": ("lm_sharded_sums.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
+    # The run is shorter than the first step of a long one, and AdamW refuses a rate below 0.
+    "a schedule that ends": (
+        "lm_cpu_mesh.gin",
+        "batch:2;model:2",
+        ["CrossShardOptimizer.opt = @AdamWOptimizer", "train.run.train_steps = 100"],
+        "cpu_replicas",
+        "equal",
+    ),
     "8-bit numbers": ("lm_quantized.gin", "batch:2;model:2", [], "cpu_replicas", "NOT EQUAL"),
 }  # fmt: skip
 
