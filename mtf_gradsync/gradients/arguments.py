@@ -20,7 +20,7 @@ GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 
 
 def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
-    """Returns grads as a new list, checked.
+    """Returns gradients as a new list, after a check of their types and graph.
 
     Raises:
       TypeError: something is neither an mtf tensor nor None.
@@ -39,10 +39,10 @@ def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
 
 
 def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
-    """Returns the gradients that are not None, and refuses a list without any.
+    """Returns the gradients that are not None; raises ValueError if all are None.
 
     Raises:
-      TypeError: as `check_gradients`, or a gradient is of whole numbers.
+      TypeError: as `check_gradients`, or a gradient has an integer dtype.
       ValueError: as `check_gradients`, or there is no gradient.
     """
     grads = check_gradients(grads)
@@ -77,7 +77,8 @@ def check_grads_and_variables(
 ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
     """Returns gradients and variables as new lists; refuses lists that do not match.
 
-    With `same_shapes`, gradients of an optimizer without shards, their shapes are checked, too.
+    `same_shapes` also checks that each gradient has the shape of its variable. It is for
+    optimizers that take no gradients with shard dims.
 
     Raises:
       TypeError: something is no gradient, no variable, or a gradient of integers.
@@ -119,7 +120,10 @@ def check_grads_and_variables(
 
 
 def check_one_mesh(grads: MaybeGradients, what: str) -> None:
-    """Raises ValueError, which names `what`, if gradients are on several meshes."""
+    """Raises ValueError if gradients are on several meshes.
+
+    `what` is the name of the function that was called, for the error's text.
+    """
     first: dict[mtf.Mesh, str] = {}
     for grad in grads:
         if grad is not None:
@@ -139,7 +143,7 @@ class OwnArguments(NamedTuple):
     named: dict[str, Any] = {}  # noqa: RUF012  # never changed
 
     def check(self, opt: Any) -> None:
-        """Raises TypeError if the signature of an optimizer's `apply_grads` does not take these."""
+        """Raises TypeError if `opt.apply_grads` does not take these arguments."""
         try:
             # The signature of a decorator counts, not that of the function inside.
             signature = inspect.signature(opt.apply_grads, follow_wrapped=False)
@@ -157,7 +161,10 @@ class OwnArguments(NamedTuple):
             ) from None
 
     def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
-        """Gives the mesh tensors in arguments, and in lists and dictionaries, with names."""
+        """Yields each mesh tensor among the arguments, after a name for error messages.
+
+        It also looks into arguments that are lists or dictionaries.
+        """
         for number, value in enumerate(self.positional):
             yield from _tensors_in(f"positional argument {number + 3}", value)
         for name, value in self.named.items():
@@ -248,7 +255,7 @@ class Bounds(NamedTuple):
 
 
 def within(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Casts a tensor; an integer too large for the other dtype becomes its largest number."""
+    """Casts a value to `dtype`; integers too large for an integer dtype become its maximum."""
     value = tf.convert_to_tensor(value)
     both = value.dtype.is_integer and dtype.is_integer
     return tf.saturate_cast(value, dtype) if both else tf.cast(value, dtype)
@@ -257,11 +264,12 @@ def within(value: Any, dtype: tf.DType) -> tf.Tensor:
 def scalar_of_step(
     value: Any, mesh: mtf.Mesh, dtype: tf.DType, argument: str, owner: str, bounds: Bounds
 ) -> mtf.Tensor:
-    """Returns a scalar tensor or variable on a mesh, which every step checks.
+    """Returns `value`, a scalar tensor or variable, on a mesh; each step checks its bounds.
 
-    A value that is out of bounds is an error of the step, which names owner, argument and value. If
-    a program's outcomes are not read (TensorFlow's own TPU runtime; the body of a loop), a wrong
-    value counts as NaN, or as the least value if it is an integer.
+    If the value is out of bounds, the step raises an error with `owner` (the optimizer or function
+    that the value was given to), the name of the argument, and the value. Some programs cannot
+    report errors (on TensorFlow's own TPU runtime, or in the body of a loop). There, an integer out
+    of bounds is replaced by the least allowed value, and any other value out of bounds by NaN.
     """
     plan = StepPlan.of(mesh.graph)
     scalars, key = plan.extension(_CheckedScalars), (id(value), mesh, dtype, argument, owner)
@@ -281,13 +289,13 @@ def scalar_of_step(
 
 
 class _CheckedScalars(PlanExtension):
-    """The checked scalars of a graph, each made once for an owner and an argument."""
+    """The checked scalars of a graph: one for each value, mesh, dtype, argument and owner."""
 
     made: Mapping[Any, tuple[Any, mtf.Tensor]] = {}  # an object keeps its id as long as it lives
 
 
 class _CheckedScalar(Watched):
-    """A scalar that is the same on all processors, within bounds."""
+    """A scalar, the same on all processors, whose bounds are checked in each step."""
 
     def __init__(self, value: mtf.Tensor, argument: str, bounds: Bounds):
         super().__init__([], [value], [], [], "checked_argument")
@@ -335,8 +343,8 @@ def check_rate(rate: Any) -> Any:
     """Returns a learning rate: a number of 0 or more, or a floating scalar, tf or mtf.
 
     Raises:
-      TypeError: it is neither.
-      ValueError: it is a number below 0, or not finite.
+      TypeError: the rate is neither a number nor such a scalar.
+      ValueError: the rate is a number below 0, or not finite.
     """
     if is_number(rate):
         return check_number("learning_rate", rate, str(_RATES))
@@ -350,7 +358,10 @@ def check_rate(rate: Any) -> Any:
 
 
 def rate_of_step(rate: Any, mesh: mtf.Mesh, dtype: tf.DType, owner: str) -> Any:
-    """Returns a checked learning rate for a step: a number, or a scalar that each step checks."""
+    """Returns a learning rate: a number as it is, or a mesh scalar that each step checks.
+
+    The rate was checked by `check_rate`. `owner` is the optimizer, for errors of the step.
+    """
     if is_number(rate):
         return rate
     return scalar_of_step(rate, mesh, dtype, "learning_rate", owner, _RATES)

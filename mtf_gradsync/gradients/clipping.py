@@ -36,12 +36,12 @@ ClipNorm = Union[float, tf.Tensor, tf.Variable, mtf.Tensor, mtf.Variable]
 
 
 class Clipping(NamedTuple):
-    """A clipping of gradients.
+    """The norm that one clip found, and the factor that it multiplied gradients by.
 
     Attributes:
-      norm: the gradients' norm before.
-      factor: the factor of the gradients, of the norm's shape.
-      size: the number of gradients.
+      norm: the gradients' norm before the clip.
+      factor: the factor that the gradients were multiplied by; it has the norm's shape.
+      size: the number of gradients that were clipped together.
     """
 
     norm: mtf.Tensor
@@ -50,10 +50,10 @@ class Clipping(NamedTuple):
 
 
 class ScaleGradients(GradientOperation):
-    """A product of gradients of a mesh and one factor, or each shard's own factor.
+    """A product of each gradient of a mesh with one factor, or with one factor per shard.
 
     Attributes:
-      clipping: the clipping that it is part of.
+      clipping: the clip that these products belong to; it may include gradients of other meshes.
     """
 
     def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, clipping: Clipping):
@@ -95,13 +95,19 @@ def check_clip_norm(clip_norm: Any) -> None:
 
 
 class _Groups(PlanExtension):
-    """A graph's record of gradients that were clipped by one norm, and of their losses."""
+    """A graph's record of which gradients were clipped together, and of which losses.
+
+    With it, a program is warned if it clips the gradients of one loss in several groups.
+    """
 
     def __init__(self) -> None:
         self._made: tuple[tuple[frozenset, frozenset], ...] = ()
 
     def add(self, grads: Sequence[mtf.Tensor]) -> None:
-        """Adds gradients; warns if others of the same loss were clipped by another norm."""
+        """Records gradients that are clipped together.
+
+        Warns if other gradients of the same loss were clipped by another norm.
+        """
         calls = {y: call for call in gradients_calls(grads[0].graph) for y in call.outputs}
         found = [t for t in walk(grads, functools.partial(_sources, ends=calls)) if t in calls]
         losses = frozenset(_unscaled(x) for t in found for x in calls[t].losses)
@@ -148,9 +154,10 @@ def clip_together(
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips checked gradients by one norm: reduced gradients, or per-shard ones with `axes`.
 
-    `owner` is the name of the optimizer or function with this clip_norm. `behind` are the gradients
-    that these were computed from, if operations do not show that. The result is as of
-    `clip_by_global_norm`.
+    `owner` is the name of the optimizer or function that clip_norm was given to, for errors.
+    `behind` are earlier gradients that `grads` were computed from, for the warning about clips in
+    several groups; they are needed if the inputs of operations do not lead back to them. Returns
+    what `clip_by_global_norm` returns.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -173,7 +180,7 @@ def clip_together(
 
 
 def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
-    """Returns the factor that brings gradients of a norm to the limit, at most 1.
+    """Returns the factor, at most 1, that scales gradients of a norm down to the limit.
 
     As in TensorFlow, the factor is NaN if the norm is not finite, or so large that the factor is no
     normal number of the dtype.
@@ -190,14 +197,14 @@ def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
 
 
 def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
-    """Returns the clipping whose outputs `grads` are, all of them; None if there is none."""
+    """Returns the clip that made `grads`, if they are all outputs of one clip; else None."""
     found = {id(c): c for c in (getattr(g.operation, "clipping", None) for g in grads)}
     (clipping,) = found.values() if len(found) == 1 else (None,)
     return clipping if clipping is not None and clipping.size == len(grads) else None
 
 
 def unclipped(grad: mtf.Tensor) -> mtf.Tensor:
-    """Undoes a clip of this package; returns any other gradient unchanged."""
+    """Returns a gradient as it was before this package clipped it; others unchanged."""
     operation = grad.operation
     if not isinstance(operation, ScaleGradients):
         return grad
@@ -213,11 +220,11 @@ def clip_by_shard_norm(
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips each shard's gradients by that shard's own norm over all gradients.
 
-    Huge gradients of one shard do not scale down the gradients of other shards. Where a gradient is
+    Huge gradients of one shard do not scale down the gradients of other shards. If a gradient is
     split over a replica axis by its own layout (an expert's), each part counts for the shard that
-    holds it. Norms are float32 (float64 for float64 gradients), and right where squares of
-    gradients overflow or underflow. A norm that is not finite, or 2^126 times clip_norm (float32),
-    makes all gradients of its shard NaN.
+    holds the part. Norms are float32 (float64 for float64 gradients). They are right even if
+    squares of gradients overflow or underflow. If a shard's norm is not finite, or more than about
+    2^126 times clip_norm (float32), all gradients of that shard become NaN.
 
     Args:
       grads: gradients, pending or per shard; None passes through.

@@ -18,7 +18,10 @@ GroupAssignment = Sequence[Sequence[int]]
 
 
 def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
-    """Returns checked lists of shard numbers; None for no groups, given as None or []."""
+    """Returns groups of shards as lists of shard numbers; None if None or [] was given.
+
+    Raises ValueError for anything else.
+    """
     if group_assignment is None:
         return None
     ok = isinstance(group_assignment, (list, tuple)) and all(
@@ -35,7 +38,10 @@ def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
 
 
 def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> int:
-    """Returns the groups' size; raises ValueError unless equal groups hold each shard once."""
+    """Returns how many shards each group has.
+
+    Raises ValueError unless all groups have the same size and each shard is in exactly one group.
+    """
     numbers = [i for group in group_assignment for i in group]
     missing = sorted(set(range(num_shards)) - set(numbers))
     unknown = sorted(set(numbers) - set(range(num_shards)))
@@ -60,7 +66,7 @@ def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> in
 
 
 class SumCopies(GradientOperation):
-    """A sum of shards' tensors within groups; each shard gets the sum of its group."""
+    """A sum over the shards of each group; each shard gets the sum of its group."""
 
     def __init__(
         self,
@@ -71,8 +77,8 @@ class SumCopies(GradientOperation):
     ):
         """Adds the operation.
 
-        `shard_dims` are the shard dims of each tensor, at any positions, in the order that numbers
-        the shards. All shards are one group if no groups are given.
+        `shard_dims` has the shard dims of each tensor. Their order numbers the shards, whatever
+        their positions in the tensor. If `groups` is None, all shards are one group.
         """
         self._shard_dims = [list(dims) for dims in shard_dims]
         self._groups = groups
@@ -91,7 +97,7 @@ class SumCopies(GradientOperation):
     def _sum(
         self, mesh_impl: Any, all_values: Any, dims: tuple[mtf.Dimension, ...], some: list[int]
     ) -> list[Any]:
-        """Sums the values at some positions, which have the same shard dims."""
+        """Sums the values at the positions `some`, all of which have the shard dims `dims`."""
         grads, values = [self.inputs[i] for i in some], [all_values[i] for i in some]
         mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]
         one_each = all(
@@ -114,7 +120,7 @@ def _processor_groups(
     dims: Sequence[mtf.Dimension],
     groups: GroupAssignment,
 ) -> ProcessorGroups:
-    """Turns groups of shards into groups of processors that hold one shard each."""
+    """Returns the groups of processors that hold the groups of shards, one shard each."""
     if len(groups) == 1:
         return ProcessorGroups.along(mesh_impl, mesh_axes)
     group_of = {shard: number for number, group in enumerate(groups) for shard in group}
@@ -139,10 +145,10 @@ def _sum_several_a_processor(
     values: Sequence[Any],
     strategy: Strategy,
 ) -> list[Any]:
-    """Sums over groups if a processor holds several shards, of any groups.
+    """Sums over groups on meshes where a processor holds several shards.
 
-    Each processor adds up its shards by group, the sums of all groups are reduced, and each shard
-    takes its group's sum.
+    Each processor adds up its own shards, group by group. The sums of all groups are then reduced
+    over the processors, and each shard takes the sum of its group.
     """
     group_of = np.empty([d.size for d in dims], np.int32)
     for number, group in enumerate(groups):
@@ -183,14 +189,14 @@ def _sum_several_a_processor(
 
 
 def _permutations(shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> tuple[list[int], list[int]]:
-    """Returns the transposition that moves dims to the front, and its inverse."""
+    """Returns the permutation that moves `dims` to the front of a shape, and its inverse."""
     first = [shape.dims.index(d) for d in dims]
     to_front = first + [i for i in range(shape.ndims) if i not in first]
     return to_front, [to_front.index(i) for i in range(shape.ndims)]
 
 
 def _split_constant(mesh_impl: Any, array: np.ndarray, shape: mtf.Shape) -> Any:
-    """Returns a numpy array laid out on a mesh of any kind."""
+    """Returns a numpy array as a `LaidOutTensor`, split as the layout splits `shape`."""
     value = mesh_impl.slicewise(lambda: tf.constant(array))
     for tensor_axis, mesh_axis in enumerate(mesh_impl.tensor_layout(shape)):
         if mesh_axis is not None:

@@ -1,4 +1,4 @@
-"""Finds the sums over the mesh that may stay pending, from the batch to the gradients.
+"""Finds the sums over the mesh that may stay pending (not yet reduced) up to the gradients.
 
 A gradient is summed over the batch where the backward pass first leaves the batch. In an ordinary
 model all operations from there to the variable are linear in that sum, with factors that all
@@ -27,15 +27,17 @@ from mtf_gradsync.step.plan import flat
 
 
 class Use(NamedTuple):
-    """The way in which an operation keeps sums pending.
+    """The way in which an operation computes with pending (not yet reduced) inputs.
 
     Attributes:
-      positions: the inputs in which, together, the operation is linear; the others are factors.
-      axes: all mesh axes that its linear inputs are pending over.
-      first: mesh axes, no replica axes, that pending inputs have to be reduced over first, because
-        a factor or the result is split over them.
+      positions: positions of the inputs that the operation is jointly linear in. Its other inputs
+        are factors.
+      axes: the mesh axes that the operation's outputs stay pending over because inputs are.
+      first: mesh axes, none of them a replica axis, over which pending inputs are reduced before
+        the operation, because one of its tensors is split over them.
       own_axes: the mesh axes that the operation itself sums over.
-      joins: whether its result has fewer bytes than the pending sums that only it is made of.
+      joins: whether its result has fewer bytes than the pending sums that nothing else uses, so
+        that the result is reduced in place of these sums.
     """
 
     positions: tuple[int, ...]
@@ -46,7 +48,7 @@ class Use(NamedTuple):
 
     @property
     def is_new_sum(self) -> bool:
-        """Whether to reduce the operation's results, not its inputs."""
+        """Whether the operation's results are reduced when they are needed, not its inputs."""
         return (bool(self.own_axes) or self.joins) and not self.first
 
 
@@ -64,28 +66,28 @@ class Cause(enum.Enum):
 
 
 class Mixing(NamedTuple):
-    """An operation after which per-shard gradients are not recoverable, and the reason."""
+    """An operation that mixes shards' data, so that per-shard gradients are lost, and the cause."""
 
     operation: mtf.Operation
     cause: Cause
 
 
 class Flow:
-    """A forecast of which operations before target tensors keep sums pending.
+    """A forecast of which operations before target tensors keep sums pending (not yet reduced).
 
-    It follows the operations that compute the targets, back to tensors in which shards hold
-    different data. It also follows operations on pending sums on the way: these sums then need no
-    reduction unless the results are used. (Mesh-TF makes the gradients of all inputs of an
-    operation, used or not.)
+    It follows the operations that compute the targets, back to tensors of which each shard holds
+    its own data. It also follows all other operations on the pending sums that it meets: such a sum
+    is then reduced for them only if their results are used. (Mesh-TF makes the gradients of all
+    inputs of an operation, used or not.)
 
     Attributes:
       operations: the operations that are followed.
       axes: pending tensor -> the mesh axes that it is pending over.
-      uses: the operations that keep sums pending, because they are linear.
-      forced: operation -> pending inputs that it needs reduced.
-      reduced: operation -> the mesh axes that it sums over where the sum cannot stay pending,
-        because a loop carries it, or its result is split over them.
-      broadcast: einsums whose sum is broadcast afterwards.
+      uses: operation -> how it keeps sums pending; it has the operations that can.
+      forced: operation -> the pending inputs that have to be reduced before it.
+      reduced: operation -> the mesh axes that it sums over, if this sum cannot stay pending because
+        a loop carries it, or because the result is split over them.
+      broadcast: einsums that first sum and then broadcast the sum to new dimensions.
       carried: tensors that loops carry into their next iteration, which have to be reduced.
     """
 
@@ -96,9 +98,10 @@ class Flow:
         layout: Layout,
         sums: Iterable[mtf.Tensor] = (),
     ):
-        """Follows the operations that lead to the targets, usually gradients, and to `sums`.
+        """Follows the operations that compute the targets, usually gradients, and `sums`.
 
-        `sums` are targets that count as sums even if each shard holds other data of them.
+        `sums` are targets, too. They count as sums over the mesh even if the layout gives each
+        shard its own slice of them.
         """
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}
@@ -123,7 +126,7 @@ class Flow:
     # The operations that tensors are computed by.
 
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
-        """Returns the tensors that a tensor is computed from; none if shards differ in it."""
+        """Returns the tensors that a tensor is computed from; [] if shards hold parts of it."""
         operation = tensor.operation
         if self._layout.of_shards(tensor) or isinstance(operation, mtf.Variable):
             return []
@@ -138,11 +141,14 @@ class Flow:
         return operation.inputs
 
     def _tensors_before(self, target: mtf.Tensor) -> list[mtf.Tensor]:
-        """Returns a tensor and its inputs' inputs, back to tensors in which shards differ."""
+        """Returns a tensor and all before it, up to those of which each shard has its own part."""
         return [t for t in walk([target], self._sources) if not self._layout.of_shards(t)]
 
     def before(self, target: mtf.Tensor) -> list[mtf.Operation]:
-        """Returns the operations that compute a tensor, back to tensors in which shards differ."""
+        """Returns the operations that compute a tensor.
+
+        The walk back ends at tensors of which each shard holds its own part.
+        """
         return list(dict.fromkeys(t.operation for t in self._tensors_before(target)))
 
     def _is_made_of_pending(self, operation: mtf.Operation) -> bool:
@@ -200,7 +206,7 @@ class Flow:
         return Axes({self._layout.axis_of(operation.mesh, d) for d in summed} - {None})
 
     def _delays(self, operation: mtf.Operation, pending: dict[int, Axes]) -> bool:
-        """Returns whether Mesh-TF itself keeps the sum pending."""
+        """Returns whether Mesh-TF itself leaves an operation's result pending."""
         inputs = operation.inputs
         if any(self.is_derived(t) for t in inputs) or len(pending) != len(inputs):
             return False
@@ -226,7 +232,10 @@ class Flow:
         return Use(positions, axes - first, first, own)
 
     def _joins(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
-        """Returns whether a target has fewer bytes than the pending sums that only it uses."""
+        """Returns whether reducing a target sends less than reducing the sums that it is made of.
+
+        Only pending sums that nothing else uses count. `used` has the number of readers of tensors.
+        """
         operation, left = target.operation, target.shape.size * target.dtype.size
         is_sum = operation not in self.uses or operation in self.broadcast
         todo = [] if is_sum or len(operation.outputs) > 1 else [target]
@@ -249,7 +258,7 @@ class Flow:
     # What this means for tensors.
 
     def keeps_pending(self, operation: mtf.Operation) -> bool:
-        """Returns whether an operation's outputs are pending if its inputs are, outside loops."""
+        """Returns whether an operation passes pending sums on unreduced; False for loops."""
         if operation in self.uses:
             return True
         is_loop = isinstance(operation, (mtf.WhileLoopOperation, mtf.CustomGradientOperation))
@@ -258,14 +267,18 @@ class Flow:
         )
 
     def is_derived(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether a pending tensor is computed from pending sums to reduce in its place."""
+        """Returns whether a pending tensor is computed from other pending sums.
+
+        These sums are then reduced, and the tensor is computed from them.
+        """
         use = self.uses.get(tensor.operation)
         return (use is not None and not use.is_new_sum) or tensor.operation in self.broadcast
 
     def sums_behind(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
-        """Returns the pending sums to reduce so that some tensors can be used; each once.
+        """Returns the pending sums that have to be reduced before some tensors can be used.
 
-        `reduced` says whether the tensors themselves are to be reduced, or stay pending.
+        Each sum is listed once. `reduced` says whether the tensors themselves are needed reduced.
+        If false, they may be pending, and only sums that operations before them need are returned.
         """
         found: dict[mtf.Tensor, None] = {}
         seen: set[tuple[mtf.Tensor, bool]] = set()
@@ -290,7 +303,10 @@ class Flow:
     def mixes_shards(
         self, target: mtf.Tensor, causes: Collection[Cause] = frozenset(Cause)
     ) -> Mixing | None:
-        """Returns an operation before a tensor that mixes shards other than by a sum, or None."""
+        """Returns an operation before `target` that mixes shards' data other than by a sum.
+
+        None if there is none for one of the `causes`.
+        """
         replica_axes = self._layout.replica_axes
         for tensor in self._tensors_before(target):
             operation = tensor.operation
@@ -310,9 +326,10 @@ class Flow:
     def dropped_sums(
         self, targets: Sequence[mtf.Tensor]
     ) -> dict[mtf.Operation, tuple[Cause, mtf.Tensor]]:
-        """Returns operations that may drop a sum over the shards, with the cause and a target.
+        """Returns operations that may leave out a sum over the shards that targets need.
 
-        Operations of Mesh-TF that gather by themselves do not count.
+        Each has its cause and one target. Operations of Mesh-TF that gather do not count, because
+        they communicate by themselves.
         """
         found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         if any(self._gathers(t) for operation in self.operations for t in operation.outputs):
@@ -323,7 +340,10 @@ class Flow:
         return found
 
     def _gathers(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether a tensor contains gathered values of all shards, without a sum."""
+        """Returns whether a tensor's operation takes shards' slices and loses their axis unsummed.
+
+        Its output then has values that come from all shards, without a sum over them.
+        """
         operation = tensor.operation
         is_loop = isinstance(operation, mtf.WhileLoopOperation)
         if is_loop or passes_on(operation) or is_product_or_sum(operation):
@@ -358,7 +378,7 @@ def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
 
 
 def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
-    """Returns the inputs of an operation that are also its outputs."""
+    """Returns, for each output, the tensor that an operation passes on as that output."""
     if isinstance(operation, mtf.CustomGradientOperation):
         return custom_gradient_results(operation)
     return operation.inputs
@@ -410,7 +430,10 @@ def runs_on_slices(operation: mtf.Operation) -> bool:
 
 
 def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
-    """Returns the shape of an einsum's sum, if it then broadcasts to new dimensions."""
+    """Returns the shape of an einsum's sum before the einsum broadcasts it to new dimensions.
+
+    None for other operations, and for einsums without new output dimensions.
+    """
     if not isinstance(operation, mtf.EinsumOperation):
         return None
     known = {d for t in operation.inputs for d in t.shape.dims}
@@ -420,10 +443,10 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 
 
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
-    """Returns the positions of inputs in which, together, an operation is linear.
+    """Returns the positions of the inputs that an operation is jointly linear in.
 
-    It is None if the operation is not known to be linear in the pending inputs. At least one input
-    is pending.
+    They include `pending`, the positions of pending inputs, of which there is at least one. Returns
+    None if the operation is not known to be linear in these.
     """
     inputs = operation.inputs
     if isinstance(operation, _IN_EACH):

@@ -1,4 +1,4 @@
-"""The layout of a program: its tensors and batch over the mesh, and what shards hold."""
+"""The split of a program's tensors and batch over the mesh, and the data that each shard holds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Axes = frozenset
 
 
 class Layout(NamedTuple):
-    """The layout of tensors, before or while a graph is lowered.
+    """The split of tensors over meshes, known before a graph is lowered or while it is.
 
     Attributes:
-      axis_of: returns the mesh axis that splits a tensor dimension on a mesh, or None.
-      replica_axes: the mesh axes of a mesh that the batch is split over.
-      own: the replica axes along which each shard's slice of a tensor is of that shard's data alone
-        (see `own_slices`). None takes all axes that split the tensor, which is enough where shards
-        are only added up.
+      axis_of: a function of a mesh and a tensor dimension. It returns the number of the mesh axis
+        that splits the dimension, or None.
+      replica_axes: a function of a mesh. It returns the mesh axes that the batch is split over.
+      own: a function of a tensor, made by `own_slices`. It returns the replica axes along which
+        each shard's slice of the tensor was computed from that shard's data alone. None stands for
+        all replica axes that split the tensor, which is enough if shards are only added up.
     """
 
     axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
@@ -32,9 +33,9 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, axes: ReplicaAxes, of_mesh: mtf.Mesh) -> Layout:
-        """Returns the layout of a graph, one of whose meshes has these replica axes.
+        """Returns the layout of a graph in which the mesh `of_mesh` has the replica axes `axes`.
 
-        How tensors of other meshes are split is not known: it is as if nothing split them.
+        Nothing is known of other meshes: their tensors count as not split.
         """
 
         def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
@@ -50,17 +51,23 @@ class Layout(NamedTuple):
         return Axes(axes - {None})
 
     def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
-        """Returns the replica axes along which each shard has its own slice of a tensor."""
+        """Returns the replica axes that split a tensor into slices of one shard's own data each.
+
+        See `own` for what counts as a shard's own.
+        """
         split = self.split(tensor) & self.replica_axes(tensor.mesh)
         return split & self.own(tensor) if split and self.own else split
 
     def of_shards(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether each shard holds its own part of a tensor."""
+        """Returns whether all replica axes split a tensor, so that each shard has its own slice."""
         replica_axes = self.replica_axes(tensor.mesh)
         return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
 
     def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """Returns, for each mesh axis that splits a shape, the product of the dimensions before."""
+        """Returns the place in a shape of each mesh axis that splits it.
+
+        The place is the product of the sizes of all dimensions before the one that is split.
+        """
         before, found = 1, {}
         for dim in shape.dims:
             axis = self.axis_of(mesh, dim)
@@ -90,13 +97,14 @@ _WITHOUT_DATA = (
 def own_slices(
     graph: mtf.Graph, layout: Layout, batch_dims: Collection[str]
 ) -> Callable[[mtf.Tensor], Axes]:
-    """Returns a function: the replica axes along which a slice has only its shard's data.
+    """Returns a function of a tensor, for `Layout.own`.
 
-    A batch dimension holds only a shard's own data, and so does a tensor that is computed in place
-    from such slices. A slice along another dimension that is split over a replica axis holds more:
-    experts get examples of all shards by a reshape that moves them, sums over the shards are
-    broadcast to a variable that is split, and an input with a dimension of variables is a factor
-    for experts.
+    The function returns the replica axes along which each slice of the tensor was computed from the
+    data of one shard alone. Slices along a batch dimension are of this kind, and so are tensors
+    that are computed from such slices without moving data. Slices along another dimension that is
+    split over a replica axis hold data of several shards in three cases: experts get the examples
+    of all shards by a reshape that moves them, a sum over the shards is broadcast to a variable
+    that is split, or an input has a dimension of variables and is a factor for experts.
     """
     known: dict[mtf.Tensor, Axes] = {}
     of_variables = {tuple(v.shape.dims) for v in graph.trainable_variables}
@@ -110,7 +118,7 @@ def own_slices(
         return Axes(a for a in replica_axes if split[a] in batch_dims or a in found)
 
     def computed(operation: mtf.Operation, position: int) -> Axes:
-        """Returns the axes along which an output is computed from own slices."""
+        """Returns the replica axes along which an output is computed from shards' own slices."""
         output, inputs = operation.outputs[position], list(map(own, operation.inputs))
         if isinstance(operation, mtf.WhileLoopOperation):
             return own(loop_body(operation).outputs[position])
@@ -156,17 +164,17 @@ _PASSES_ON = (mtf.StopGradient, mtf.CustomGradientOperation)
 
 
 def passes_on(operation: mtf.Operation) -> bool:
-    """Returns whether an operation's lowered outputs are its lowered inputs."""
+    """Returns whether an operation's outputs are its inputs, unchanged (mtf.stop_gradient, say)."""
     return isinstance(operation, _PASSES_ON)
 
 
 class Split(NamedTuple):
-    """The dimensions that split inputs and losses.
+    """The dimensions along which the layout splits a program's inputs and losses.
 
     Attributes:
-      dims: for each mesh axis the name of the dimension that is split over it.
-      is_of_weights: whether variables have all of these dimensions, too: then the axes may be those
-        of model parallelism.
+      dims: mesh axis -> the name of the dimension that is split over it.
+      is_of_weights: whether variables also have these dimensions. The mesh axes may then serve
+        model parallelism, and not split the batch.
     """
 
     dims: dict[int, str]
@@ -182,9 +190,9 @@ def used_axes(
 ) -> Axes:
     """Returns the mesh axes that the batch of a program is split over.
 
-    `names` has the dimensions' names that each wrapper was given, or None, and the axes are those
-    of all these dimensions. If the graph lacks one of these dimensions, or none were given, the
-    axes are those that split inputs and losses.
+    `names` has for each wrapper the names of batch dimensions that it was given, or None. The
+    result has the mesh axes of all these dimensions. If no tensor of the graph has one of the
+    dimensions, or no names were given, it also has the axes that split inputs and losses.
     """
     names = list(names)
     given = list(dict.fromkeys(name for some in names for name in some or ()))
@@ -205,12 +213,12 @@ def used_axes(
 
 
 def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
-    """Returns the replica axes of the program's one mesh, for gradients without given axes.
+    """Returns the replica axes of the program's only mesh, if the caller was given none.
 
-    The axes are those that split the dimensions `names`. If the graph lacks such a dimension, the
-    axes are those that split its inputs, and a warning says so. None if the program has made no
-    mesh yet or several, the targets are on several meshes, or the mesh splits none of the
-    dimensions.
+    The replica axes are the mesh axes that split the dimensions `names`. If no tensor of the graph
+    has such a dimension, they are the axes that split the inputs of `targets`, and a warning says
+    so. Returns None if the program has made no mesh or several, if the targets are on several
+    meshes, or if the mesh splits none of the dimensions.
     """
     made = meshes_made()
     if len(made) != 1 or len({t.mesh for t in targets}) != 1:
@@ -252,9 +260,9 @@ def _warn_of_missing(
 
 
 def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
-    """Raises ValueError if the inputs are split over other axes than the replica axes.
+    """Raises ValueError if inputs are split over a mesh axis that is not in `axes`.
 
-    It looks at the inputs only if no tensor has one of the dimensions in `batch_dims`.
+    Inputs are looked at only if one of `axes.batch_dims` is not a dimension of any tensor.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     missing = missing_names(graph, mesh, axes.batch_dims)
@@ -272,7 +280,11 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
 
 
 def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
-    """Returns the known names of dimensions that the batch is split along."""
+    """Returns the names of the dimensions that the batch is split along.
+
+    These are `axes.batch_dims`. If no tensor has one of them, the dimensions that split the inputs
+    are added.
+    """
     graph, mesh = targets[0].graph, targets[0].mesh
     if not missing_names(graph, mesh, axes.batch_dims):
         return set(axes.batch_dims)
@@ -287,7 +299,7 @@ def _better(
 
 
 def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
-    """Returns the names that are no dimension of a mesh's tensors; of any mesh's for None."""
+    """Returns the names that no tensor of `mesh` has as a dimension; None looks at all meshes."""
     known = {
         dim.name
         for operation in flat(graph.operations)
@@ -303,8 +315,8 @@ def split_of_inputs(
 ) -> Split:
     """Returns the dimensions that split the inputs and the losses of gradients.
 
-    These dimensions are on the mesh axes that split both inputs and losses, if any. A dimension
-    that a variable also has counts as one of the model, unless there is no other.
+    If some mesh axes split both inputs and losses, only their dimensions are returned. Dimensions
+    that a variable also has are returned only if there are no others.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims
@@ -331,7 +343,7 @@ def split_of_inputs(
 
 
 def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """Returns the tensors that bring a program's data to the mesh, for gradients."""
+    """Returns the tensors that bring a program's data to the mesh, if `targets` depend on them."""
     needed = _before(targets)
     found: dict[mtf.Tensor, None] = {}
     for operation in flat(graph.operations):
@@ -344,7 +356,7 @@ def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
 
 def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
-    """Returns losses, and the tensors that they are sums of."""
+    """Returns the losses of a graph, and the tensors that are summed up to give them."""
 
     def terms(tensor: mtf.Tensor) -> list[mtf.Tensor]:
         operation = tensor.operation
@@ -356,7 +368,7 @@ def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
 
 
 def _before(targets: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
-    """Returns all operations that compute tensors."""
+    """Returns all operations that `targets` are computed by, directly or indirectly."""
 
     def sources(operation: mtf.Operation) -> list[mtf.Operation]:
         is_loop = isinstance(operation, mtf.WhileLoopOperation)

@@ -38,7 +38,7 @@ _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
 
 class _Term(enum.Enum):
-    """A tensor's dependence on the arguments: none (a shared factor), linear, or zero."""
+    """A tensor's dependence on the arguments: none (it is a factor), linear, or it is zero."""
 
     SHARED = enum.auto()
     LINEAR = enum.auto()
@@ -50,11 +50,11 @@ def linear_arguments(
     specs: Sequence[tuple[Sequence[int], tf.DType]],
     arguments: Sequence[int],
 ) -> bool:
-    """Returns whether a function is known to be linear in some arguments together.
+    """Returns whether a function is known to be jointly linear in some of its arguments.
 
-    The function takes tf tensors of the shapes and dtypes in `specs`. It is run once, in a graph of
-    its own. Only TensorFlow's simplest operations are followed, so that some linear functions are
-    not recognised.
+    The function takes tf tensors of the shapes and dtypes in `specs`; `arguments` has the positions
+    of the arguments in question. The function is called once, in a graph of its own. The check
+    knows only TensorFlow's simplest operations, so that it returns False for some linear functions.
     """
     try:
         traced = trace_function(fn, [tf.TensorSpec(shape, dtype) for shape, dtype in specs])
@@ -75,7 +75,7 @@ def linear_arguments(
 
 
 def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
-    """Returns an operation's dependence on the arguments; None if it is not known."""
+    """Returns how an operation's results depend on the arguments; None if that is not known."""
     if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
         return None  # each processor would draw random numbers of its own
     if op.type == "ZerosLike" or (

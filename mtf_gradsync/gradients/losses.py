@@ -22,7 +22,7 @@ _SHARED = (
 
 
 class ScaledLosses(PlanExtension):
-    """A plan's record of scaled losses and of unscaled gradients."""
+    """A graph's record of which losses are scaled, and which gradients are without the scale."""
 
     def __init__(self) -> None:
         # For each seed its scale, and the name of the optimizer that set it.
@@ -42,7 +42,10 @@ class ScaledLosses(PlanExtension):
 
 
 def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function that rounds a scale, and caps it, to a number of all seeds' dtypes."""
+    """Returns a function that rounds a scale to a number that the dtypes of all seeds can hold.
+
+    A scale that is too large for one of them becomes the largest power of two that it can hold.
+    """
     dtypes = {seed.outputs[0].dtype for seed in seeds}
 
     def rounded(scale: tf.Tensor) -> tf.Tensor:
@@ -57,9 +60,10 @@ def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
 
 
 def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
-    """Notes that an optimizer takes gradients of an unscaled loss; `names` are for errors.
+    """Records that an optimizer uses gradients whose loss is not scaled.
 
-    Raises ValueError if another optimizer has scaled the loss behind one of them.
+    `names` are the names of the gradients' variables, for errors. Raises ValueError if another
+    optimizer has scaled the loss of one of the gradients.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -78,14 +82,15 @@ def unscaled_gradients(
 ) -> list[mtf.Tensor | None]:
     """Scales the losses behind gradients, and returns the gradients without the scale.
 
-    The scale multiplies the seed of `mtf.gradients`; the loss itself keeps its value. Gradients may
-    have been cast, summed or scaled since. They become at least float32; pending ones stay pending.
-    None and gradients that were unscaled already pass through.
+    The scale multiplies the seed of `mtf.gradients` (the gradient of the loss by itself, which is 1
+    without a scale). The loss itself keeps its value. Gradients may have been cast, summed or
+    scaled since `mtf.gradients` made them. They become at least float32, and pending ones stay
+    pending. None and gradients that were unscaled already pass through.
 
     Args:
       grads: gradients by `mtf.gradients`.
-      make_scale: returns a number, or an mtf scalar that is the value of a variable; called after
-        all checks.
+      make_scale: returns the scale: a number, or an mtf scalar that is the value of a variable. It
+        is called after all checks.
       owner: name of the optimizer that has the scale.
       names: names of the gradients' variables.
 
@@ -131,7 +136,7 @@ def unscaled_gradients(
 
 
 def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """Returns the losses behind gradients of one graph, without losses inside of loops."""
+    """Returns the losses that gradients of one graph come from, without losses inside of loops."""
     if not grads:
         return []
     computed = {x: call.losses for call in gradients_calls(grads[0].graph) for x in call.outputs}
@@ -141,7 +146,10 @@ def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
 
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
-    """Raises ValueError if a loss of one of the seeds depends on gradients of another seed."""
+    """Raises ValueError if a loss depends on gradients of another loss that is scaled, too.
+
+    Such gradients would be scaled twice. `seeds` are those of the losses, `owner` is the optimizer.
+    """
     calls = [call for call in gradients_calls(graph) if seeds.intersection(call.seeds)]
     if len(calls) < 2:
         return
@@ -164,12 +172,13 @@ def _unscaled(grad: mtf.Tensor, inverse: mtf.Tensor) -> mtf.Tensor:
 
 
 class _ScaleInGradient(NamedTuple):
-    """The losses, and their scale, from which a gradient is computed.
+    """The scaled losses that a gradient comes from, and whether their scale can be taken out.
 
     Attributes:
       seeds: seeds of `mtf.gradients` whose scale is still in the gradient.
-      owners: names of optimizers that unscaled it on the way.
-      not_linear: an operation that is not linear in scaled gradients; None if there is none.
+      owners: names of the optimizers that already took a scale out of it.
+      not_linear: an operation between `mtf.gradients` and the gradient that is not linear, so that
+        the scale cannot be taken out behind it; None if there is none.
     """
 
     seeds: frozenset[Seed]
@@ -177,7 +186,10 @@ class _ScaleInGradient(NamedTuple):
     not_linear: mtf.Operation | None
 
     def check(self, name: str, owner: str) -> None:
-        """Raises ValueError if the gradient cannot be unscaled."""
+        """Raises ValueError if `owner` cannot take the scale out of the gradient.
+
+        `name` is the name of the gradient's variable, and `owner` the optimizer with the scale.
+        """
         if self.owners - {owner}:
             raise ValueError(
                 f"The gradient of {name!r} belongs to {sorted(self.owners)}, which scaled its "
@@ -199,14 +211,17 @@ class _ScaleInGradient(NamedTuple):
 
 
 def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
-    """Returns the seeds of each gradient that `mtf.gradients` made."""
+    """Returns each gradient that `mtf.gradients` made, with the seeds that it was computed from."""
     return {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
 
 
 def _scale_in(
     grad: mtf.Tensor, scaled: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]
 ) -> _ScaleInGradient:
-    """Returns the losses and operations between a gradient and `mtf.gradients`."""
+    """Returns which losses' scale is in a gradient, and an operation that is not linear, if any.
+
+    `computed` has the gradients that `mtf.gradients` made, with their seeds.
+    """
     before = list(_before([grad], scaled.unscaled, computed))
     owners = {scaled.unscaled[t] for t in before if t in scaled.unscaled}
     ends = {t for t in before if t in computed and t not in scaled.unscaled}
@@ -219,7 +234,10 @@ def _scale_in(
 
 
 def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:
-    """Yields tensors and their inputs' inputs, back to members of `ends`, which it yields."""
+    """Yields tensors and all that they are computed from; the walk ends at members of `ends`.
+
+    It yields these members, too, but not what they are computed from.
+    """
 
     def sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
         return () if any(tensor in some for some in ends) else computed_from(tensor)
@@ -232,7 +250,7 @@ def _first_not_linear(
 ) -> mtf.Operation | None:
     """Returns the first operation of `between` that is not linear in the scaled tensors `ends`.
 
-    Results computed from scaled tensors count as scaled, too.
+    Outputs of an operation on scaled tensors count as scaled, too.
     """
     scaled: set[Any] = set(ends)
     for operation in flat(graph.operations):
@@ -252,7 +270,7 @@ def _first_not_linear(
 
 
 def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
-    """Returns whether an operation passes a factor of some inputs on to its outputs."""
+    """Returns whether an operation's outputs get a factor that its inputs at `positions` get."""
     if isinstance(operation, (mtf.StopGradient, mtf.PrintOperation)):
         return True
     if getattr(operation, "is_linear", False):

@@ -1,4 +1,4 @@
-"""Norms over all gradients, and whether all entries are finite."""
+"""Computes norms over all gradients, and whether all of their entries are finite."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.
 
 
 def _scales(dtype: tf.DType) -> tuple[float, float]:
-    """Returns two factors, so that squares of small and of large values are in a dtype's range.
+    """Returns two factors for values that are to be squared in a dtype: for small and large ones.
 
-    They are powers of two, which add no rounding. For float32 the first is for norms below 2^24:
-    2^12 values as small as 2^-97 still count. With the second, all norms that are numbers of the
-    dtype are right.
+    Both are powers of two, which add no rounding. Values times the first factor are used for small
+    norms (below 2^24 in float32): 2^12 values as small as 2^-97 still add up to a norm. Values
+    times the second one give every norm that the dtype can hold.
     """
     exponents = math.frexp(dtype.max)[1]  # 128 for float32
     return 2.0 ** (exponents * 5 // 16), 2.0 ** -(exponents // 2 + 1)
 
 
 def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
-    """Returns x * scale, to be squared.
+    """Returns x * scale in a form whose square XLA does not rewrite.
 
     XLA turns the square of x * scale into x * x * scale^2, which overflows. A minimum with the
-    largest number prevents that and changes no square.
+    dtype's largest number prevents this rewrite. It changes no square.
     """
     return tf.minimum(x * scale, x.dtype.max)
 
@@ -58,7 +58,10 @@ def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
 def _sums_of_squares(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
-    """Returns two sums of squares, of the values times each of the two `_scales`; see `_root`."""
+    """Returns two sums of squares: one of the values times each of the two `_scales`.
+
+    `over` has the dims of each slice to sum over. `_root` turns the sums into the norm.
+    """
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
         # l2_loss is one operation in place of two; its factor of a half is exact.
@@ -72,7 +75,7 @@ def _sums_of_squares(
 
 
 def _root(sums: tf.Tensor) -> tf.Tensor:
-    """Returns the norm, from its `_sums_of_squares`."""
+    """Returns the norm for the two sums that `_sums_of_squares` returned."""
     small, large = tf.unstack(sums, axis=-1)
     up, down = _scales(sums.dtype)
     return tf.where_v2(tf.math.is_finite(small), tf.sqrt(small) / up, tf.sqrt(large) / down)
@@ -81,14 +84,21 @@ def _root(sums: tf.Tensor) -> tf.Tensor:
 def _any_not_finite(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
-    """Returns 1 if an entry is NaN or infinite, else 0: fewer passes than counting them."""
+    """Returns 1 if an entry is NaN or infinite, else 0.
+
+    This takes fewer passes over the slices than counting such entries. `over` has the dims of each
+    slice to look along.
+    """
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
     return tf.cast(tf.logical_not(together), dtype)
 
 
 def _exact(strategy: Strategy) -> Strategy:
-    """Returns a strategy that does not round: float16 cannot hold sums of squares."""
+    """Returns a strategy without its compression to a smaller dtype.
+
+    Sums of squares overflow in float16, so that norms are not reduced in it.
+    """
     if isinstance(strategy, CompressedAllReduce):
         return _exact(strategy.reducer)
     if isinstance(strategy, GradientStrategy) and isinstance(strategy.reducer, CompressedAllReduce):
@@ -102,7 +112,7 @@ def _flat(x: tf.Tensor) -> tf.Tensor:
 
 
 class SumOverGradients(GradientOperation):
-    """A sum of a measure over all gradients of a mesh, per shard or over all shards."""
+    """The sum over all gradients of a mesh of a measure, such as squares; per shard if wanted."""
 
     def __init__(
         self,
@@ -157,10 +167,10 @@ class SumOverGradients(GradientOperation):
 
 
 class NotFinite(GradientOperation):
-    """Flags of gradients with a NaN or an infinity, per shard; pending ones stay pending.
+    """Flags that tell which gradients of which shards have a NaN or an infinity.
 
-    Its output is a float32 tensor `[shards..., gradients]`: greater than 0 where an entry is not
-    finite.
+    The output is a float32 tensor `[shards..., gradients]`. A flag is greater than 0 if an entry of
+    the shard's gradient is not finite. Pending (unreduced) gradients are not reduced for it.
     """
 
     takes_pending = True
@@ -173,7 +183,11 @@ class NotFinite(GradientOperation):
         of_shards_only: bool = False,
         shared: float = 0.0,
     ):
-        """Adds the operation; with `of_shards_only`, gradients that shards share have `shared`."""
+        """Adds the operation.
+
+        With `of_shards_only`, a gradient that is the same on all shards gets the flag `shared`,
+        whatever its entries are. Without `axes`, the output has no shard dims.
+        """
         self._strategy, self._of_shards_only, self._shared = strategy, of_shards_only, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else None
@@ -216,7 +230,11 @@ def _measured(
     of_shards: str = "",
     numbers: Sequence[mtf.Dimension] = (),
 ) -> mtf.Tensor:
-    """Sums a measure over gradients; `of_shards` names the function for per-shard results."""
+    """Returns the sum of a measure over gradients, such as squares.
+
+    For results per shard, `of_shards` is the name of the calling function, for errors, and `axes`
+    are the replica axes. `numbers` are further dimensions of the measure's result.
+    """
     grads = check_present(grads)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     shard_dims: Sequence[mtf.Dimension] = ()
@@ -242,7 +260,7 @@ def _norms(
 
 
 class _Root(GradientOperation):
-    """The norms of `_sums_of_squares`, `[..., ranges]`."""
+    """The norms for sums that `_sums_of_squares` made, a tensor of shape `[..., ranges]`."""
 
     def __init__(self, sums: mtf.Tensor):
         super().__init__([sums], [sums.shape - _RANGES], "norm")
@@ -253,11 +271,13 @@ class _Root(GradientOperation):
 
 
 def global_norm(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Tensor:
-    """Returns the norm over all gradients, of one mesh or several: the root of sums of squares.
+    """Returns the global norm: the root of the sum of all squares of all gradients.
+
+    Gradients may be on one mesh or on several.
 
     Args:
-      grads: pending gradients, which are reduced first, reduced ones, or gradients per shard, whose
-        shard dims are dimensions like any other. None counts as zeros.
+      grads: gradients that are pending (they are reduced first), reduced, or per shard. The norm of
+        gradients per shard is over all shards' entries. None counts as zeros.
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
@@ -291,7 +311,7 @@ def shard_norms(
 
 
 def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
-    """Returns the norm of all sets of gradients together, from their norms."""
+    """Returns the norm over several sets of gradients together, given the norm of each set."""
 
     def join(*norms: tf.Tensor) -> tf.Tensor:
         by_scale = [[tf.square(_scaled(x, s)) for x in norms] for s in _scales(norms[0].dtype)]
@@ -302,9 +322,9 @@ def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
 
 
 def not_finite(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Tensor:
-    """Returns a float mtf scalar: 0 if all entries of gradients are finite, else more.
+    """Returns a float mtf scalar: 0 if all entries of gradients are finite, else more than 0.
 
-    Arguments, the scalar's mesh and errors are those of `global_norm`.
+    The arguments, the errors and the mesh of the result are those of `global_norm`.
     """
     return _measured(grads, reducer, _any_not_finite)
 
@@ -316,10 +336,12 @@ def which_not_finite(
     of_shards_only: bool = False,
     shared: float = 0.0,
 ) -> mtf.Tensor:
-    """Returns flags of gradients that are not finite, `[shards..., gradients]`.
+    """Returns flags of shape `[shards..., gradients]` that tell which gradients are not finite.
 
-    Every processor has all flags. Gradients of several meshes have no common shards, so that axes
-    is None for them; the result is on the mesh of the first one.
+    A flag is greater than 0 if an entry of the shard's gradient is not finite. Every processor has
+    all flags. With `of_shards_only`, a gradient that is the same on all shards gets the flag
+    `shared`. Gradients on several meshes have no common shards: `axes` has to be None for them, and
+    the result is on the mesh of the first gradient.
     """
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     home = grads[0].mesh
@@ -337,15 +359,18 @@ def which_not_finite(
 def shards_not_finite(
     grads: MaybeGradients, axes: ReplicaAxes, reducer: Strategy | None = None
 ) -> mtf.Tensor:
-    """Returns a float mtf tensor `[shard dims...]`: 0 where all entries are finite, else more.
+    """Returns a float mtf tensor `[shard dims...]`: 0 for shards whose entries are all finite.
 
-    Arguments and errors are those of `shard_norms`.
+    It is greater than 0 for other shards. Arguments and errors are those of `shard_norms`.
     """
     return _measured(grads, reducer, _any_not_finite, axes, "shards_not_finite")
 
 
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
-    """Returns the shard dims that gradients have, or would get by `per_shard`."""
+    """Returns the shard dims that gradients have, or those that `per_shard` would give them.
+
+    Raises ValueError if gradients have different ones.
+    """
     shard_dims: list[mtf.Dimension] = []
     for grad in grads:
         found = {d.name: d for d in shard_dims_in(grad.shape, axes)}

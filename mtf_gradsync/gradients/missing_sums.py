@@ -1,4 +1,4 @@
-"""Warnings of operations before gradients that drop the sum over the shards."""
+"""Warns of operations that leave out a sum over the shards, so that gradients are wrong."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ _COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_pro
 
 
 class MissingSumWarnings:
-    """Warnings of operations that drop the sum over the shards, before gradients."""
+    """Warnings of operations that leave out a sum over the shards that gradients need."""
 
     def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
-        """Takes what `Flow.dropped_sums` found."""
+        """Sets the operations to watch, as `Flow.dropped_sums` returned them."""
         self._found = found
 
     @contextlib.contextmanager
     def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Warns, unless the operation that is lowered inside the block sums by itself."""
+        """Returns a context in which `operation` is lowered; warns if it left a sum out.
+
+        An operation that communicates by itself, or leaves its output pending, is not warned of.
+        """
         if operation not in self._found:
             yield
             return
@@ -48,7 +51,7 @@ class MissingSumWarnings:
 
 @contextlib.contextmanager
 def _noting_collectives(mesh_impl: Any) -> Iterator[list[str]]:
-    """Lists the collectives that are made inside the block."""
+    """Returns a context; the list that it gives gets the name of each collective made inside."""
     sent: list[str] = []
 
     def noting(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The class of operations on lists of gradients, and the pending sums behind gradients."""
+"""The base class of operations on lists of gradients, and pending (not yet reduced) sums."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class GradientOperation(mtf.Operation):
     """An operation on a list of tensors, all of which are lowered at once.
 
     Attributes:
-      takes_pending: whether it reads pending sums as they are, except for sums for which it called
-        `PendingSums.want` with `reduced=True`. If false, all inputs of an operation that is not
-        linear are reduced.
+      takes_pending: whether the operation can read pending (not yet reduced) inputs as they are.
+        Inputs that it declared by `PendingSums.want` with `reduced=True` are reduced all the same.
+        If false, all pending inputs are reduced, unless the operation is linear in them.
       is_linear: whether its outputs are linear in all of its inputs together.
     """
 
@@ -55,8 +55,8 @@ class GradientOperation(mtf.Operation):
     ):
         """Adds the operation.
 
-        Its outputs have the dtypes of the inputs, in order, and lie on their mesh, unless others
-        are given.
+        There is an output for each of `shapes`. Its dtype is that of the input at its position, and
+        its mesh that of the inputs, unless `dtypes` and `mesh` are given.
         """
         super().__init__(list(inputs), mesh=mesh, name=name)
         dtypes = dtypes or [x.dtype for x in inputs]
@@ -67,7 +67,7 @@ class GradientOperation(mtf.Operation):
         give_outputs(self, tensors)
 
     def set_outputs(self, lowering: mtf.Lowering, values: Sequence[Any]) -> None:
-        """Records the lowered outputs, in order."""
+        """Records `values` as the lowered values of the operation's outputs, in order."""
         for output, value in zip(self.outputs, values):
             lowering.set_tensor_lowering(output, value)
 
@@ -83,7 +83,7 @@ class _OnMesh(GradientOperation):
 
 
 def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
-    """Returns a tensor on `mesh`, of the same graph; copies it if it is on another.
+    """Returns a tensor on `mesh`: the tensor itself, or a copy if it is on another mesh.
 
     The tensor is a scalar, or has dimensions that neither mesh splits. Nothing is reduced.
     """
@@ -91,7 +91,7 @@ def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
 
 
 def gradient_name(grad: mtf.Tensor) -> str:
-    """Returns a gradient's name for messages: its variable's, if `mtf.gradients` made it."""
+    """Returns a name of a gradient for messages: the name of its variable, if that is known."""
     variable_of = {
         y: x
         for call in gradients_calls(grad.graph)
@@ -120,7 +120,7 @@ def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> lis
 
 @contextlib.contextmanager
 def in_place_of(lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]) -> Iterator[None]:
-    """Gives tensors other lowered values inside the block."""
+    """Returns a context in which tensors have other lowered values: those in `values`."""
     before = {t: lowering.tensors[t] for t in values}
     lowering.tensors.update(values)
     try:
@@ -137,7 +137,7 @@ def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
 def on_present(
     grads: MaybeGradients, make: Callable[[list[mtf.Tensor]], Sequence[mtf.Tensor]]
 ) -> list[mtf.Tensor | None]:
-    """Applies `make` to the gradients that are not None, and puts the Nones back."""
+    """Calls `make` with the gradients that are not None; returns its results, with the Nones."""
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads)
@@ -149,7 +149,7 @@ def each_mesh(
     grads: Sequence[mtf.Tensor],
     make: Callable[[mtf.Mesh, list[mtf.Tensor]], Sequence[mtf.Tensor]],
 ) -> list[mtf.Tensor]:
-    """Calls `make` with the gradients of each mesh; returns the results in the gradients' order."""
+    """Calls `make` once for each mesh, with its gradients; returns all results in order."""
 
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
         return make(mesh, [grads[i] for i in some])
@@ -165,15 +165,15 @@ def dims_to_sum(
 
 
 class PendingSum(mtf.LazyAllreduceSum):
-    """A lowered tensor that is the sum of a part on each processor.
+    """A lowered tensor that is a sum over processors, each of which holds one term (its part).
 
-    Parts and sum are made when they are first used, so that nothing unused is computed.
+    The parts and their sum are computed only when they are first used.
 
     Attributes:
-      mesh_impl: the mesh that it lies on.
+      mesh_impl: the mesh of the tensor.
       mesh_axes: numbers of the mesh axes to sum over.
-      add_counter_fn: Mesh-TF's, to be called when the sum is made.
-      context: the loop or branch that it was made in.
+      add_counter_fn: a function of Mesh-TF that counts all-reduces; called when the sum is made.
+      context: the graph, loop or branch in which this object was made; see `current_context`.
     """
 
     def __init__(
@@ -186,11 +186,11 @@ class PendingSum(mtf.LazyAllreduceSum):
         add_counter_fn: Callable[[], None] | None = None,
         sources: Sequence[Any] = (),
     ):
-        """Describes the sum; makes nothing.
+        """Records how the sum can be made, and adds no operation to the graph.
 
-        `make_part` returns the `LaidOutTensor` of the parts, and `make_reduced` calls `set_reduced`
-        with the sum's. `sources` are the lowered tensors that the sum is computed from, if it is
-        not reduced itself.
+        `make_part` returns the `LaidOutTensor` of the parts. `make_reduced` makes the sum and calls
+        `set_reduced` with its `LaidOutTensor`. If the sum is computed from other reduced tensors,
+        and not by a reduction of the parts, `sources` are these lowered tensors.
         """
         self.mesh_impl = mesh_impl
         self.mesh_axes = list(mesh_axes)
@@ -227,11 +227,11 @@ class PendingSum(mtf.LazyAllreduceSum):
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether the sum has been made, or can be made without sending anything."""
+        """Whether the sum can be read without any communication that is still to be made."""
         return self.is_reduced or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
 
     def set_reduced(self, value: Any) -> None:
-        """Sets the `LaidOutTensor` of the sum, which was reduced just now."""
+        """Sets the `LaidOutTensor` of the sum, right after it was made."""
         self._reduced_value = value
         if self.add_counter_fn:
             self.add_counter_fn()
@@ -255,7 +255,7 @@ def _sends_nothing(lowered: Any) -> bool:
 
 
 def current_context() -> Any:
-    """Returns the loop or branch that is being built, or None."""
+    """Returns a value that is equal for operations of the same graph, loop and branch."""
     graph = tf.get_default_graph()
     return graph, control_flow_context(graph)
 
@@ -278,11 +278,12 @@ def partial_sum(
     dims: Sequence[mtf.Dimension] = (),
     reduced: bool = False,
 ) -> PartialSum:
-    """Returns the partial sums behind a tensor, even if another reader had it reduced.
+    """Returns a tensor's parts: each processor's term, and the mesh axes still to sum over.
 
-    Each processor also sums its own slice over `dims`, which the value then lacks; mesh axes that
-    split them are still to be summed over. With `reduced`, the sum behind the tensor itself is
-    reduced first, so that only sums over `dims` are left.
+    A pending tensor gives its parts even if its sum was already made for another reader. Each
+    processor also sums its own slice over the dimensions `dims`. The value then lacks `dims`, and
+    the mesh axes that split them are still to be summed over. With `reduced`, a pending tensor is
+    reduced first, so that only the sums over `dims` are left to make.
     """
     lowered = lowering.tensors[tensor]
     # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name
@@ -311,10 +312,10 @@ def reduce_partial_sums(
     strategy: Strategy,
     cuts: Sequence[Cuts] | None = None,
 ) -> list[Any]:
-    """Reduces partial sums over their mesh axes; sums with the same axes together.
+    """Reduces partial sums over their mesh axes; those with the same axes are reduced together.
 
-    Returns a `LaidOutTensor` for each, in order. With `cuts`, which say how each sum is cut, each
-    processor gets its part of the sum, otherwise the whole sum.
+    Returns a `LaidOutTensor` for each sum, in order. `cuts` say how each sum is cut into parts for
+    the processors: each processor then gets its part of the sum. Without cuts it gets all of it.
     """
     cuts = [()] * len(sums) if cuts is None else cuts
     # Along the other mesh axes processors hold the same sum already.
@@ -346,11 +347,11 @@ def terms_of_processors(
     replica_axes: Sequence[Collection[int]],
     strategy: Strategy,
 ) -> list[Any]:
-    """Returns each processor's terms of gradients, which sum to the gradients.
+    """Returns for each gradient the terms that processors hold, whose sum is the gradient.
 
-    Gradients are pending, reduced or per shard. For each, `sum_dims` has the dims to sum over, and
-    `replica_axes` the mesh axes along which processors keep terms of their own; the strategy
-    reduces over all others.
+    Gradients are pending, reduced or per shard. `sum_dims` has the dims of each gradient to sum
+    over. `replica_axes` has for each gradient the mesh axes along which every processor keeps its
+    own term; over all other axes the strategy reduces.
     """
     mesh_impl = lowering.mesh_impl(grads[0])
     sums = [partial_sum(lowering, grad, dims) for grad, dims in zip(grads, sum_dims)]
@@ -368,9 +369,10 @@ def terms_of_processors(
 
 
 def share(mesh_impl: Any, value: Any, mesh_axes: Collection[int]) -> Any:
-    """Divides a tensor by the number of processors that hold it along mesh axes.
+    """Returns equal shares of a tensor that is the same on all processors along `mesh_axes`.
 
-    The sum of these equal shares over the axes is the tensor.
+    Each processor's share is the tensor divided by the number of these processors, so that the sum
+    of the shares over the axes is the tensor.
     """
     count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in mesh_axes]).size
     if count == 1:

@@ -1,4 +1,4 @@
-"""Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
+"""Leaves sums over the mesh pending (not reduced) up to the gradients; reduces them together."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ from mtf_gradsync.step.plan import flat
 
 
 class Bucket(NamedTuple):
-    """The key of sums that are reduced together.
+    """A key: pending sums with equal keys are reduced together.
 
     Attributes:
-      by_program: whether only the program uses the sums, which it may do on some steps only.
+      strategy: the reduction strategy of the sums.
+      by_program: whether only the program itself uses the sums, and no wrapper. The program may use
+        them on some steps only.
     """
 
     strategy: Strategy
@@ -43,10 +45,10 @@ class Bucket(NamedTuple):
 
 
 class PendingLowering(ExtensionLowering):
-    """The lowering of operations on pending sums, in one lowering of the graph.
+    """Lowers operations on pending (not yet reduced) sums, during one lowering of a graph.
 
     Attributes:
-      flow: which operations are expected to keep sums pending.
+      flow: the forecast of which operations keep sums pending.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class PendingLowering(ExtensionLowering):
         buckets: dict[mtf.Tensor, Bucket],
         missing: MissingSumWarnings | None,
     ):
-        """Begins a lowering; `buckets`, which is changed, has the sums to reduce with others.
+        """Begins a lowering.
 
-        `missing` warns of sums that operations drop; None if none of them can.
+        `buckets` has the sums that are reduced together with others; it is changed during the
+        lowering. `missing` warns of operations that leave out a sum; None if none is suspected.
         """
         self.flow = flow
         self._lowering = lowering
@@ -89,7 +92,10 @@ class PendingLowering(ExtensionLowering):
         return True
 
     def mixed(self, tensor: mtf.Tensor, mesh_axes: Collection[int]) -> mtf.Operation | None:
-        """Returns an operation before a tensor that unexpectedly summed over mesh axes."""
+        """Returns an operation before a tensor that summed over mesh axes against the forecast.
+
+        None if there is no such operation.
+        """
         for operation in self.flow.before(tensor) if self._differs else ():
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
                 return operation
@@ -102,12 +108,15 @@ class PendingLowering(ExtensionLowering):
         return True
 
     def _is_reduced_here(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
-        """Returns whether to reduce a pending input before Mesh-TF lowers an operation."""
+        """Returns whether a pending input is reduced before Mesh-TF lowers the operation."""
         # tf.gradients cannot take a pending sum; Mesh-TF would use the parts of a derived one.
         return isinstance(operation, mtf.GenericGradOperation) or self.flow.is_derived(tensor)
 
     def _lower(self, operation: mtf.Operation, use: Use | None) -> None:
-        """Lowers an operation; its outputs stay pending if its inputs or its own sums are."""
+        """Lowers an operation; `use` says how it keeps sums pending, None that it does not.
+
+        Sums that Mesh-TF itself makes lazily stay pending in any case.
+        """
         pending = self._pending_inputs(operation)
         if use is not None and pending:
             self._carry_on(operation, use)
@@ -122,7 +131,10 @@ class PendingLowering(ExtensionLowering):
         self._keep_pending(operation)
 
     def _sum_and_broadcast(self, operation: mtf.Operation, shape: mtf.Shape) -> None:
-        """Lowers an einsum with output dimensions that no input has: a sum, then a broadcast."""
+        """Lowers an einsum that has output dimensions which no input has.
+
+        It becomes an einsum of shape `shape` without them, and a broadcast of its result.
+        """
         (output,) = operation.outputs
         first = copy.copy(operation)
         small = mtf.Tensor(first, shape, output.dtype)
@@ -157,7 +169,7 @@ class PendingLowering(ExtensionLowering):
             self._differs[operation] = self._differs.get(operation, Axes()) | axes
 
     def inside_branch(self) -> ContextManager[None]:
-        """Hides the values that a branch makes: they do not exist outside of it."""
+        """Returns a context for building a branch; sums made inside are not used outside of it."""
         copies = {
             tensor: copy.copy(lowered)
             for tensor, lowered in self._tensors.items()
@@ -177,7 +189,10 @@ class PendingLowering(ExtensionLowering):
         ]
 
     def _reduce_captured(self, loop: mtf.WhileLoopOperation) -> None:
-        """Reduces the sums that a loop reads from outside, where others may read them, too."""
+        """Reduces, outside of a loop, the pending sums that the loop reads.
+
+        The reduced sums can then be read outside of the loop, too.
+        """
         inner = flat([*loop_condition(loop).operations, *loop_body(loop).operations])
         for tensor in dict.fromkeys(t for op in inner for t in op.inputs):
             lowered = self._tensors.get(tensor)
@@ -204,7 +219,7 @@ class PendingLowering(ExtensionLowering):
         )
 
     def _sum_for(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
-        """Returns the function that reduces a sum, alone or with others."""
+        """Returns a function that reduces the pending sum of `tensor`, with others if it can."""
 
         def make(one: PendingSum) -> None:
             bucket = self._buckets.get(tensor)
@@ -219,7 +234,7 @@ class PendingLowering(ExtensionLowering):
         return make
 
     def _ready_with(self, one: PendingSum, bucket: Bucket) -> list[PendingSum]:
-        """Returns all sums that can be reduced with `one` now, in the same branch or loop."""
+        """Returns `one` and the unreduced sums of `bucket` of the same mesh, branch and loop."""
         found = {}
         for tensor, other in self._buckets.items():
             lowered = self._tensors.get(tensor)
@@ -242,7 +257,10 @@ class PendingLowering(ExtensionLowering):
         kept: dict[tuple[str, Any], list[Any]] = {}
 
         def once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
-            """Computes all outputs once in each branch or loop."""
+            """Returns all outputs that `make` made here: it is called once in a branch or loop.
+
+            `form` says which outputs: the parts, or the reduced ones.
+            """
             here = current_context()
             if (form, home) in kept:
                 return kept[form, home]
@@ -279,7 +297,7 @@ class PendingLowering(ExtensionLowering):
             )
 
     def _parts(self, operation: mtf.Operation, use: Use) -> list[Any]:
-        """Lowers an operation on each processor's part."""
+        """Returns an operation's outputs, computed from each processor's part of its inputs."""
         inputs = self._parts_of_inputs(operation, use)
         if not isinstance(operation, mtf.ScalarAddOperation):
             return self._lowered(operation, inputs)
@@ -293,7 +311,10 @@ class PendingLowering(ExtensionLowering):
         return [mesh_impl.slicewise(add, inputs[operation.inputs[0]])]
 
     def _parts_of_inputs(self, operation: mtf.Operation, use: Use) -> dict[mtf.Tensor, Any]:
-        """Returns each processor's part of the linear inputs, and the reduced factors."""
+        """Returns values for an operation's inputs, with which it computes each processor's part.
+
+        These are the parts of inputs that it is linear in; other inputs are reduced.
+        """
         mesh_impl = self._lowering.mesh_impl(operation)
         found: dict[mtf.Tensor, Any] = {}
         for position, tensor in enumerate(operation.inputs):
@@ -312,7 +333,10 @@ class PendingLowering(ExtensionLowering):
         return found
 
     def _lowered(self, operation: mtf.Operation, inputs: dict[mtf.Tensor, Any]) -> list[Any]:
-        """Lowers an operation on other values of its inputs."""
+        """Returns an operation's lowered outputs for other lowered values of its inputs.
+
+        The lowering keeps the values that it had for the outputs.
+        """
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
         lowered = StepPlan.of(operation.graph).lowered(self._lowering)
@@ -349,12 +373,13 @@ class PendingSums(PlanExtension):
         strategy: Strategy,
         are_sums: bool = False,
     ) -> None:
-        """Declares that gradients of one mesh will be used, reduced or as they are.
+        """Declares, before the graph is lowered, that an operation will use gradients of one mesh.
 
-        The sums behind all gradients to reduce are reduced together, at the first operation that
-        needs one, which may be in the model. Without `batch_dims` the graph shows which dimensions
-        split the batch. Tensors that `are_sums` themselves, over any mesh axes, are reduced
-        together even if each shard holds its own part of them.
+        `reduced` says whether it needs them reduced, or uses them as they are. All sums that have
+        to be reduced are reduced together, at the first operation that needs one of them; this
+        operation may be in the model. If `batch_dims` is None, the dimensions that split the batch
+        are found in the graph. `are_sums` says that the tensors are sums over mesh axes themselves:
+        they are then reduced together even if the layout gives each shard its own part of them.
         """
         if not tensors:
             return
@@ -366,7 +391,7 @@ class PendingSums(PlanExtension):
 
     @classmethod
     def of_lowering(cls, lowering: mtf.Lowering) -> PendingLowering:
-        """Returns the pending sums of a lowering that has begun."""
+        """Returns the `PendingLowering` of a lowering that has begun."""
         extensions = StepPlan.of(lowering.graph).lowered(lowering).extensions
         return next(x for x in extensions if isinstance(x, PendingLowering))
 
@@ -393,7 +418,10 @@ class PendingSums(PlanExtension):
         return PendingLowering(lowering, flow, self._buckets(flow), missing)
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
-        """Returns the sums to reduce together, in the order in which they were declared."""
+        """Returns the sums to reduce, each with the key of those that it is reduced with.
+
+        They are in the order in which they were declared.
+        """
         found: dict[mtf.Tensor, Bucket] = {}
         for want in self._wants:
             for tensor in flow.sums_behind(want.tensors, want.reduced):

@@ -1,4 +1,4 @@
-"""Checks whether per-shard gradients are recoverable from gradients."""
+"""Checks whether each shard's own gradient can still be read from gradients (is recoverable)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from mtf_gradsync.step.plan import flat
 
 
 class MadeOfSums:
-    """A gradient that is linear in sums over the shards.
+    """The way in which a gradient was computed, linearly, from sums over the shards.
 
     Attributes:
-      sums: pending tensors, from which each shard's part is recoverable.
-      shared: tensors without any shard's data in which the gradient is linear, too, such as a
-        penalty's on weights.
+      sums: pending (not yet reduced) tensors that the gradient is linear in. Each shard's part of
+        them is recoverable.
+      shared: tensors that do not depend on any shard's data, and that the gradient is linear in,
+        too. An example is the gradient of a penalty on weights.
     """
 
     def __init__(
@@ -43,18 +44,22 @@ class MadeOfSums:
         shared: Sequence[mtf.Tensor],
         operations: Sequence[mtf.Operation],
     ):
-        """Describes `grad`, which the operations compute, in order, from the other tensors."""
+        """Records that `operations`, in order, compute `grad` from `sums` and `shared`."""
         self._grad, self._operations = grad, list(operations)
         self.sums, self.shared = list(sums), list(shared)
 
     def remade(self, sums: Sequence[mtf.Tensor], shared: Sequence[mtf.Tensor]) -> mtf.Tensor:
-        """Returns the gradient for other values of `sums` and `shared`, which are reduced."""
+        """Returns the gradient computed again from other values in place of its sums.
+
+        `sums` and `shared` have the new values, in the order of the attributes; pending ones are
+        reduced.
+        """
         given = [*self.sums, *self.shared]
         return _MakeAgain(self._grad, given, [*sums, *shared], self._operations).outputs[0]
 
 
 class _MakeAgain(GradientOperation):
-    """The results of operations, computed again with other values for some tensors."""
+    """A tensor that is computed again by its operations, from other values of some tensors."""
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class _MakeAgain(GradientOperation):
 
 
 def made_of_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> MadeOfSums | None:
-    """Returns the sums that a gradient is linear in; None if there are none."""
+    """Returns how a gradient is computed, linearly, from recoverable sums; None if it is not."""
     replica_axes = layout.replica_axes(grad.mesh)
     outside = set(grad.graph.operations)
 
@@ -152,24 +157,26 @@ _SAYS = {
 
 
 class Apart:
-    """The answer to whether each shard's gradient is recoverable, for a stage that needs it.
+    """For each of a list of gradients: whether every shard's own gradient is recoverable from it.
 
-    Positions are in the list of gradients.
+    The keys of all attributes are positions in the list of gradients.
 
     Attributes:
-      mixed: for each gradient from which shards' gradients are not recoverable, an operation that
-        mixed shards.
-      made_of_sums: for gradients of `mixed` that are linear in recoverable sums, how they are
-        computed from the sums.
-      shared: gradients that are split over a replica axis and hold no shard's data, such as a
-        penalty's on weights, with their operations. Each shard has an equal share of all slices.
+      mixed: gradients from which shards' gradients are not recoverable, with an operation that
+        mixed the shards' data.
+      made_of_sums: those gradients of `mixed` that are linear in recoverable sums, with the way in
+        which they are computed from the sums.
+      shared: gradients that are split over a replica axis but do not depend on any shard's data,
+        such as the gradient of a penalty on weights, with their operations. Each shard is given an
+        equal share of all slices.
     """
 
     def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
         """Examines gradients without shard dims.
 
-        The axes are of the mesh that the program will be lowered on; a batch that is split over
-        other axes is a ValueError. `within` has all axes of the batch, if `axes` has only some.
+        `axes` are replica axes of the mesh that the program will be lowered on. If they are only
+        some of the axes that the batch is split over, `within` has all of these. Raises ValueError
+        if the batch is split over still other axes.
         """
         self.mixed: dict[int, Mixing] = {}
         self.made_of_sums: dict[int, MadeOfSums] = {}
@@ -199,10 +206,11 @@ class Apart:
                 found[i] = Mixing(grad.operation, Cause.SPLIT)
 
     def without_data(self, i: int) -> mtf.Tensor | None:
-        """Returns the part of a recoverable gradient without any shard's data; None if none.
+        """Returns the term of gradient `i` that does not depend on shards' data; None if none.
 
-        An example is the gradient of a penalty on weights, which `per_shard` divides equally among
-        the shards. Sums made by a loop count as data.
+        The gradient is recoverable. An example of such a term is the gradient of a penalty on
+        weights, which `per_shard` divides equally among the shards. Sums that a loop makes count as
+        data.
         """
         grad, flow = self._grads[i], self._flow
         if grad is None or flow is None:
@@ -233,9 +241,10 @@ class Apart:
     def check(self, names: Sequence[str] | None = None, remakes: bool = False) -> None:
         """Raises ValueError unless per-shard gradients are recoverable.
 
-        The error names the gradients, by `names` or by their variables, and the operations, and
-        says what helps; a layout that Mesh-TF cannot lower comes first. With `remakes`, gradients
-        `made_of_sums` and `shared` ones are no error.
+        The error lists the gradients, by `names` or by their variables, and the operations that mix
+        shards, and says what to do. If the layout is one that Mesh-TF cannot lower, the error is
+        about the layout instead. With `remakes`, the caller can compute gradients of `made_of_sums`
+        and `shared` again, so that they raise no error.
         """
         bad = {**self.mixed, **self.shared}
         if remakes:
@@ -246,14 +255,17 @@ class Apart:
 
 
 def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
-    """Returns whether stages made a gradient, so that nothing tells whose data it holds."""
+    """Returns whether this package made a gradient, so that its shards' data are not known."""
     return any(isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.before(grad))
 
 
 def _checked(
     grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None
 ) -> list[mtf.Tensor]:
-    """Returns the gradients that are not None; [] if there is only one shard."""
+    """Returns the gradients that are not None; [] if there is only one shard.
+
+    Raises ValueError if the batch is split over axes that are not in `within`, or else `axes`.
+    """
     present = [g for g in grads if g is not None]
     if present:
         check_batch_dims(present, within or axes)
@@ -261,10 +273,11 @@ def _checked(
 
 
 def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
-    """Returns, by position, the operations that mix shards in gradients other than by a sum.
+    """Returns the gradients that are not sums of one term per shard, with the operation at fault.
 
-    The shards' terms of all other gradients can be added up later. It need not be their own: an
-    expert's gradient is of all shards' examples. The gradients and axes are as for `Apart`.
+    Keys are positions in `grads`. All other gradients are sums of terms that the shards hold, so
+    that these terms can be added up later. A shard's term need not come from the shard's own
+    examples: an expert's gradient is of all shards' examples. The arguments are those of `Apart`.
     """
     present = _checked(grads, axes)
     if not present:
@@ -275,9 +288,10 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
 
 
 def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
-    """Returns the positions of gradients for which `per_shard` may add a sum of their size.
+    """Returns the positions of gradients for which `per_shard` may need an extra all-reduce.
 
-    `per_shard` reduces these gradients over axes other than the replica axes.
+    These gradients may be pending over mesh axes other than the replica axes, and `per_shard` then
+    reduces them over these axes. The all-reduce has the size of the gradient.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -308,12 +322,15 @@ def check_recoverable(
     remakes: bool = False,
     within: ReplicaAxes | None = None,
 ) -> None:
-    """Raises ValueError unless per-shard gradients are recoverable; see `Apart` and its `check`."""
+    """Raises ValueError unless each shard's own gradient is recoverable from all gradients.
+
+    Arguments are those of `Apart` and of its method `check`.
+    """
     Apart(grads, axes, within).check(names, remakes)
 
 
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
-    """Raises ValueError if shards are mixed other than by a sum; see `mixed_gradients`."""
+    """Raises ValueError unless gradients are sums of one term per shard; see `mixed_gradients`."""
     mixed = mixed_gradients(grads, axes)
     if mixed:
         _refuse(grads, mixed, names, axes)
@@ -325,7 +342,10 @@ def _refuse(
     names: Sequence[str] | None,
     axes: ReplicaAxes,
 ) -> NoReturn:
-    """Raises the ValueError about mixed shards, and the tensor that causes them."""
+    """Raises the ValueError that lists gradients and the operations that mixed their shards.
+
+    If the layout splits a tensor so that Mesh-TF cannot lower it, the error is about this tensor.
+    """
     mesh = next(g.mesh for g in grads if g is not None)
     for operation in flat(mesh.graph.operations):
         for tensor in operation.outputs if operation.mesh is mesh else ():

@@ -1,4 +1,4 @@
-"""Reduces gradients by `Strategy.reduce_gradients`, which may keep state for them."""
+"""Reduces gradients by strategies that keep state, or so that each processor gets a part."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from mtf_gradsync.reduce.strategy import State
 
 
 class ReduceGradients(GradientOperation):
-    """A reduction of gradients by `Strategy.reduce_gradients`, with the strategy's new state.
+    """A reduction of gradients by `Strategy.reduce_gradients`, for strategies that keep state.
 
     Attributes:
       sums: the reduced gradients.
-      new_state: pairs of a variable of the state and its new value.
+      new_state: pairs of a variable of the strategy's state and the variable's new value.
     """
 
     takes_pending = True
@@ -47,9 +47,9 @@ class ReduceGradients(GradientOperation):
     ):
         """Adds the operation.
 
-        The gradients are pending or per shard, and are reduced over the replica axes of
-        `shard_dims`; over other axes by the strategy's `all_reduce`. The state is a structure of
-        mesh variables, with or without shard dims in front.
+        The gradients are pending or per shard. `Strategy.reduce_gradients` reduces them over the
+        replica axes of `shard_dims`, and `Strategy.all_reduce` over all other axes. `state` is a
+        nested structure of mesh variables, whose first dimensions may be the shard dims.
         """
         self._axes, self._strategy, self._state = axes, strategy, state
         self._mesh_axes = [m for d, m in zip(axes.shard_dims, axes.mesh_axes) if d in shard_dims]
@@ -88,7 +88,7 @@ class ReduceGradients(GradientOperation):
         self.set_outputs(lowering, [*sums, *laid_out])
 
     def _held(self, lowering: mtf.Lowering, tensor: mtf.Tensor) -> Any:
-        """Returns each core's slice of a variable, without the shard dims."""
+        """Returns the slices of a variable on all cores, reshaped to have no shard dims."""
         mesh_impl = lowering.mesh_impl(self)
         names = {d.name for d in self._axes.shard_dims}
         sizes = zip(tensor.shape.dims, mesh_impl.slice_shape(tensor.shape))
@@ -102,7 +102,10 @@ def _present(state: State) -> list[Any]:
 
 
 def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
-    """Raises ValueError if dtypes or shapes of values are not the wanted ones."""
+    """Raises ValueError unless `found` has the dtypes and shapes of `wanted`.
+
+    `what` names the values, for the error.
+    """
 
     def described(values: Sequence[Any]) -> list[str]:
         return [
@@ -118,7 +121,10 @@ def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
 
 
 def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
-    """Returns the cuts of a tensor from the layout of one shape to that of another."""
+    """Returns the axes along which a tensor of shape `whole` is cut to get parts of shape `part`.
+
+    These are axes that the mesh splits in `part` and does not split in `whole`.
+    """
     before, after = mesh_impl.tensor_layout(whole), mesh_impl.tensor_layout(part)
     return tuple(
         sorted(
@@ -130,7 +136,7 @@ def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
 
 
 class ScatterGradients(GradientOperation):
-    """A reduction of pending and per-shard gradients; each processor gets its part."""
+    """A reduction (reduce-scatter) of gradients, after which each processor has its part."""
 
     takes_pending = True
 
@@ -142,7 +148,11 @@ class ScatterGradients(GradientOperation):
         axes: ReplicaAxes,
         strategy: Strategy,
     ):
-        """Adds the operation; the shape of a part that is not cut is the variable's own."""
+        """Adds the operation.
+
+        `shapes` has the shape of each result. It differs from the shape of the variable if the
+        gradient is cut into parts.
+        """
         self._wholes = [v.shape for v in variables]
         self._axes, self._strategy = axes, strategy
         self._sum_dims = dims_to_sum(grads, variables)
@@ -179,11 +189,12 @@ def scatter_gradients(
     axes: ReplicaAxes,
     strategy: Strategy,
 ) -> tuple[Sequence[mtf.Tensor], list[mtf.Tensor]]:
-    """Reduces gradients over the mesh; each replica gets its part.
+    """Reduces gradients over the mesh so that each replica gets its part of every sum.
 
-    Gradients are pending, reduced or per shard; `shapes` are the shapes of the parts, or the
-    variables' own. Returns the tensors that were sent (gradients before casts and scales, which are
-    repeated after the sum), and the parts.
+    Gradients are pending, reduced or per shard. `shapes` has the shape of each result: that of the
+    parts, or the variable's own if the gradient is not cut. Returns the tensors that were reduced,
+    and the parts. A tensor that was reduced is the gradient before its casts and scalings, which
+    are repeated on the part.
     """
     sources, operations = zip(*map(_undone, grads))
     parts = ScatterGradients(sources, variables, shapes, axes, strategy).outputs
@@ -193,8 +204,8 @@ def scatter_gradients(
 def _undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
     """Returns the tensor before a gradient's casts and scalings, and these operations in order.
 
-    After the sum, casts and scales give the same bits as without parts, and the sum is sent in the
-    dtype that Mesh-TF sends.
+    If they are made after the sum, results have the same bits as without parts. The sum is then
+    also sent in the dtype in which Mesh-TF sends it.
     """
     operations: list[mtf.Operation] = []
     while _is_cast_or_scale(grad.operation):
@@ -214,7 +225,7 @@ def _is_cast_or_scale(operation: mtf.Operation) -> bool:
 
 
 def _done(x: mtf.Tensor, operation: mtf.Operation) -> mtf.Tensor:
-    """Casts or scales a tensor, as `operation` did with another tensor."""
+    """Applies `operation`, a cast or a scaling of another tensor, to `x`."""
     if isinstance(operation, mtf.ScalarMultiplyOperation):
         return x * scalar_of(operation)
     fn, dtype = slice_function(operation), operation.outputs[0].dtype
@@ -222,7 +233,7 @@ def _done(x: mtf.Tensor, operation: mtf.Operation) -> mtf.Tensor:
 
 
 class TakePart(GradientOperation):
-    """Each processor's part of a tensor that processors share. Nothing is sent."""
+    """A cut of a tensor that all processors have: each takes its part, and nothing is sent."""
 
     def __init__(self, whole: mtf.Tensor, shape: mtf.Shape):
         super().__init__([whole], [shape], name="take_part")
@@ -236,7 +247,10 @@ class TakePart(GradientOperation):
 
 
 class GatherParts(GradientOperation):
-    """An all-gather of tensors of which each processor has its part, all together."""
+    """An all-gather: from each processor's parts of tensors to the whole tensors everywhere.
+
+    All tensors are gathered together, in buckets.
+    """
 
     def __init__(self, parts: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
         super().__init__(parts, shapes, name="gather_parts")

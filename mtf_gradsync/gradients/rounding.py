@@ -1,10 +1,11 @@
-"""Rounding by chance: new values of bfloat16 variables, up or down with a probability by distance.
+"""Rounds new values of bfloat16 variables by chance (stochastic rounding).
 
-Rounded to nearest, a change of less than half of the distance between two numbers is lost, however
-often it comes. Rounded by chance, new values are right in the mean. The chance is a hash of the
-variable's name, the number of its update and the number of the element in the whole variable: the
-same for the same run, on every runtime, on all copies and after a restart, whether the mesh splits
-the variable or not.
+Rounding by chance goes up or down, more often to the nearer number. Rounded to nearest, a change of
+less than half of the distance between two numbers is lost, however often it comes. Rounded by
+chance, new values are right in the mean. The random bits are a hash of the variable's name, the
+number of its update and the number of the element in the whole variable. So they are the same for
+the same run, on every runtime, on all copies and after a restart, whether the mesh splits the
+variable or not.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ COUNT = "rounding_t"
 
 
 def check_rounding(rounding: Any) -> str:
-    """Returns how new values are rounded, or raises ValueError."""
+    """Returns `rounding` if it is "nearest" or "stochastic"; raises ValueError otherwise."""
     if rounding not in (NEAREST, STOCHASTIC):
         raise ValueError(f"rounding must be {NEAREST!r} or {STOCHASTIC!r}, got {rounding!r}.")
     return rounding
 
 
 def check_rounded(owner: str, variable: mtf.Variable) -> None:
-    """Raises ValueError for a variable whose new values cannot be rounded by chance."""
+    """Raises ValueError if a variable's new values cannot be rounded by chance (float16).
+
+    `owner` is the name of the optimizer, for the error.
+    """
     if tf.float16 in (variable.slice_dtype, variable.activation_dtype):
         raise ValueError(
             f'{owner}: rounding="stochastic" is for variables in bfloat16 or wider, and '
@@ -40,7 +44,10 @@ def check_rounded(owner: str, variable: mtf.Variable) -> None:
 
 
 def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
-    """Warns once of rounding by chance if bfloat16 is not among the dtypes of what is written."""
+    """Warns once if rounding by chance changes nothing, because no bfloat16 is written.
+
+    `dtypes` are those of the variables and slots that the optimizer `owner` writes.
+    """
     if tf.bfloat16 not in dtypes:
         warn_once(
             f"nothing is rounded {owner}",
@@ -52,17 +59,20 @@ def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
 
 
 def is_rounded(variable: mtf.Variable) -> bool:
-    """Returns whether a variable's new values are rounded, by chance if its optimizer does that."""
+    """Returns whether a variable is stored in bfloat16, so that its new values are rounded."""
     return variable.slice_dtype == tf.bfloat16
 
 
 def needs_count(rounding: str, *variables: mtf.Variable) -> bool:
-    """Returns whether a variable is rounded by chance, for which it needs the update's number."""
+    """Returns whether one of the variables is rounded by chance.
+
+    The optimizer then needs the number of the update, from which random bits are made.
+    """
     return rounding == STOCHASTIC and any(map(is_rounded, variables))
 
 
 def make_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
-    """Makes an int32 number of updates, for optimizers that do not count them themselves."""
+    """Makes an int32 variable that counts updates, for optimizers that do not count them."""
     count = mtf.get_variable(
         mesh,
         name,
@@ -77,13 +87,13 @@ def make_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
 
 
 def assign(variable: mtf.Variable, value: mtf.Tensor, count: mtf.Tensor | None) -> mtf.Operation:
-    """Makes the assignment of a new value.
+    """Makes the operation that assigns a new value to a variable, rounded as asked for.
 
     Args:
       variable: the variable.
       value: its new value, in any dtype.
-      count: the number of the update, an integer scalar: a bfloat16 variable is rounded by chance.
-        None rounds to nearest.
+      count: the number of the update, an integer scalar, with which a value for a bfloat16 variable
+        is rounded by chance. None rounds it to nearest.
     """
     if count is not None and is_rounded(variable):
         value = _RoundByChance(mtf.cast(value, tf.float32), variable, count).outputs[0]
@@ -91,7 +101,7 @@ def assign(variable: mtf.Variable, value: mtf.Tensor, count: mtf.Tensor | None) 
 
 
 def subtract(variable: mtf.Variable, change: mtf.Tensor, count: mtf.Tensor | None) -> mtf.Operation:
-    """Makes the assignment that subtracts a change, as `assign` does."""
+    """Makes the operation that subtracts a change from a variable; `count` is as for `assign`."""
     if count is not None and is_rounded(variable):
         change = mtf.cast(change, tf.float32)
         return assign(variable, mtf.cast(variable.value, tf.float32) - change, count)
@@ -100,7 +110,7 @@ def subtract(variable: mtf.Variable, change: mtf.Tensor, count: mtf.Tensor | Non
 
 
 class _RoundByChance(GradientOperation):
-    """A rounding of a variable's float32 values, or of a part of them, to bfloat16 by chance."""
+    """A rounding by chance of float32 values of a variable, or of its part, to bfloat16."""
 
     def __init__(self, value: mtf.Tensor, variable: mtf.Variable, count: mtf.Tensor):
         self._key = key_of(variable.name)
@@ -121,7 +131,10 @@ class _RoundByChance(GradientOperation):
 
 
 def _first_elements(mesh_impl: Any, shape: mtf.Shape) -> Any:
-    """Returns the number in the whole tensor of the first element of each processor's slice."""
+    """Returns for each processor where its slice begins: the first element's number in the tensor.
+
+    Elements of the whole tensor are numbered in row-major order, modulo 2**32.
+    """
     sizes = shape.to_integer_list
     firsts = []
     for processor in range(mesh_impl.size):
@@ -141,14 +154,18 @@ def _first_elements(mesh_impl: Any, shape: mtf.Shape) -> Any:
 
 
 def key_of(name: str) -> int:
-    """Returns 64 bits that differ from name to name."""
+    """Returns a 64-bit hash of a variable's name."""
     return mixed(zlib.crc32(name.encode()), len(name))
 
 
 def _bits(
     sizes: Sequence[int], strides: Sequence[int], first: Any, count: tf.Tensor, key: int
 ) -> tf.Tensor:
-    """Returns 16 random bits for each element of a slice, as uint32."""
+    """Returns 16 random bits for each element of a slice, as uint32.
+
+    `sizes` is the slice's shape, `strides` are those of the whole tensor, `first` is the number of
+    the slice's first element, `count` the number of the update, and `key` the variable's hash.
+    """
     seed = _hashed(tf.cast(count, tf.uint32) + _word(key))
     second_seed = _hashed(seed + _word(key >> 32))
     index = seed + (tf.cast(first, tf.uint32) if isinstance(first, tf.Tensor) else _word(first))
@@ -160,10 +177,10 @@ def _bits(
 
 
 def _hashed(x: tf.Tensor, seed: Any = 0) -> tf.Tensor:
-    """Returns a hash of uint32 words, of which the upper half is the better one.
+    """Returns a hash of uint32 words, whose upper 16 bits are the most random ones.
 
-    It is "lowbias32" of Chris Wellons' hash-prospector, with a seed in its middle: with one at its
-    beginning alone, the bits of an update are those of another one, moved along.
+    It is "lowbias32" of Chris Wellons' hash-prospector, with a seed that is added in its middle. A
+    seed at the beginning alone would give one update the bits of another, shifted by some elements.
     """
     x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _word(16))) * _word(0x7FEB352D)
     x = x + seed if isinstance(seed, tf.Tensor) else x
@@ -175,14 +192,15 @@ def _word(number: int) -> tf.Tensor:
 
 
 def round_by_bits(x: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
-    """Rounds a float32 tensor to bfloat16, down or, more often the nearer the next number is, up.
+    """Rounds a float32 tensor to bfloat16 up or down, depending on random bits.
 
-    What is not finite is kept, and what is beyond the largest number is rounded to nearest: to that
+    The nearer the next number up in magnitude is, the more values of the bits round up to it. NaN
+    and infinity are kept. Values beyond the largest bfloat16 number are rounded to nearest: to this
     number or to infinity.
 
     Args:
       x: the tensor.
-      bits: uint32 numbers from 0 to 2**16 - 1, of its shape.
+      bits: random uint32 numbers from 0 to 2**16 - 1, of the tensor's shape.
     """
     # bfloat16 has the upper 16 bits of float32: of larger magnitudes these are larger integers.
     upper = tf.bitwise.bitwise_and(tf.bitcast(x, tf.uint32) + bits, _word(0xFFFF0000))

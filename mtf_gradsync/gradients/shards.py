@@ -27,13 +27,13 @@ from mtf_gradsync.step import ProgramWrites
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
-    """Returns the shard dims of a shape, by their names."""
+    """Returns the dims of a shape that have the name of a shard dim of `axes`."""
     names = {d.name for d in axes.shard_dims}
     return [d for d in shape.dims if d.name in names]
 
 
 class PerShard(GradientOperation):
-    """Gradients split by shard, without communication along the replica axes."""
+    """A split of gradients into one per shard, without communication along the replica axes."""
 
     is_linear = True
 
@@ -69,7 +69,10 @@ class PerShard(GradientOperation):
     def _check_foreseen(
         self, lowering: mtf.Lowering, grad: mtf.Tensor, replica_axes: set[int]
     ) -> None:
-        """Raises ValueError if an operation unexpectedly summed over shards."""
+        """Raises ValueError if an operation before a gradient summed over shards unexpectedly.
+
+        `replica_axes` are the mesh axes along which the gradient is split by shard.
+        """
         operation = PendingSums.of_lowering(lowering).mixed(grad, replica_axes)
         if operation is not None:
             raise ValueError(
@@ -81,7 +84,7 @@ class PerShard(GradientOperation):
 
 
 class SumGradients(GradientOperation):
-    """A reduction of pending and per-shard gradients of one mesh, all together."""
+    """A reduction of pending and per-shard gradients of one mesh; all are reduced together."""
 
     is_linear = True
 
@@ -92,7 +95,12 @@ class SumGradients(GradientOperation):
         strategy: Strategy,
         batch_dims: Sequence[str] | None = None,
     ):
-        """Adds the operation; `sum_dims` are the dims of each gradient to sum over."""
+        """Adds the operation.
+
+        `sum_dims` has the dims of each gradient to sum over; gradients without such dims are
+        pending. `batch_dims` are the names of the dimensions that split the batch; if None, they
+        are found in the graph.
+        """
         self._sum_dims = [list(dims) for dims in sum_dims]
         self._strategy = strategy
         plain = [g for g, dims in zip(grads, self._sum_dims) if not dims]
@@ -169,7 +177,7 @@ def per_shard(
 def split_into_shards(
     grads: MaybeGradients, axes: ReplicaAxes, strategy: Strategy, accept_summed: bool
 ) -> list[mtf.Tensor | None]:
-    """Returns one gradient per shard, as `per_shard`, of gradients that were checked before."""
+    """Does what `per_shard` does, for gradients that were checked before."""
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -185,16 +193,16 @@ def sum_shards(
 ) -> list[mtf.Tensor | None]:
     """Reduces gradients over the shards and all other mesh axes that they are pending over.
 
-    All of a mesh are reduced together. The program's own assignments (`mtf.assign`, an optimizer
-    without a wrapper) wait for the sums that were made before them and for the reads of all
-    variables, so that no write overtakes a read.
+    All gradients of a mesh are reduced together. The program's own assignments (`mtf.assign`, an
+    optimizer without a wrapper) wait for the sums that were made before them and for the reads of
+    all variables, so that no variable is written before all have been read.
 
     Args:
-      grads: gradients of shape `[shard dims...] + var dims` (summed over the shard dims) or
-        `var dims` (their pending all-reduce runs); None passes through.
+      grads: gradients of shape `[shard dims...] + var dims`, which are summed over the shard dims,
+        or of shape `var dims`, which are reduced if they are pending; None passes through.
       axes: the replica axes; None when no gradient has shard dims.
-      reducer: the reduction strategy; None takes `FusedAllReduce()`. One that compresses the
-        gradients of an optimizer reduces these without compression, with a warning.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`. A strategy that compresses an
+        optimizer's gradients, such as `QuantizedAllReduce`, does not compress here, and warns.
 
     Returns:
       A list of reduced gradients of shape `var dims`.
@@ -232,7 +240,10 @@ def sum_gradients(
     strategy: Strategy,
     batch_dims: Sequence[str] | None = None,
 ) -> list[mtf.Tensor]:
-    """Reduces gradients, together on each mesh; `sum_dims` are as for `SumGradients`."""
+    """Reduces gradients of one or several meshes; those of a mesh are reduced together.
+
+    `sum_dims` and `batch_dims` are as for `SumGradients`.
+    """
 
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
         del mesh
