@@ -1,4 +1,4 @@
-"""Islands that come and go: programs that train apart and meet in a folder."""
+"""Islands: programs that train separately and exchange changes through a shared folder."""
 
 from typing import TYPE_CHECKING
 

@@ -1,17 +1,17 @@
 """The changes that islands contribute, their weights, and the outer step that applies them.
 
-A change is the difference of an island's values from the version that it went on from. The outer
-step is that of `OuterOptimizer`, SGD with (Nesterov) momentum (DiLoCo, Douillard et al. 2023),
-whose gradient is the weighted mean of the changes. `MergeSettings` has two parts of Decoupled
-DiLoCo (Douillard et al. 2026, arXiv 2604.21428) as choices: weights of tokens times tokens per
-step, and directions that are averaged apart from lengths. Here a length is that of one variable's
-change.
+A change is the values of a version minus the values that an island has reached from that version.
+The outer step is the same as in `OuterOptimizer`: SGD with (Nesterov) momentum (DiLoCo, Douillard
+et al. 2023), whose gradient is the weighted mean of the changes. `MergeSettings` offers two choices
+from Decoupled DiLoCo (Douillard et al. 2026, arXiv 2604.21428): weights of tokens times tokens per
+step, and directions of changes that are averaged separately from their lengths. Lengths are taken
+for each variable by itself.
 
-Values that are averaged and not trained (`MEAN`) become the plain weighted mean of the islands'
-values.
+Variables that are averaged and not trained (their names begin with `MEAN`) become the weighted mean
+of the islands' values, with no learning rate and no momentum.
 
-A change is sent in float32, bfloat16, or in whole numbers of 8 or 4 bits with a scale for each
-block. Rounding errors are kept and added to the next change (error feedback), as
+A change is sent in float32, in bfloat16, or in integers of 8 or 4 bits with a scale for each block
+of numbers. Rounding errors are stored and added to the next change (error feedback), as
 `QuantizedAllReduce` does with gradients.
 """
 
@@ -34,7 +34,7 @@ _PART = 1 << 17  # numbers that fit into a core's cache, with what is computed f
 
 
 class _Blocks(NamedTuple):
-    """The settings of a rounding: the largest integer, numbers per block, and numbers per byte."""
+    """The settings of a rounding to integers: the largest one, and numbers per block and byte."""
 
     largest: int
     size: int
@@ -45,7 +45,7 @@ _BLOCKS = {"int8": _Blocks(127, 256, 1), "int4": _Blocks(7, 64, 2)}
 
 
 class OuterStep(NamedTuple):
-    """The settings of the outer step, by which changes become a version: see `MergeSettings`."""
+    """The settings of the outer step, which makes a version from changes: see `MergeSettings`."""
 
     outer_learning_rate: float
     outer_momentum: float
@@ -54,12 +54,12 @@ class OuterStep(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One island's part of a version.
+    """One island's change, as it enters the mean from which a version is made.
 
     Attributes:
-      weight: its weight in the mean.
-      scale: the factor of the trained variables' change, 1 unless the change is too long.
-      tensors: the change by name: the first values minus the values now.
+      weight: the weight of the change in the mean.
+      scale: a factor for the change of trained variables: 1 unless the change is too long.
+      tensors: name of a variable -> the values that the island began with, minus its values now.
     """
 
     weight: float
@@ -68,17 +68,17 @@ class Change(NamedTuple):
 
 
 def wide(value: np.ndarray) -> np.ndarray:
-    """Returns a value in the dtype that versions have: float32, or wider."""
+    """Returns an array in the dtype of versions: float32, or its own dtype if that is wider."""
     return value.astype(np.promote_types(value.dtype, np.float32), copy=False)
 
 
 def weight_of(tokens: float, steps: float, weight: Weight) -> float:
-    """Returns the weight in the mean of a change that was learned from `tokens` in `steps`."""
+    """Returns a change's weight in the mean, given the tokens and the steps it was learned from."""
     return tokens if weight == "tokens" else tokens * tokens / max(steps, 1.0)
 
 
 class Length(NamedTuple):
-    """The norm of a change, and the number of steps that it was learned in."""
+    """The norm of a change, and the number of steps in which the change was learned."""
 
     norm: float
     steps: float
@@ -99,9 +99,10 @@ class Length(NamedTuple):
 def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> float:
     """Returns the factor that makes a change at most `max_ratio` times as long as usual.
 
-    Usual is the median of `others`: what others contribute to the same version, and the island
-    itself to earlier ones. Changes of fewer steps count as that much longer. The factor is 1 if
-    `others` is empty, or `max_ratio` is 0.
+    The usual length is the median of `others`: lengths of other islands' changes for the same
+    version, and of this island's changes for earlier versions. A length in `others` that was
+    learned in fewer steps than `change` is first multiplied by the ratio of the numbers of steps.
+    The factor is 1 if the change is short enough, if `others` is empty, or if `max_ratio` is 0.
 
     Examples:
       >>> usual = [Length(norm, steps=5) for norm in (1.0, 1.5, 2.0)]
@@ -120,9 +121,10 @@ def merged(
     changes: Iterator[Change],
     step: OuterStep,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Makes the outer step: returns the new values of `values`, and momenta of the trained ones.
+    """Makes the outer step from `changes`: returns the new values, and the new momenta.
 
-    Changes are added up in their order, in float64. New values are float32 or wider.
+    Only trained variables have momenta. Changes are added up in the order given, in float64. New
+    values are float32 or wider.
     """
     total = {name: np.zeros(x.shape) for name, x in values.items()}
     weights, lengths = 0.0, dict.fromkeys(values, 0.0)
@@ -171,7 +173,7 @@ def _parts(size: int) -> Iterator[slice]:
 def encoded(
     change: Mapping[str, np.ndarray], form: Form
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the tensors to send for a change, by name, and its rounding errors."""
+    """Returns the tensors that send a change in a form, and the rounding errors by variable."""
     sent: dict[str, np.ndarray] = {}
     errors: dict[str, np.ndarray] = {}
     for name, value in change.items():
@@ -192,9 +194,9 @@ def encoded(
 
 
 def decoded(stored: Stored, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
-    """Returns a contribution's change of the variables in `specs`, in float32.
+    """Returns the change that a contribution holds for the variables in `specs`, in float32.
 
-    Raises DamagedObjectError where it is not of these variables.
+    Raises DamagedObjectError if the contribution is for other variables or shapes.
     """
     form, found = stored.facts.form, {}
     blocks = _BLOCKS.get(form) if isinstance(form, str) else None

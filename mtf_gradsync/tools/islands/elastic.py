@@ -1,4 +1,4 @@
-"""A run as an island: settings for gin, its part of the data, and a hook for sessions."""
+"""Training runs as islands: settings for gin, parts of the data, and a hook for sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataPart(NamedTuple):
-    """A part of a data set: every `parts`-th example, from number `part` on; by default all."""
+    """A part of a data set: every `parts`-th example, beginning with number `part`."""
 
     part: int = 0
     parts: int = 1
@@ -28,20 +28,21 @@ ALL_DATA = DataPart()
 
 
 def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> DataPart:
-    """Returns a part of the data for an island to learn from; no other island has the same.
+    """Returns the part of the data that an island learns from: no two islands have the same part.
 
-    An island claims the first free number in the folder, once: it has the same after a restart. An
-    island beyond the last part shares a part, with a message.
+    An island claims the first free part and writes its claim into the folder, so that it has the
+    same part after a restart. If there are more islands than parts, the later ones share parts with
+    others, and a warning is logged.
 
     Args:
       folder: the folder of the islands.
       island: the island's name.
-      parts: the number of parts.
-      claims: whether to claim one if the island has none.
+      parts: the number of parts that the data are divided into.
+      claims: whether to claim a part if the island has none yet.
 
     Raises:
       ValueError: an argument makes no sense.
-      IslandError: the island has no part, and claims none.
+      IslandError: the island has no part yet, and `claims` is False.
     """
     check_island_name(island)
     check_whole_number("parts", parts, 1)
@@ -69,17 +70,18 @@ def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> 
 @late_configurable(module="mtf_gradsync")
 @dataclasses.dataclass(frozen=True)
 class ElasticIslands:
-    """The settings of a run as an island, which gin binds; with a folder it is one there.
+    """The settings, bound by gin, that make a training run an island if they name a folder.
 
-    See `Island`, `MergeSettings` and `Waiting` for the fields; the last ones are for the merger, if
-    `merge` is True.
+    Fields that are not listed here are explained at `Island`, `MergeSettings` and `Waiting`. Those
+    of `MergeSettings` and `Waiting` count only if this run's process merges (`merge` is True).
 
     Attributes:
-      folder: path or URL that all islands know; "" for a run by itself.
+      folder: path or URL of the folder that all islands share; "" for a run that is no island.
       name: the island's name; default the name of the run's directory.
-      parts: the number of parts of the data; this island learns from one; see `claim_part`. With 1
-        each island learns from all data. Prime numbers are good: then islands that go on get all
-        data in turn. Data sets that do not take parts themselves are read whole.
+      parts: the number of parts that the data are divided into. This island learns from one part;
+        see `claim_part`. With 1 each island learns from all data. Prime numbers are good: then
+        islands that go on get all data in turn. Data sets that do not take parts themselves are
+        read whole.
     """
 
     folder: str = ""
@@ -107,15 +109,19 @@ class ElasticIslands:
     parts: int = 17
 
     def part(self, name: str) -> DataPart:
-        """Returns the part of the data that this run learns from; all data without a folder."""
+        """Returns the part of the data that this run learns from: all data if it is no island.
+
+        `name` is the island's name if the settings do not give one.
+        """
         if not self.folder:
             return ALL_DATA
         return claim_part(Folder(self.folder), self.name or name, self.parts, not self.replay)
 
     def island(self, lowering: Any, name: str) -> Island | None:
-        """Returns the island for a step that has been lowered; None without a folder.
+        """Returns the island for a step that has been lowered, or None if `folder` is "".
 
-        Raises ValueError for a field that makes no sense.
+        `name` is the island's name if the settings do not give one. Raises ValueError for a field
+        that makes no sense.
         """
         if not self.folder:
             return None
@@ -137,9 +143,11 @@ class IslandHook(tf.train.SessionRunHook):
 
     Args:
       island: the island, made in the graph, with its lowering.
-      tokens: a number, or a tensor of the graph, that says how much a step's loss stands for.
-      model_dir: where checkpoints of the session are written and begun from, so that the island
-        contributes the learning in them; see `Island.save`. None keeps nothing beside them.
+      tokens: the number of tokens (or another weight) of a step's loss: a number, or a tensor of
+        the graph.
+      model_dir: the directory in which the session writes its checkpoints and from which it
+        restores them. Beside each checkpoint the hook saves the island's state, so that a restarted
+        island still contributes what it had learned; see `Island.save`. None saves no state.
     """
 
     def __init__(self, island: Island, tokens: Any = 1.0, model_dir: str | None = None):
@@ -151,12 +159,12 @@ class IslandHook(tf.train.SessionRunHook):
         self._step = tf.train.get_global_step()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Lets the next step begin the island anew: a session that recovers has older values."""
+        """Makes the next step begin the island again, as a recovered session has older values."""
         del session, coord
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> Any:
-        """Begins the island before the first step, when other hooks have restored variables."""
+        """Begins the island before the first step, after other hooks have restored variables."""
         newest = self._new_checkpoint()
         if not self._has_begun:
             step = int(run_context.session.run(self._step)) if self._step is not None else 0
@@ -177,7 +185,7 @@ class IslandHook(tf.train.SessionRunHook):
         return self._newest if self._newest != before else None
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Lets the island exchange after a step."""
+        """Gives the island its turn after a step: see `Island.after_step`."""
         found = run_values.results
         tokens = float(found["tokens"]) if found else self._tokens
         self._island.after_step(run_context.session, tokens, self._new_checkpoint())

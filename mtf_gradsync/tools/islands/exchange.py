@@ -1,6 +1,7 @@
-"""An island's reads and writes of the folder, which go on when the folder fails.
+"""An island's reads and writes of the folder, which survive failures of the folder.
 
-Failures are logged once, with the object's name, and tried again later; they never end training.
+A failure is logged with the object's name, and the operation is tried again later. Failures never
+end training.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ class IslandError(RuntimeError):
 
 
 class Exchange:
-    """The access of one island, in one life of its process, to the objects of the folder.
+    """One island's access to the objects of the folder, during one run of its process.
 
     Args:
       folder: the folder of the islands.
       island: the island's name.
-      specs: the specs of the variables in versions.
-      poll_seconds: how often to look into the folder at most.
-      report: returns "version" and "step", for signs of life.
+      specs: name of a variable -> its shape and dtype in versions.
+      poll_seconds: the least time between two looks into the folder.
+      report: returns the island's "version" and "step", which its signs of life contain.
 
     Attributes:
-      place: the island's name.
-      reminders: say what lasts.
-      journal: the journal of this life; its number is 0 before `begin`.
-      number: the number of the last contribution.
+      reminders: logs failures and waits that last.
+      lease: the lease of the island's name, which only one living process can hold.
+      journal: the journal of this run of the process.
+      number: the number of the last contribution, counted from 1 in each run of the process.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class Exchange:
         self.journal = Journal(folder, island, self.reminders)
 
     def trying(self, key: str, work: Callable[[], T], otherwise: T) -> T:
-        """Returns what `work` returns, or `otherwise` if the folder fails meanwhile."""
+        """Returns what `work` returns, or `otherwise` if the folder fails while it runs.
+
+        A failure is logged under `key`, until a call with the same key succeeds.
+        """
         try:
             found = work()
         except FolderError as error:
@@ -99,7 +103,10 @@ class Exchange:
     # The island's place.
 
     def begin(self, seconds: float) -> None:
-        """Takes the island's name; raises IslandError if a living process has it."""
+        """Takes the lease of the island's name, so that no other process is this island.
+
+        Raises IslandError if a living process has the lease, or if the folder fails for `seconds`.
+        """
         until = time.monotonic() + max(seconds, 2.0 * leases.LIFE_SECONDS)
         while holder := self.trying("begin", self.lease.take, "?"):
             is_late, fails = time.monotonic() > until, holder == "?"
@@ -130,9 +137,9 @@ class Exchange:
     # Versions.
 
     def newest(self, version: int | None) -> int | None:
-        """Returns the newest version above `version`, or `version` if there is none.
+        """Returns the number of the newest version after `version`, or `version` if none is newer.
 
-        Damaged versions that were passed over are read again only if they change.
+        Versions that were found damaged are ignored until their objects change.
         """
         marks = self.folder.marks("versions")
         for number in sorted(_numbers(marks), reverse=True):
@@ -143,7 +150,11 @@ class Exchange:
         return version
 
     def look(self, version: int, at_once: bool = False) -> tuple[int, bool]:
-        """Returns the newest version, and whether the next one is about to be decided."""
+        """Returns the newest version's number, and whether the merger is about to decide the next.
+
+        Looks into the folder at most every `poll_seconds`, unless `at_once`; in between, and if the
+        folder fails, returns `version` and False.
+        """
         now = time.monotonic()
         if now < self._next_look and not at_once:
             return version, False
@@ -164,9 +175,10 @@ class Exchange:
     def load(
         self, newest: int, fragments: int, since: int
     ) -> tuple[dict[str, np.ndarray], Decision] | None:
-        """Reads what versions from `since` to `newest` changed; None if the folder fails.
+        """Returns the variables that versions from `since` to `newest` changed, and the decision.
 
-        Raises OtherTensorsError if they are of other variables.
+        Returns None if the folder fails, or if a version is damaged; such a version is ignored from
+        then on. Raises OtherTensorsError if the versions are of another model's variables.
         """
         try:
             return self.trying(
@@ -184,7 +196,7 @@ class Exchange:
             return None
 
     def settings(self) -> MergeSettings:
-        """Returns the folder's settings, or the defaults if it has none that can be read."""
+        """Returns the folder's settings of versions, or the defaults if none can be read."""
         found = None
         with contextlib.suppress(DamagedObjectError):
             found = self.trying("settings", lambda: MergeSettings.of(self.folder), None)
@@ -193,7 +205,10 @@ class Exchange:
     # What the island gives.
 
     def offer(self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray]) -> None:
-        """Offers values for version 0; offers them again if the object is gone or damaged."""
+        """Offers this island's values for version 0; a later call replaces a lost or damaged offer.
+
+        Does nothing if the last offer was made within the last two seconds.
+        """
         name = offer_object(self._island)
         _, data = tensor_object(facts, tensors)
 
@@ -210,10 +225,11 @@ class Exchange:
     def contribute(
         self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray], event: Mapping[str, Any]
     ) -> tuple[str, bool]:
-        """Contributes a change; returns its object's name, and whether it is surely there.
+        """Writes a change into the folder; returns its name, and whether it is surely there.
 
-        The contribution is written to the journal first, so that everything merged is in the
-        journal.
+        After a failed write the object may exist all the same. `event` is what the journal records
+        of the contribution. The journal is written first, so that it contains everything that is
+        ever merged.
         """
         assert facts.version is not None
         self.number += 1
@@ -231,13 +247,18 @@ class Exchange:
         return name, is_there
 
     def may_try(self) -> bool:
-        """Returns whether it is time to contribute; after a failure it is later."""
+        """Returns whether the island may contribute now; after a failure it has to wait a while."""
         return time.monotonic() >= self._next_try
 
     def fate(self, names: list[str], version: int, decision: Decision) -> str | None:
-        """Returns which of the contributions `names` to a version was merged, by a later decision.
+        """Returns the name of the contribution that was merged, out of `names`.
 
-        Returns "" if none of them will ever be, and None if that is open.
+        Returns "" if none was and none can be any more, and None if one may still be merged.
+
+        Args:
+          names: names of contributions of this island to the version `version`.
+          version: the version from which their changes began.
+          decision: the decision on a later version.
         """
         last = decision.totals.get(self._island, IslandTotal()).last
         if last in names:
@@ -245,7 +266,15 @@ class Exchange:
         return "" if decision.oldest > version else None
 
     def is_lost(self, name: str, version: int, at_once: bool = False) -> str:
-        """Returns why a contribution that waits can no longer be merged; "" while it can be."""
+        """Returns why an unmerged contribution can no longer be merged, or "" while it still can.
+
+        Looks into the folder at most every `poll_seconds`, unless `at_once`; in between returns "".
+
+        Args:
+          name: the contribution's name.
+          version: the version that it contributes to.
+          at_once: whether to look now in any case.
+        """
         now = time.monotonic()
         if now < self._looked_for_sent + max(self._poll, 0.0) and not at_once:
             return ""
@@ -267,9 +296,10 @@ class Exchange:
     def outstanding(
         self, decision: Decision, specs: Mapping[str, TensorSpec]
     ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
-        """Returns an earlier life's contribution that versions after a decision can merge.
+        """Returns an unmerged contribution of an earlier run of this island's process, if any.
 
-        Returns its name, its facts, and its change.
+        It is one that a version after `decision` can still merge. Returns its name, its facts, and
+        its change of the variables in `specs`; None if there is none, or if the folder fails.
         """
         last = life_and_number(decision.totals.get(self._island, IslandTotal()).last)
 
@@ -288,12 +318,12 @@ class Exchange:
     def contribution(
         self, name: str, specs: Mapping[str, TensorSpec]
     ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
-        """Returns name, facts and change of a contribution; None where there is none."""
+        """Returns name, facts and change of the contribution called `name`; None if it is gone."""
         stored = self.folder.load(name, kind=ContributionFacts, most=most_bytes(specs))
         return stored and (name, stored.facts, decoded(stored, specs))
 
     def waits(self, key: str, what: str, after: float = 0.0) -> None:
-        """Logs what the island waits for, once it has waited for `after` seconds."""
+        """Logs what the island waits for (`what`), once it has waited for `after` seconds."""
         self.reminders.lasts(key, f"Island {self._island}: {what}", after)
 
 

@@ -1,11 +1,11 @@
-"""The folder through which islands exchange objects: each appears whole or not at all.
+"""The folder through which islands exchange objects; objects are written atomically.
 
 A folder is a path (a local disk, NFS) or a URL of an object store (``gs://``, ``s3://``, ``az://``)
-as `obstore` opens it. Who can read and write it takes part. Objects are checked before they are
-used: by their size and schema, and tensors as `tensor_files` says.
+that `obstore` opens. Every process that can read and write the folder can take part. Objects are
+checked before they are used: by size and schema, and files of tensors as `tensor_files` says.
 
-Most objects are created, once: of two processes that create one, one does. That needs no locks and
-compares no clocks.
+Most objects are created once and never replaced. If two processes create the same object, only one
+of them succeeds. So processes need no locks, and clocks of machines are never compared.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ _WORKS_IN: list[int] = []
 
 
 class FolderError(OSError):
-    """The error of a folder that fails now, and may work later."""
+    """The error of a folder that cannot be read or written now, but may work again later."""
 
 
 class Folder:
-    """A folder for objects, at a path or the URL of an object store. Names use ``/``.
+    """A folder of objects, at a path or at the URL of an object store.
 
-    A folder on a disk that is moved away is waited for: another folder in its place is not taken
-    for it. Errors of the store are FolderErrors, after some seconds of trying again.
+    Names of objects have parts that are separated by ``/``. If a folder on a disk is moved away,
+    every operation raises FolderError until it is back; a new folder at the same path is refused.
+    Errors of an object store are raised as FolderError after some seconds of retries.
 
     Raises ImportError without the islands extra, and ValueError for a URL that `obstore` cannot
     open.
@@ -155,14 +156,17 @@ class Folder:
             raise FolderError(f"{where} cannot be {what}: {_reason(error)}") from error
 
     def names(self, folder: str) -> list[str]:
-        """Returns the sorted names of whole objects in a subfolder, or in the folder ("")."""
+        """Returns the sorted names in a subfolder, or in the folder itself if it is "".
+
+        Objects that are only half written do not count.
+        """
         return sorted(self.marks(folder))
 
     def marks(self, folder: str) -> dict[str, str]:
-        """Returns the names in a subfolder, each with a mark that changes when it is rewritten.
+        """Returns the names in a subfolder, each with a mark: text that changes with each write.
 
-        Objects have marks that differ for each writing, and folders have none. On a disk, links,
-        pipes and names that are not text are passed over.
+        The mark of a folder is "". On a disk, links, pipes and names that are not text are left
+        out.
         """
         if not self._is_there():
             return {}
@@ -202,9 +206,10 @@ class Folder:
     # Bytes.
 
     def read(self, name: str, most: int | None = JSON_BYTES) -> Any:
-        """Returns the bytes of an object, as a buffer; None where there is none.
+        """Returns the bytes of an object, as a buffer; None if it does not exist.
 
-        Raises DamagedObjectError for one of more than `most` bytes, or what is no object.
+        Raises DamagedObjectError for an object of more than `most` bytes, or if the name is that of
+        something else, such as a directory.
         """
         import obstore
 
@@ -228,7 +233,7 @@ class Folder:
             return found.bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes an object, which appears whole; replaces one of the same name."""
+        """Writes an object atomically; replaces an existing object of the same name."""
         import obstore
 
         self._is_there(creates=True)
@@ -237,10 +242,11 @@ class Folder:
             self._is_there()  # and not what has taken its place meanwhile
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes an object, which appears whole; does nothing and returns False if it exists.
+        """Writes an object atomically, unless it exists; returns whether this call created it.
 
-        Of several processes that create an object, one does. An object store that answers too late
-        may have created it: the existing object is then compared.
+        If several processes create the same object, only one succeeds. An object store may create
+        an object and answer too late: so an existing object counts as created by this call if it
+        holds exactly `data`.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -269,7 +275,7 @@ class Folder:
                 obstore.delete(self._store, name)
 
     def set_aside(self, name: str) -> str:
-        """Moves a damaged object, so that it can be created again; returns its new name."""
+        """Moves a damaged object away, so that it can be created again; returns the new name."""
         import obstore
 
         aside = f"{_SET_ASIDE}/{name.replace('/', '.')}.{uuid.uuid4().hex[:8]}"
@@ -284,7 +290,7 @@ class Folder:
         return aside
 
     def remove_half_written(self) -> None:
-        """Removes files that writers left when they were killed over an hour ago."""
+        """Removes half-written files that are over an hour old: their writers were killed."""
         if not self.is_local or not self._is_there():
             return
         for place, _, files in os.walk(self._root):
@@ -300,9 +306,10 @@ class Folder:
     @overload
     def read_json(self, name: str, kind: type[T]) -> T | None: ...
     def read_json(self, name: str, kind: Any = Any) -> Any:
-        """Returns what a JSON object holds; None where there is none.
+        """Returns the decoded value of an object that holds JSON; None if it does not exist.
 
-        Raises DamagedObjectError for an object that is not JSON of this kind.
+        `kind` is the type that the value must have. Raises DamagedObjectError if the object holds
+        no JSON, or a value of another type.
         """
         import msgspec
 
@@ -321,13 +328,13 @@ class Folder:
         self.write(name, encoded_json(value))
 
     def create_json(self, name: str, value: Any) -> bool:
-        """Creates an object that holds a value as JSON, as `create` does."""
+        """Creates an object that holds a value as JSON; returns what `create` returns."""
         return self.create(name, encoded_json(value))
 
     # Tensors.
 
     def store(self, name: str, facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
-        """Writes facts and tensors as one object; returns their checksum."""
+        """Writes facts (a value for JSON) and tensors as one object; returns their checksum."""
         found, data = tensor_object(facts, tensors)
         self.write(name, data)
         return found
@@ -340,17 +347,20 @@ class Folder:
         kind: Any = dict[str, Any],
         most: int | None = None,
     ) -> Stored | None:
-        """Reads an object; None where there is none.
+        """Returns facts and tensors of an object; None if it does not exist.
 
         Args:
           name: the object's name.
           specs: shapes and dtypes that its tensors must have; None accepts any.
-          expected: the checksum that it must have; None takes the one that it carries.
-          kind: the class of its facts.
-          most: bytes that it may have; by `specs` where they are given, else any number.
+          expected: the checksum that the object must have; None only checks the object against the
+            checksum that it contains.
+          kind: the class of the facts.
+          most: the largest allowed size in bytes; None allows any. With `specs` the size follows
+            from them, and `most` is ignored.
 
         Raises:
-          DamagedObjectError: the object is damaged, foreign, or another than was expected.
+          DamagedObjectError: the object is damaged, was not written by an island or a merger, or
+            is not the one that was expected.
         """
         if specs is not None:
             most = sum(spec.nbytes for spec in specs.values()) + JSON_BYTES
@@ -362,7 +372,7 @@ class Folder:
 
 
 def _check_not_forked() -> None:
-    """Raises RuntimeError in a forked process, where requests wait for the parent's threads."""
+    """Raises RuntimeError in a forked process, in which requests would never be answered."""
     _WORKS_IN.extend([] if _WORKS_IN else [os.getpid()])
     if os.getpid() not in _WORKS_IN:
         raise RuntimeError(

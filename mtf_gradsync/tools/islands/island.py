@@ -1,4 +1,4 @@
-"""Island: a program that trains by itself, and exchanges what it learned through a folder."""
+"""`Island`: a training program that exchanges what it learned with others through a folder."""
 
 from __future__ import annotations
 
@@ -65,39 +65,42 @@ _LONG = 120.0
 class Island:
     """An island: contributes its change every `inner_steps` steps, and takes merged values.
 
-    Each island is a program of its own, on a mesh and a runtime of its own, which may die, lag,
-    come back or be added while the others go on. They meet in a folder, where a merger (see
-    `Merger`) makes versions of the values from what islands contribute.
+    Each island is a program of its own, on a mesh and a runtime of its own. It may die, lag, come
+    back or be added while the others go on. Islands exchange objects through a folder, in which a
+    merger (see `Merger`) makes versions: the values of all variables, merged from the changes that
+    islands contribute.
 
-    Make it when the step has been built and lowered, before a session. Call `begin(session)` once
-    its variables are initialized or restored, then `after_step(session, tokens)` after each step.
+    Create the Island after the step has been built and lowered, and before the session. Call
+    `begin(session)` once variables are initialized or restored, then `after_step(session, tokens)`
+    after each step.
 
     Args:
       folder: path or URL that all islands and the merger can read and write; see `Folder`.
       name: the island's name, the same after a restart; letters, digits, ``.``, ``_`` and ``-``.
-      inner_steps: the number of its own updates before it contributes (H). It contributes earlier
-        when the merger is about to make a version without it.
+      inner_steps: the number of updates between two contributions of this island (H). The island
+        contributes earlier if the merger is about to make a version without it.
       lowering: the step's lowering, for sessions of TensorFlow; see `Values`.
       variables: names of the variables to exchange; default all trainable ones.
-      values: in place of both, for another kind of session, an object with `specs`, `read` and
-        `write` as `Values` has them.
+      values: for another kind of session, an object with `specs`, `read` and `write` like those of
+        `Values`. It replaces `lowering` and `variables`.
       wait: "grace" waits for merged values after a contribution, up to `wait_seconds`; "none" goes
-        on with steps at once. Either way, later merged values are taken after the step that sees
-        them, and everything learned since the contribution is kept.
+        on with steps at once. Either way, merged values that come later are taken after a step,
+        and everything that the island has learned since its contribution is kept.
       wait_seconds: see `wait`.
       begin_seconds: how long to wait for the first version when the folder has none.
       form: how a change is sent: "float32", "bfloat16", "int8" with a scale for every 256 numbers,
         or "int4" with one for every 64. Rounding errors are added to the next change.
-      follow: "version" sets the global step and the counts of updates, which schedules follow, to
-        the counts of a version that it takes: a joiner goes on where the others are. "own" counts
-        the island's own steps.
-      merge: whether a thread of this process is the merger, or waits to become it.
-      merge_settings: the settings of that merger; see `MergeSettings`.
+      follow: "version" raises the global step and the counts of updates, which learning rate
+        schedules depend on, to those of each version that the island takes: an island that joins
+        late has the same learning rate as the others. "own" counts the island's own steps.
+      merge: whether a thread of this process merges, or waits to take over from another merger.
+      merge_settings: the settings of that thread's merger; see `MergeSettings`.
       waiting: how long that merger waits; see `Waiting`.
-      keep_all: whether that merger keeps all that a replay needs.
-      replay: whether to take merged values at the steps where the journal says that this island
-        took them, and to write nothing.
-      poll_seconds: how often to look into the folder at most; default 0.2 on a local disk, else 2.
+      keep_all: whether that merger keeps all objects that a replay needs.
+      replay: whether to repeat an earlier run of this island: merged values are taken after the
+        same steps as its journal says, and nothing is written.
+      poll_seconds: the least time between two looks into the folder; default 0.2 s on a local disk,
+        else 2 s.
 
     Raises:
       ValueError: an argument makes no sense, or the graph has no such variables.
@@ -178,10 +181,13 @@ class Island:
             given = {"step": self._at, "version": self.version, **fields}
             self._exchange.journal.write(event, **given)
 
-    # What stands between two versions.
+    # The state between two versions.
 
     def _start_from(self, version: int, counts: Mapping[str, int]) -> None:
-        """Goes on from a version, and forgets what was learned but not contributed."""
+        """Resets the state to the begin of a version, and drops what was not contributed.
+
+        `counts` are the counters that schedules follow (global step, updates) as of now.
+        """
         self.version = version
         self._counts_before = dict(counts)
         self._sent: Sent | None = None  # what waits to be merged
@@ -191,19 +197,21 @@ class Island:
         self._residual: dict[str, np.ndarray] = {}
 
     def begin(self, session: Any, step: int = 0, checkpoint: str | None = None) -> None:
-        """Goes on from the folder's newest version, or offers its values for the first version.
+        """Takes the folder's newest version, or offers this island's values for the first version.
 
-        After `finish`, or in a new session with older values, call it again.
+        Call it before the first step; and again after `finish`, or if a new session has restored
+        older values.
 
         Args:
-          session: a session with the island's values, initialized or restored from its checkpoint.
-          step: how many steps the island has made before. `step` of the island may be more
-            afterwards, as it follows the version.
-          checkpoint: path of the checkpoint that the session's values are from. With the file that
-            `save` wrote beside it, the island contributes everything learned until then.
+          session: a session in which variables are initialized or restored from a checkpoint.
+          step: the number of steps that the island has made before. Afterwards the attribute `step`
+            may be larger, since it follows the version's.
+          checkpoint: path of the checkpoint from which the session was restored. If `save` has
+            written a file beside it, the island also contributes what it had learned by then.
 
         Raises:
-          IslandError: there was no version within `begin_seconds`, or a replay has no journal.
+          IslandError: there was no version within `begin_seconds`, another living process has the
+            island's name, the folder's versions are of another model, or a replay has no journal.
         """
         self.step = self._at = step
         self._has_left, self.version = False, None
@@ -240,15 +248,17 @@ class Island:
             "of step %d, as step %d", self.name, version, step, self.step,
         )  # fmt: skip
 
-    # What is kept beside a checkpoint.
+    # The file beside a checkpoint.
 
     def save(self, checkpoint: str) -> None:
-        """Writes beside a checkpoint of the session's current values what `begin` needs with it.
+        """Writes the island's state into a file beside a checkpoint, for a later `begin`.
 
-        Without this file, a killed island loses everything learned since it last contributed.
+        Without this file, an island that is killed and restarted from the checkpoint loses
+        everything that it had learned since its last contribution.
 
         Args:
-          checkpoint: its path, to which ".island" is added.
+          checkpoint: path of a checkpoint of the session's current values. The file's name is this
+            path with ".island" added.
         """
         if self.version is None:
             return
@@ -270,7 +280,7 @@ class Island:
     def _go_on_with(
         self, session: Any, saved: SavedIsland, version: int, decision: Decision
     ) -> None:
-        """Goes on from a version, with what a checkpoint has learned and no version contains."""
+        """Takes a version, and adds what the restored island had learned and not contributed."""
         self._restore(session, saved)
         learned = saved.learned
         waiting = self._sent.tokens if self._sent else 0.0
@@ -284,7 +294,7 @@ class Island:
         )  # fmt: skip
 
     def _restore(self, session: Any, saved: SavedIsland) -> None:
-        """Restores the island's state from when the session's values were saved."""
+        """Restores the island's state from the file beside its checkpoint."""
         learned = saved.learned
         self.version, self._base = learned.version, dict(saved.base)
         self._counts_before, self._attempts = dict(learned.counts), dict(saved.attempts)
@@ -299,14 +309,17 @@ class Island:
         return counts(session) if counts else StepCounts()
 
     def _counts_in(self, values: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the counts that schedules follow: the island's own steps, and updates."""
+        """Returns the counters that schedules follow: the island's step, and counts of updates.
+
+        `values` are the session's variables by name, which hold the counts of updates.
+        """
         found = {key: int(values[name]) for key, name in self._follows.items()}
         return {"step": self.step, **found}
 
     def _await_version(self, session: Any) -> tuple[int, Decision]:
-        """Waits for a version that can be read, and reads it; offers values until then.
+        """Waits for a version that can be read, and reads it; offers values until there is one.
 
-        Returns its number and the decision that made it.
+        Returns the version's number and the decision that made it. Its values are in `_new`.
         """
         until, values = time.monotonic() + self._begin_seconds, self._values.read(session)
         facts = ContributionFacts(island=self.name, counts=self._counts_in(values))
@@ -345,7 +358,7 @@ class Island:
             )
 
     def _load(self, newest: int, since: int) -> tuple[dict[str, np.ndarray], Decision] | None:
-        """Reads what versions from `since` to `newest` changed; None if the folder fails."""
+        """Returns what `Exchange.load` returns, and counts the bytes that were read."""
         found = self._exchange.load(newest, self._fragments, since)
         if found:
             self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found[0]))
@@ -358,7 +371,11 @@ class Island:
         decision: Decision,
         outstanding: tuple[str, ContributionFacts, Mapping[str, np.ndarray]] | None,
     ) -> None:
-        """Goes on from a version, with an earlier life's contribution to the next version."""
+        """Begins from a version's values, plus a change that was contributed but not yet merged.
+
+        `outstanding` is that contribution, from an earlier run of this island's process: its name,
+        facts and change. None if there is none.
+        """
         counts = self._counts_in(self._values.read(session))
         self._base = {}
         self._start_from(version, counts)
@@ -379,7 +396,14 @@ class Island:
         learned: Mapping[str, np.ndarray],
         more: Mapping[str, Any],
     ) -> None:
-        """Writes merged values plus what was learned since, which the next change contains."""
+        """Writes merged values, plus what the island has learned in the meantime, to the session.
+
+        Args:
+          session: the session to write to.
+          merged: name of a variable -> its value in the version.
+          learned: name -> what was learned and is not in the version; the next change contains it.
+          more: name -> new value of other variables, such as counters.
+        """
         written: dict[str, Any] = dict(more)
         for name, value in merged.items():
             since = learned.get(name, np.zeros((), value.dtype))
@@ -392,9 +416,14 @@ class Island:
     def _follow_version(
         self, decision: Decision, counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """Returns the counters' new values: the version's, plus what was counted since.
+        """Returns new values of the session's counters: the version's, plus those counted since.
 
-        A counter never goes back.
+        A counter is never lowered. Also raises the island's `step`.
+
+        Args:
+          decision: the decision that made the version, with the version's counts.
+          counts: the island's counters now.
+          before: the island's counters when it made the contribution that the version contains.
         """
         self._counts_before = dict(counts)
         if not self._follow:
@@ -416,13 +445,13 @@ class Island:
         return {name: self._specs[name] for name in names}
 
     def after_step(self, session: Any, tokens: float = 1.0, checkpoint: str | None = None) -> None:
-        """Contributes the island's change, or takes merged values, when either is due.
+        """Contributes the island's change, or takes merged values, if either is due.
 
         Args:
           session: the session in which a step was made.
-          tokens: the number of tokens (or another weight) of that step's loss, which weights
-            contributions. Tokens of steps that accumulate count with their update, tokens of
-            skipped steps never.
+          tokens: the number of tokens (or another weight) of that step's loss. A contribution's
+            weight is made of the tokens of its steps. Tokens of steps that only accumulate
+            gradients count once the update is made; tokens of skipped steps do not count.
           checkpoint: path of a checkpoint written since that step; see `save`.
         """
         if self.version is None:
@@ -452,7 +481,7 @@ class Island:
                 self._wait_and_take(session, self._wait)
 
     def _look_after_sent(self) -> None:
-        """Takes a contribution back if it cannot be merged, or has waited too long."""
+        """Takes the last contribution back if it cannot be merged, or has waited too long."""
         if self._sent is None:
             return
         name, version = next(reversed(self._attempts), ""), self._sent.version
@@ -468,7 +497,7 @@ class Island:
             self._take_back(f"{name}: {why}; what is in it goes into another contribution")
 
     def _take_back(self, why: str) -> None:
-        """Counts the last contribution as not contributed."""
+        """Treats the last contribution as not made, so that the next one contains it; logs why."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
         self._since += sent.steps
@@ -481,7 +510,7 @@ class Island:
         self._note("took_back", why=why)
 
     def _count(self, session: Any, tokens: float) -> None:
-        """Counts an update, and the tokens in it, once the optimizer has applied it."""
+        """Counts the update of this step and its tokens, unless the step accumulated or skipped."""
         before, now = self._step_counts, self._counts_of(session)
         self._step_counts = now
         if self._waiting_tokens is None:  # a checkpoint does not say how many are in its sums
@@ -499,13 +528,13 @@ class Island:
     def finish(self, session: Any, waits: bool = True) -> None:
         """Contributes what is left, takes merged values that come in time, and leaves the folder.
 
-        Later learning can be contributed only after the last contribution is merged: it waits for
-        this up to `wait_seconds`, whatever `wait` is.
+        What was learned after the last contribution can be contributed only once that one is
+        merged. So this method waits for the merge up to `wait_seconds`, whatever `wait` is.
 
         Args:
           session: the session in which steps were made.
-          waits: whether there is time for merged values. If not, they are taken only if they come
-            within some seconds and there is more to contribute.
+          waits: whether there is time to wait. If not, merged values are taken only if they are
+            there at once.
         """
         if self._replay or self._has_left or self.version is None:
             return
@@ -535,7 +564,7 @@ class Island:
         self.close()
 
     def close(self) -> None:
-        """Leaves the folder without a last contribution, and ends this process's merger."""
+        """Leaves the folder without a last contribution, and stops this process's merger thread."""
         if self._merger:
             self._merger.stop()
             self._merger = None
@@ -563,7 +592,12 @@ class Island:
         return False
 
     def _contribute(self, session: Any, is_early: bool) -> bool:
-        """Contributes the change of the fragment whose turn it is; returns whether that worked."""
+        """Contributes this island's change of the variables that the next version changes.
+
+        Returns whether the contribution is surely in the folder. Values that are not finite are not
+        contributed: the island goes back to its version. `is_early` says, for the journal, that
+        the merger was about to decide.
+        """
         assert self.version is not None
         fragment = self.version % self._fragments
         names, tokens = self._turn(), self._tokens[fragment]
@@ -614,7 +648,10 @@ class Island:
         return is_there
 
     def _go_back(self, session: Any) -> list[str]:
-        """Restores the version's values; returns the slots that begin anew, as not finite."""
+        """Resets variables to the version's values; returns the slots that it resets as well.
+
+        Those are the slots that are not finite, and the other slots of their variables.
+        """
         begin_anew = getattr(self._values, "begin_anew", None)
         anew = begin_anew(session) if begin_anew else {}
         self._write(session, self._base, {}, anew)
@@ -629,10 +666,16 @@ class Island:
         found: tuple[dict[str, np.ndarray], Decision] | None = None,
         merged_as: str | None = "?",
     ) -> None:
-        """Takes a newer version's values, and keeps what was learned but not contributed.
+        """Takes a newer version's values, and adds what the island learned that is not in them.
 
-        A contribution that can no longer be merged counts as not contributed. `merged_as` is, in a
-        replay, which contribution was merged, "" for none, None if that was open.
+        A contribution that can no longer be merged counts as not contributed.
+
+        Args:
+          session: the session to write to.
+          newest: the newer version's number.
+          found: the version's values and decision, if they were read before.
+          merged_as: only in a replay: the name of this island's contribution that was merged, ""
+            if none was, None if that was not known yet.
         """
         assert self.version is not None
         found = found or self._load(newest, self.version + 1)
@@ -678,7 +721,7 @@ class Island:
         self._note("took", merged=merged_as, bytes=_bytes(values))
 
     def _begin_replay(self, session: Any, step: int, saved: SavedIsland | None) -> None:
-        """Begins a replay at the step at which the island joined, by its journal."""
+        """Begins a replay at a step at which, says the journal, the island joined."""
         events = self._events.get(step, [])
         begins = [number for number, e in enumerate(events) if e["event"] == "joined"]
         if not begins:
@@ -704,7 +747,7 @@ class Island:
         )
 
     def _replay_step(self, session: Any) -> None:
-        """Repeats after a step what the island did after it, by its journal."""
+        """Repeats what the island did after this step in the run that is replayed."""
         for event in self._events.get(self._at, []):
             kind = event["event"]
             if kind == "joined" and "restored" in event:

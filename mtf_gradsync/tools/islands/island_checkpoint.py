@@ -1,8 +1,8 @@
-"""The file beside an island's checkpoint, so that no learning in it is lost.
+"""The file beside an island's checkpoint, which saves what the island has not contributed yet.
 
-A checkpoint has the island's values. Its learning since the last contribution is the difference of
-these values from the values that it went on from. Those are kept beside the checkpoint, with
-contributions that no version contains yet.
+A checkpoint has the island's values now. What the island has learned since its last contribution is
+the difference between these and the values from which it went on then. The file has those earlier
+values, and the contributions that no version contains yet.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _BASE, _ROUNDED = "base", "rounded"  # what parts of the tensors' names say
 
 
 class Sent(NamedTuple):
-    """The island's values and counts when it contributed, kept until a version contains them.
+    """The values and counts of an island when it contributed, until a version contains them.
 
     Attributes:
-      version: the version that the change goes on from.
+      version: the version from which the change begins.
       values: the values of the variables that it contributed.
-      counts: the counters that schedules follow.
-      tokens: the number of tokens that the contribution stands for.
-      steps: the number of updates in it.
-      residual: earlier rounding errors, which the contribution contains.
+      counts: the counters that schedules follow (global step, updates).
+      tokens: the number of tokens from which the change was learned.
+      steps: the number of updates in the change.
+      residual: earlier rounding errors, which were added to the change.
     """
 
     version: int
@@ -53,19 +53,22 @@ class _Attempt(msgspec.Struct, frozen=True):
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """The island's counts between two versions.
+    """The counts of an island at a checkpoint, between two versions.
 
     Attributes:
-      island: its name.
-      life: the number of its process's life.
-      number: the number of its last contribution in this life.
-      events: how many its journal has of this life.
-      version: the version that it goes on from.
-      counts: the counters that schedules follow, when the learning not yet contributed began.
-      since: updates since it contributed.
-      tokens: the tokens in these updates, for each fragment.
-      waiting: the tokens of steps whose gradients no update has applied.
-      is_sent: whether the last attempt waits to be merged.
+      island: the island's name.
+      life: the number of the run of the island's process: 1 for the first, and so on.
+      number: the number of the last contribution in this run.
+      events: the number of events that the journal has of this run.
+      version: the version from which the island went on.
+      counts: the counters that schedules follow (global step, updates), as of the begin of what is
+        not contributed yet.
+      since: updates since the last contribution.
+      tokens: for each fragment (set of variables that are merged together), the tokens since its
+        last contribution.
+      waiting: the tokens of steps whose gradients are accumulated and in no update yet; None if
+        that is unknown.
+      is_sent: whether the last of `attempts` may still be merged.
       attempts: contributions to the version.
     """
 
@@ -87,9 +90,9 @@ class SavedIsland(NamedTuple):
 
     Attributes:
       learned: the island's counts.
-      base: the values that it went on from.
-      residual: the rounding errors of its contributions.
-      attempts: contributions to the version, by name.
+      base: the values from which the island went on.
+      residual: name of a variable -> rounding errors to add to its next change.
+      attempts: name of a contribution to the version -> what it contained.
     """
 
     learned: Learned
@@ -105,11 +108,13 @@ class SavedIsland(NamedTuple):
     def is_left(self, contributed: Sequence[str], life: int, version: int, fragments: int) -> bool:
         """Returns whether what the island had learned by the checkpoint is not contributed yet.
 
+        Returns False if a later contribution contains it, or if the file belongs to another folder.
+
         Args:
           contributed: names of the island's last contributions, "" for none.
-          life: the number of its life now.
+          life: the number of the current run of the island's process.
           version: the folder's newest version.
-          fragments: the number of sets of variables that take turns.
+          fragments: the number of sets of variables that versions change in turn.
         """
         learned = self.learned
         later = [x for x in contributed if life_and_number(x) > (learned.life, learned.number)]
@@ -120,10 +125,10 @@ class SavedIsland(NamedTuple):
         return is_same and not later and len(learned.tokens) == fragments
 
     def write(self, checkpoint: str, before: str | None) -> None:
-        """Writes this beside a checkpoint, and removes the same of checkpoints that are gone.
+        """Writes the file beside a checkpoint; removes the files of checkpoints that are gone.
 
-        The file beside the checkpoint `before` stays: a process that is killed now has to begin
-        from it. Raises FolderError if it cannot be written.
+        The file beside the checkpoint `before` stays, as a process that is killed now has to begin
+        from that one. Raises FolderError if the new file cannot be written.
         """
         tensors = {_BASE: self.base, _ROUNDED: self.residual}
         attempts = []
@@ -145,9 +150,9 @@ class SavedIsland(NamedTuple):
 
     @classmethod
     def read(cls, checkpoint: str) -> SavedIsland | None:
-        """Reads what an island kept beside a checkpoint; returns None if there is nothing.
+        """Reads the file beside a checkpoint; returns None if there is none.
 
-        Raises DamagedObjectError where that is damaged.
+        Raises DamagedObjectError if the file is damaged.
         """
         folder, name = _place(checkpoint)
         found = folder.load(name, kind=Learned)
@@ -170,9 +175,10 @@ class SavedIsland(NamedTuple):
 def saved_beside(
     checkpoint: str, island: str, specs: Mapping[str, TensorSpec]
 ) -> SavedIsland | None:
-    """Returns what an island kept beside a checkpoint; None where it fits no island of `specs`.
+    """Returns what an island saved beside a checkpoint, or None.
 
-    A file that is damaged or cannot be read is logged, and counts as none.
+    None stands for no file, a file of another island or of variables with other `specs` (shapes and
+    dtypes by name), or a file that is damaged or cannot be read; the last is logged.
     """
     try:
         saved = SavedIsland.read(checkpoint)

@@ -1,7 +1,8 @@
 """The journal of a folder of islands: what happened to each island, after which step and when.
 
-Each process that writes has JSON lines of its own, in parts of a limited size, since an object
-store cannot add to an object. The outcomes of contributions are in the merger's decisions.
+Each run of an island's process writes JSON lines into objects of its own. They are of limited size,
+since an object store cannot append to an object. Which contributions were merged is not in the
+journal but in the merger's decisions.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _DECISIONS_SHOWN = 8  # whose refused contributions a table has
 
 
 class Journal:
-    """The writer of what happens to one island in one life of its process.
+    """The writer of the events of one island, during one run of its process.
 
-    Lines that cannot be written now are written with the next ones.
+    Events that cannot be written now are written with the next ones. `life` is the number of the
+    run; `keeps_all` is whether old events stay.
     """
 
     def __init__(self, folder: Folder, island: str, reminders: Reminders):
@@ -43,14 +45,14 @@ class Journal:
 
     @property
     def events(self) -> int:
-        """The number of events in this life."""
+        """The number of events in this run of the process."""
         return self._before + len(self._lines)
 
     def write(self, event: str, must: bool = False, **fields: Any) -> None:
-        """Adds an event.
+        """Adds an event with its fields, and the time.
 
-        With `must` the event is in the folder when this returns; if that fails, FolderError is
-        raised, and the event is not added.
+        With `must` the event is in the folder when this method returns: if it cannot be written,
+        FolderError is raised and the event is not added. Otherwise a failed write is made up later.
         """
         if len(self._lines) >= _LINES_IN_A_PART and not self._is_behind():
             self._before = self.events
@@ -67,7 +69,7 @@ class Journal:
         return f"{self._place}/{self.life:08d}-{self._part:06d}.jsonl"
 
     def _is_behind(self) -> bool:
-        """Writes the events so far; returns whether the folder failed."""
+        """Writes the events of the current part; returns whether the folder failed."""
         try:
             self._folder.write(self._name(), b"".join(map(_line, self._lines)))
         except FolderError as error:
@@ -94,7 +96,7 @@ def _line(event: dict[str, Any]) -> bytes:
 
 
 class JournalEvent(msgspec.Struct, frozen=True):
-    """The required fields of a line of a journal; it may have more."""
+    """The fields that each line of a journal must have; a line may have others."""
 
     event: str
     island: str
@@ -103,9 +105,9 @@ class JournalEvent(msgspec.Struct, frozen=True):
 
 
 def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
-    """Returns an island's events in order, by the number of its process's life.
+    """Returns an island's events: number of a run of its process -> the run's events in order.
 
-    Damaged parts are passed over, with a message.
+    Damaged parts of the journal are left out, with a warning.
     """
     lives: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
     for name in folder.names(f"journal/{island}"):
@@ -124,10 +126,10 @@ def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]
 
 
 def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
-    """Returns an island's events by step, of the steps that count.
+    """Returns an island's events by step, without those that a restart has undone.
 
-    A process that was killed begins again at its checkpoint: what its earlier life did after the
-    checkpoint does not count.
+    A process that was killed begins again from its checkpoint. What it did before, but after that
+    checkpoint, has no effect any more and is left out.
     """
     counted: list[tuple[tuple[int, int], dict[str, Any]]] = []
     for life, events in read_journal(folder, island).items():
@@ -148,10 +150,22 @@ def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]
 
 
 class IslandRow(NamedTuple):
-    """A summary of one island: its counts, bytes of tensors, and times of first and last event.
+    """A summary of one island, for a table.
 
-    `version` is its version at its last sign of life; `state` says whether the merger sees it
-    alive, and where it was.
+    Attributes:
+      island: the island's name.
+      contributed: the number of its contributions.
+      merged: how many of them were merged.
+      late: how many came too late.
+      refused: how many were refused.
+      joined: how often the island began or came back.
+      tokens: the tokens in merged contributions.
+      written: bytes of tensors that the island has written.
+      read: bytes of tensors that the island has read.
+      first: the time of its first event.
+      last: the time of its last event or sign of life.
+      state: whether the merger sees the island alive, and at which step it was last.
+      version: the version that it has; None if that is unknown.
     """
 
     island: str
@@ -173,11 +187,11 @@ class Status(NamedTuple):
     """The state of a folder of islands.
 
     Attributes:
-      version: the newest one; None before there is one.
-      rows: a row for each island.
-      events: the events of all journals, by their writers' clocks.
-      decisions: the decisions that are still there.
-      merger: who merges, in words.
+      version: the number of the newest version; None before the first.
+      rows: a summary of each island.
+      events: the events of all islands, sorted by time (each by its writer's clock).
+      decisions: the decisions on versions, as far as the folder still has them.
+      merger: which process merges, in words.
       says: messages of the merger and the islands: what they wait for, or cannot do.
     """
 
@@ -189,7 +203,7 @@ class Status(NamedTuple):
     says: Sequence[str] = ()
 
     def table(self) -> str:
-        """Returns the rows as text, with what is waited for and why objects were refused lately."""
+        """Returns the rows as lines of text, then messages, and reasons of recent refusals."""
         head = "no version yet" if self.version is None else f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
                    "MB written", "MB read", "behind", "last seen", "state")  # fmt: skip
@@ -211,7 +225,7 @@ class Status(NamedTuple):
 
 
 def read_status(folder: Folder) -> Status:
-    """Reads the journal, the decisions and the signs of life of a folder.
+    """Returns the state of a folder, from its journals, decisions and signs of life.
 
     Objects that cannot be read are logged and left out.
     """
@@ -244,7 +258,7 @@ def read_status(folder: Folder) -> Status:
 
 
 def _merger(folder: Folder) -> tuple[str, Beat]:
-    """Returns who merges, in words, and the merger's last sign of life."""
+    """Returns which process merges, in words, and the last sign of life of that process."""
     term = terms_of(folder.marks("merger")).get("")
     if term is None:
         return "no merger has begun", Beat()
@@ -288,10 +302,13 @@ def _row(
 def plot_status(
     status: Status, axes: Any, colors: Sequence[str] = ("C0", "C2", "C3", "C1")
 ) -> None:
-    """Draws a row for each island over time: when it lived, and what became of its changes.
+    """Draws a horizontal line for each island over time: when it ran, and its contributions.
 
-    `axes` are matplotlib's. `colors` are for an island's presence, and for contributions that were
-    merged, late, and not finite.
+    Args:
+      status: what `read_status` returns.
+      axes: the axes of matplotlib to draw into.
+      colors: the colors of the times at which an island ran, of merged contributions, of late ones,
+        and of changes that were not finite.
     """
     rows = {row.island: number for number, row in enumerate(status.rows)}
     start = min((e["time"] for e in status.events), default=0.0)
@@ -319,7 +336,7 @@ def plot_status(
 
 
 def _lives(events: list[dict[str, Any]], island: str) -> list[tuple[float, float]]:
-    """Returns the begin and the last event of each life of an island's process."""
+    """Returns the times of the first and last event of each run of an island's process."""
     lives: list[tuple[float, float]] = []
     for event in events:
         if event["island"] != island:

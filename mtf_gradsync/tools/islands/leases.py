@@ -1,10 +1,10 @@
-"""Leases in a folder, each held by one process at a time: the merger's, and each island's name.
+"""Leases in a folder, each held by one process at a time: one to merge, one for each island's name.
 
-To take a lease, a process creates an object with the next number; of two processes, only one can.
-It then writes signs of life, which others time by their own clocks: clocks of machines are not
-compared, and there are no locks. A process that was stopped and wakes up finds a newer number, and
-knows that it has lost its lease; objects that it writes before it looks are new ones, and cannot
-replace anything.
+To take a lease, a process creates an object with the next number, which only one process can do.
+That process then writes signs of life (heartbeats). Other processes measure by their own clocks how
+old these are, so that clocks of machines are never compared and no locks are needed. A process that
+was stopped and wakes up finds a newer number, and knows that it has lost its lease. Objects that it
+writes before it looks have new names, and replace nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HELD: set[str] = set()
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The process that has taken a lease; its id is unique."""
+    """The process that has taken a lease: a unique id, the machine, and the process's number."""
 
     id: str
     host: str
@@ -43,15 +43,15 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A sign of life.
+    """A sign of life (heartbeat) of a process that holds a lease.
 
     Attributes:
-      count: how many came before.
-      time: the time by the writer's clock, for people.
-      says: what the process waits for, or cannot do.
-      version: the version that the process is at.
-      step: the step that the process is at.
-      living: for a merger, the islands that live.
+      count: the number of this sign, so that each sign differs from the one before.
+      time: the time by the writer's clock, for people who read it.
+      says: messages on what the process waits for, or cannot do.
+      version: the version of the outer values that the process has.
+      step: the step that an island is at.
+      living: the islands that give signs of life, as the merger sees them.
     """
 
     count: int = 0
@@ -63,7 +63,13 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class LeaseTerm(NamedTuple):
-    """A hold of a lease: its number, the mark of its last sign of life, and whether it ended."""
+    """A term of a lease: the time during which one process holds the lease.
+
+    Attributes:
+      number: the number of the term, which counts up with each new holder.
+      mark: the folder's mark of the last sign of life, which changes with each sign.
+      has_left: whether the holder has given the lease up.
+    """
 
     number: int
     mark: str
@@ -71,7 +77,7 @@ class LeaseTerm(NamedTuple):
 
 
 def terms_of(marks: Mapping[str, str]) -> dict[str, LeaseTerm]:
-    """Returns the newest term of each lease, from the marks in their folder."""
+    """Returns the newest term of each lease in a subfolder, from what `Folder.marks` returns."""
     found: dict[str, dict[int, dict[str, str]]] = {}
     for name, mark in marks.items():
         match = _TERM.fullmatch(name)
@@ -89,7 +95,12 @@ def terms_of(marks: Mapping[str, str]) -> dict[str, LeaseTerm]:
 
 
 class LifeSigns:
-    """The signs of life at leases, timed by this process's clock."""
+    """A record of when leases gave new signs of life, by this process's clock.
+
+    Args:
+      seconds: after how many seconds without a new sign a holder counts as dead.
+      clock: returns the time in seconds.
+    """
 
     def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._clock = seconds, clock
@@ -97,7 +108,10 @@ class LifeSigns:
         self.changed: set[str] = set()  # leases that gave a sign since they were first looked at
 
     def living(self, terms: Mapping[str, LeaseTerm]) -> set[str]:
-        """Returns the leases whose holder may live: its sign is new, and it has not left."""
+        """Returns the leases whose holder may be alive: with a recent sign, and not given up.
+
+        `terms` are the newest terms by lease. A sign counts from when this object first saw it.
+        """
         now = self._clock()
         for lease, term in terms.items():
             seen = self._seen.get(lease)
@@ -113,14 +127,14 @@ class LifeSigns:
 
 
 class Lease:
-    """A lease that this process takes, holds and leaves.
+    """A lease that this process can take, hold and give up.
 
     Args:
       folder: the folder of the islands.
-      where: the part of the folder.
-      name: the name of the lease in this part, "" for the only one.
-      report: returns the fields of a sign of life, except its count.
-      replaces_own: whether it may be taken from another holder in this process.
+      where: the subfolder with the lease's objects.
+      name: the name of the lease in the subfolder; "" if there is only one.
+      report: returns fields of `Beat`, except `count` and `time`, for each sign of life.
+      replaces_own: whether the lease may be taken from another holder in this process.
     """
 
     def __init__(
@@ -155,9 +169,10 @@ class Lease:
                 logger.warning("%s; it goes to %s", error, self._folder.set_aside(name))
 
     def take(self) -> str:
-        """Takes the lease unless a living process has it; returns who has it, or "".
+        """Takes the lease, and returns ""; or returns the living process that has it.
 
-        Ask again: a process without a sign of life for `LIFE_SECONDS` loses the lease.
+        Call it repeatedly to wait for the lease: a process that gives no sign of life for
+        `LIFE_SECONDS` can be replaced.
         """
         term, holder = self._newest()
         if term and holder and self._lives(term, holder):
@@ -217,7 +232,7 @@ class Lease:
             self._folder.write_json(self._object(self.term, "beat"), sign)
 
     def leave(self) -> None:
-        """Gives the lease up, and writes that it did."""
+        """Gives the lease up, and writes an object that says so."""
         self._stopped.set()
         _HELD.discard(self._own.id)
         if self.term is not None:
@@ -226,21 +241,27 @@ class Lease:
             self.term = None
 
     def abandon(self) -> None:
-        """Stops the signs of life, as if the process were killed."""
+        """Stops the signs of life and writes nothing, as if the process were killed."""
         self._stopped.set()
         _HELD.discard(self._own.id)
         self.term = None
 
 
 class Reminders:
-    """Log messages on what lasts: repeated at growing intervals, and one when it is over."""
+    """Logs messages on conditions that last: at growing intervals, and once more at their end.
+
+    A condition, such as a folder that fails, has a key.
+    """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic):
         self._log, self._clock = log, clock
         self._lasting: dict[str, tuple[str, float, float, bool]] = {}  # since, due, was it said
 
     def lasts(self, key: str, what: str, after: float = 0.0) -> None:
-        """Notes that `key` lasts, and logs it when a message is due."""
+        """Records that the condition `key` lasts, and logs the message `what` if one is due.
+
+        The first message is due after `after` seconds.
+        """
         now = self._clock()
         _, since, due, is_said = self._lasting.get(key, (what, now, now + after, False))
         if now >= due:
@@ -250,14 +271,14 @@ class Reminders:
         self._lasting[key] = (what, since, due, is_said)
 
     def over(self, key: str) -> None:
-        """Notes that `key` is over; logs that if it was logged before."""
+        """Records that the condition `key` is over; logs that if a message was logged before."""
         if key in self._lasting:
             what, since, _, is_said = self._lasting.pop(key)
             if is_said:
                 self._log.warning("Over after %.0f s: %s", self._clock() - since, what)
 
     def said(self) -> list[str]:
-        """Returns the messages on what still lasts."""
+        """Returns the logged messages on conditions that still last."""
         return [what for what, _, _, is_said in list(self._lasting.values()) if is_said]
 
 
@@ -271,7 +292,7 @@ def _go_on(lease: weakref.ref[Lease], stopped: threading.Event) -> None:
 
 
 def _host() -> str:
-    """Returns an identifier of the machine, or of the container, whose process ids are unique."""
+    """Returns an identifier of the machine or container; inside it, process ids are unique."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

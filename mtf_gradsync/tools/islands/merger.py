@@ -1,9 +1,10 @@
-"""The merger, which makes each version of the outer values from the islands' contributions.
+"""The merger: the process or thread that makes versions of the values from islands' contributions.
 
-A version is made in two steps: first the decision (whose contributions, with which weights and
-checksums), then the values (see `versions`). Both are created once: a merger that was killed
-anywhere makes the same bits when it is started again, a stopped merger that wakes up finds that
-another has decided, and `replay` makes every version again at any time.
+A version is made in two steps. First the merger writes the decision: which contributions are
+merged, with which weights and checksums. Then it writes the values (see `versions`). Both objects
+are created once and never replaced. So a merger that was killed at any point makes the same bits
+when it is started again. A merger that was stopped and wakes up finds that another one has decided.
+`replay` can make every version again from its decision.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class MergerError(RuntimeError):
 
 
 class FolderTakenError(MergerError):
-    """The error of a folder that another merger has."""
+    """The error of a folder in which another process already merges."""
 
 
 Quorum = int | Literal["living"]
@@ -74,11 +75,13 @@ class Waiting(NamedTuple):
     """The settings of how long a merger waits for contributions.
 
     Attributes:
-      quorum: the contributions to the newest version that a merge needs: a number, or "living" for
-        all islands that give signs of life.
-      min_grace: seconds to wait for more after the quorum is there, at least.
-      max_grace: the most seconds to wait. Between the two, the wait adapts to the usual spread.
-      max_staleness: how many versions old a contribution may be to be merged.
+      quorum: how many contributions to the newest version a merge needs: a number, or "living" for
+        one of each island that gives signs of life.
+      min_grace: the least seconds to wait for more contributions after the quorum is reached.
+      max_grace: the most seconds to wait. Between the two limits, the wait is 1.5 times the usual
+        time between the first and the last contribution to a version.
+      max_staleness: by how many versions a contribution may be behind the newest one and still be
+        merged.
     """
 
     quorum: Quorum = 1
@@ -105,18 +108,19 @@ class Waiting(NamedTuple):
 
 
 class Merger:
-    """The maker of versions: one at a time in a folder; it runs until it is stopped.
+    """The maker of versions in a folder, where only one merger can work at a time.
 
     Args:
       folder: the folder of the islands.
-      settings: how versions are made; None takes the folder's, or the defaults where it is new.
+      settings: how versions are made; None takes the folder's settings, or the defaults if the
+        folder is new.
       waiting: how long to wait for contributions.
       keep_all: whether to keep all versions and contributions, for `replay`.
-      poll_seconds: how often to look into the folder; default 0.2 on a local disk, else 2.
-      clock: a clock for tests, in place of ``time.monotonic``.
+      poll_seconds: seconds between two looks into the folder; default 0.2 on a local disk, else 2.
+      clock: returns the time in seconds, for tests.
 
     Raises:
-      ValueError: a setting makes no sense, or is another than that of the folder.
+      ValueError: a setting makes no sense, or differs from the folder's.
     """
 
     def __init__(
@@ -163,11 +167,15 @@ class Merger:
         on_version: Callable[[Decision], None] = lambda decision: None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Makes versions until `should_stop()`; calls `on_version` with the decision of each.
+        """Makes versions until `should_stop()` is True.
 
-        Failures of the folder are logged, and tried again.
+        If the folder fails, this is logged and tried again. Raises FolderTakenError if another
+        merger works in the folder.
 
-        Raises FolderTakenError if another merger has the folder.
+        Args:
+          should_stop: says whether to end.
+          on_version: called after each version, with its decision.
+          sleep: waits for a number of seconds.
         """
         place = Lease(self._folder, "merger", report=self._report)
         try:
@@ -188,11 +196,11 @@ class Merger:
             place.leave()
 
     def says(self) -> list[str]:
-        """Returns the messages on what it waits for, or cannot do."""
+        """Returns messages on what the merger waits for, or cannot do."""
         return self._reminders.said()
 
     def begin_anew(self) -> None:
-        """Forgets the folder's content, to read it again: another merger may have changed it."""
+        """Clears what was read from the folder, as another merger may have changed it since."""
         self._has_begun, self._decisions = False, {}
         self._received.read_again()
 
@@ -201,7 +209,10 @@ class Merger:
         return {"says": self.says(), "version": version, "living": sorted(self._living)}
 
     def _take(self, place: Lease) -> bool:
-        """Takes the merger's place; returns False, or raises, while a living process has it."""
+        """Takes the lease to merge; returns whether this process has it now.
+
+        Raises FolderTakenError if another process has the lease and gives signs of life.
+        """
         holder = place.take()
         if holder and place.has_changed():
             raise FolderTakenError(
@@ -246,7 +257,7 @@ class Merger:
     # What is there when it begins.
 
     def _keep_settings(self) -> None:
-        """Writes the settings, or takes the folder's if it has any."""
+        """Writes this merger's settings into the folder, or takes the folder's if it has any."""
         if self._folder.create_json(SETTINGS, self.settings._asdict()):
             return
         try:
@@ -264,7 +275,11 @@ class Merger:
             self.settings = there
 
     def _newest_state(self) -> MergedState | None:
-        """Reads the newest version; makes a damaged one again, and sets other objects aside."""
+        """Returns values and momenta of the newest version; None if there is no version.
+
+        A damaged version is made again from its decision. A version without a decision is moved
+        away, and the one before it is read.
+        """
         known = {*numbers_in(self._folder, "versions", SUFFIX)}
         for version in sorted(known, reverse=True):
             try:
@@ -279,7 +294,11 @@ class Merger:
         return None
 
     def _made_again(self, version: int, reason: DamagedObjectError) -> MergedState | None:
-        """Makes a version again from its decision; returns None if there is no decision."""
+        """Makes a version again from its decision; returns its state, or None without a decision.
+
+        `reason` says what is wrong with the existing version. Raises FolderError if the version
+        cannot be made again.
+        """
         decision = self._stored_decision(version)
         if decision is None:
             return None
@@ -295,14 +314,14 @@ class Merger:
             ) from error
 
     def _keep_decision(self, version: int) -> None:
-        """Writes a decision again that is gone or damaged, from the version made by it."""
+        """Restores the decision on a version, if it is gone or damaged, from the version itself."""
         if self._stored_decision(version) is None:
             found = self._folder.load(version_object(version), kind=MadeBy)
             if found is not None and found.facts.decision.version == version:
                 self._folder.create_json(decision_object(version), found.facts.decision)
 
     def _stored_decision(self, version: int) -> Decision | None:
-        """Reads a decision; returns None if there is none; sets a damaged one aside."""
+        """Returns the decision on a version; None if there is none. Moves a damaged one away."""
         try:
             return read_decision(self._folder, version)
         except DamagedObjectError as error:
@@ -331,7 +350,7 @@ class Merger:
         self._state = state
 
     def _create(self, name: str, decision: Decision, tensors: Mapping[str, np.ndarray]) -> None:
-        """Creates an object of a version; sets aside an existing one that holds other bits."""
+        """Creates an object of a version; first moves an existing one with other bits away."""
         found, data = tensor_object(MadeBy(decision), tensors)
         if self._folder.create(name, data):
             return
@@ -345,7 +364,7 @@ class Merger:
         self._folder.create(name, data)
 
     def _decide(self) -> Decision | None:
-        """Returns the decision on the next version, or None while it is too early."""
+        """Returns the decision on the next version, or None if it is too early to decide."""
         self._look_for_life()
         if self._state is None:
             return self._decide_first()
@@ -417,7 +436,10 @@ class Merger:
         return self._waiting.quorum
 
     def _are_enough(self, islands: Sequence[str], quorum: int) -> bool:
-        """Returns whether enough islands have contributed; logs long waits, and for whom."""
+        """Returns whether there are `quorum` contributions; logs long waits, and missing islands.
+
+        `islands` are those that have contributed to the newest version.
+        """
         if len(islands) >= quorum:
             self._reminders.over("quorum")
             return True
@@ -434,7 +456,10 @@ class Merger:
         return False
 
     def _pairs(self, oldest: int) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-        """Returns (island, version) of merged contributions, and of merged or late ones."""
+        """Returns (island, version) of contributions already merged, and of merged or late ones.
+
+        Looks at decisions on versions from a few before `oldest` on.
+        """
         merged, counted = set[tuple[str, int]](), set[tuple[str, int]]()
         for version in range(max(oldest - _VERSIONS_LOOKED_AT, 0) + 1, self._next):
             decision = self._decision(version)
@@ -444,7 +469,10 @@ class Merger:
         return merged, merged | counted
 
     def _decision(self, version: int) -> Decision | None:
-        """Returns a decision, from its version if the decision's object is damaged or gone."""
+        """Returns the decision on a version, cached; None if it is gone.
+
+        It is read from the version's own object if the decision's object is damaged or gone.
+        """
         if version not in self._decisions:
             found = self._stored_decision(version) if version >= 0 else None
             if found is None and version >= 0:
@@ -455,7 +483,10 @@ class Merger:
         return self._decisions[version]
 
     def _bounded(self, one: Contribution, there: Sequence[Contribution]) -> Contribution:
-        """Returns a contribution with the scale that bounds its length by `max_norm`."""
+        """Returns a contribution with the scale that limits its length by `max_norm`.
+
+        `there` are all contributions to be merged, with which its length is compared.
+        """
         before = range(max(self._next - _VERSIONS_OF_LENGTHS, 1), self._next)
         own = [
             Length(past.norm * past.scale, past.steps)
@@ -475,7 +506,7 @@ class Merger:
         return one.scaled(scale)
 
     def _grace(self) -> float:
-        """Returns the seconds to wait for late islands: 1.5 times the usual spread of arrivals."""
+        """Returns how many seconds to wait for more contributions: see `Waiting`."""
         decisions = map(self._decision, range(max(self._next - 8, 1), self._next))
         arrivals = [decision.arrivals.values() for decision in decisions if decision]
         # One that came alone says nothing about how far apart they come.
@@ -484,10 +515,11 @@ class Merger:
         return min(max(usual, self._waiting.min_grace), self._waiting.max_grace)
 
     def _clean_up(self, decision: Decision) -> None:
-        """Removes objects that no island and no restart needs; only objects that it has listed.
+        """Removes objects that no island and no restarted merger needs any more.
 
-        Without `keep_all` these stay: the values of the versions that make the newest two, the
-        contributions to them, late contributions to a few more, and `_DECISIONS_KEPT` decisions.
+        With `keep_all`, only offers and announcements are removed. Otherwise these objects stay:
+        values and momenta from which the newest two versions are read, contributions that may still
+        be merged or are to be counted as late, and the last `_DECISIONS_KEPT` decisions.
         """
         version, fragments = decision.version, self.settings.fragments
         kept = version - self._waiting.max_staleness - _VERSIONS_LOOKED_AT
@@ -529,9 +561,10 @@ class Merger:
 
 
 class MergerThread:
-    """A thread that runs the merger of a folder, or waits while another process does.
+    """A thread that runs a merger, or waits while another process merges in the folder.
 
-    Wrong settings are an error when it is made; nothing ends it later but `stop`.
+    `make` returns the merger, and is called at once, so that wrong settings raise errors. Later
+    errors are logged, and the merger begins again: only `stop` ends the thread.
     """
 
     def __init__(self, make: Callable[[], Merger]):
@@ -540,7 +573,7 @@ class MergerThread:
         self._thread = threading.Thread(target=self._run, name="merger", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, unless it runs."""
+        """Starts the thread, unless it runs already."""
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -568,5 +601,5 @@ class MergerThread:
 
 
 def poll_seconds_of(folder: Folder) -> float:
-    """Returns how often to look into a folder, in seconds."""
+    """Returns the default number of seconds between two looks into a folder."""
     return 0.2 if folder.is_local else 2.0

@@ -40,15 +40,15 @@ _CONTRIBUTION = re.compile(
 
 
 class ContributionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that an island sends with a contribution, or with the values that it offers.
+    """The facts that an island sends with a contribution, or with an offer of initial values.
 
     Attributes:
-      island: its name.
-      version: the version that the change goes on from; None for an offer.
-      tokens: the number of tokens that the change stands for.
-      steps: the number of updates in it.
-      form: how it is written down.
-      counts: the counters that schedules follow.
+      island: the island's name.
+      version: the version from which the change begins; None for an offer.
+      tokens: the number of tokens from which the change was learned.
+      steps: the number of updates in the change.
+      form: the numbers in which the change is sent: "float32", "bfloat16", "int8" or "int4".
+      counts: the island's counters that schedules follow (global step, updates).
     """
 
     island: str
@@ -60,14 +60,14 @@ class ContributionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contribution(ContributionFacts, frozen=True, kw_only=True):
-    """A contribution, as a decision records it.
+    """A contribution, as the merger's decision records it.
 
     Attributes:
-      object: its name.
-      checksum: the object's checksum.
-      weight: its weight in the mean.
-      norm: the length of the change.
-      scale: the factor of the change, 1 unless the change is too long.
+      object: the name of the contribution's object.
+      checksum: the checksum of that object.
+      weight: the weight of the change in the mean.
+      norm: the length of the change over all trained variables.
+      scale: a factor for the change: 1 unless the change is too long.
     """
 
     object: str
@@ -78,12 +78,12 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> tuple[str, int]:
-        """Its island, and the version that it contributes to; -1 for an offer."""
+        """The contribution's island and `version`, which is -1 for an offer."""
         return self.island, -1 if self.version is None else self.version
 
     @classmethod
     def of(cls, facts: ContributionFacts, **more: Any) -> Contribution:
-        """Returns the record of a contribution with these facts."""
+        """Returns the record of a contribution with these facts and more fields."""
         return cls(**msgspec.structs.asdict(facts), **more)
 
     def scaled(self, scale: float) -> Contribution:
@@ -91,20 +91,20 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, scale=scale)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an object that is not an island's."""
+        """Raises ValueError if `object` is the name of neither a contribution nor an offer."""
         if parsed_contribution(self.object) is None and self.object != offer_object(self.island):
             raise ValueError(f"{self.object!r} is no contribution")
 
 
 class IslandTotal(msgspec.Struct, frozen=True):
-    """The outcome of all contributions of an island, up to a version.
+    """What became of all contributions of one island, up to a version.
 
     Attributes:
       merged: the number of merged contributions.
-      tokens: the tokens in merged contributions.
-      late: how many came too late.
-      refused: how many were refused.
-      last: the object that was merged last.
+      tokens: the number of tokens in merged contributions.
+      late: the number of contributions that came too late.
+      refused: the number of contributions that were refused.
+      last: the name of the contribution that was merged last; "" for none.
     """
 
     merged: int = 0
@@ -115,21 +115,21 @@ class IslandTotal(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The composition of a version. It is written once, before the version.
+    """The merger's decision on what a version is made of. It is written once, before the version.
 
     Attributes:
-      version: the version that it makes.
+      version: the number of the version.
       contributions: the contributions that are merged, in this order.
-      dropped: the contributions that came too late.
-      refused: refused object -> the reason.
-      counts: the counters that schedules follow, as of the version.
-      settings: how the version is made; see `MergeSettings`.
-      oldest: contributions for older versions than this one are never merged from here on.
-      keeps_all: whether nothing is removed, so that all can be replayed.
-      totals: the totals of each island, up to this version.
-      time: when it was decided, by the merger's clock: for people.
-      waited: seconds since the first contribution.
-      arrivals: island -> seconds between the first contribution and its own.
+      dropped: the contributions that came too late to be merged.
+      refused: name of a refused contribution -> the reason.
+      counts: the counters that schedules follow (global step, updates), as of the version.
+      settings: the fields of `MergeSettings` with which the version is made.
+      oldest: contributions to versions before this one are never merged from now on.
+      keeps_all: whether no objects are removed, so that all versions can be replayed.
+      totals: island -> what became of its contributions, up to this version.
+      time: when the decision was made, by the merger's clock, for people who read it.
+      waited: how many seconds the merger waited after the first contribution.
+      arrivals: island -> seconds from the first contribution to the island's contribution.
     """
 
     version: int
@@ -153,7 +153,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def with_totals_after(self, before: Decision | None) -> Decision:
-        """Returns this decision with the totals of islands, from the decision before."""
+        """Returns this decision with `totals`: those of the decision before it, plus its own."""
         found = dict(before.totals) if before else {}
 
         def add(island: str, last: str = "", **more: Any) -> None:
@@ -171,7 +171,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MadeBy(msgspec.Struct, frozen=True):
-    """The facts in a version, or in the momentum after it: the decision that made it."""
+    """The facts in an object with a version's values or momenta: the decision on the version."""
 
     decision: Decision
 
@@ -182,7 +182,7 @@ def version_object(version: int) -> str:
 
 
 def soon_object(version: int) -> str:
-    """Returns the name of the object that says that a version is about to be decided."""
+    """Returns the name of the object that says that the merger will soon decide on a version."""
     return f"versions/{version:08d}.soon"
 
 
@@ -197,24 +197,32 @@ def decision_object(version: int) -> str:
 
 
 def contribution_object(version: int, island: str, life: int, number: int) -> str:
-    """Returns the name of a contribution, by the version it follows, island, life and number."""
+    """Returns the name of an island's contribution to a version.
+
+    `life` is the number of the run of the island's process, and `number` counts contributions in
+    that run.
+    """
     return f"contributions/{version:08d}/{island}@{life}-{number}{SUFFIX}"
 
 
 def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
-    """Returns version, island, life and number of a contribution's name; None for others."""
+    """Returns the arguments with which `contribution_object` gives a name; None for other names."""
     found = _CONTRIBUTION.fullmatch(name)
     return found and (int(found[1]), found[2], int(found[3]), int(found[4]))
 
 
 def life_and_number(name: str) -> tuple[int, int]:
-    """Returns life and number of a contribution's name, which count up; (0, 0) for other names."""
+    """Returns a sort key of an island's contributions: a later one has a larger key.
+
+    The key is the number of the run of the island's process and the number in that run; (0, 0) if
+    the name is no contribution's.
+    """
     parsed = parsed_contribution(name)
     return parsed[2:] if parsed else (0, 0)
 
 
 def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], str]:
-    """Returns each island's last contribution to a version, unless it is refused."""
+    """Returns (island, version) -> name of the island's last contribution that is not refused."""
     place = f"contributions/{version:08d}"
     names, found = set(folder.names(place)), dict[tuple[str, int], tuple[int, int, str]]()
     for name in names:
@@ -227,25 +235,25 @@ def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], st
 
 
 def island_of(name: str) -> str:
-    """Returns the island of a contribution's or an offer's name."""
+    """Returns the island in the name of a contribution or an offer."""
     return name.rsplit("/", 1)[-1].removesuffix(SUFFIX).rsplit("@", 1)[0]
 
 
 def offer_object(island: str) -> str:
-    """Returns the name of the initial values that an island offers."""
+    """Returns the name of the object with the initial values that an island offers."""
     return f"offers/{island}{SUFFIX}"
 
 
 def numbers_in(folder: Folder, place: str, ending: str) -> list[int]:
-    """Returns the numbers of the objects in `place` with this ending, in ascending order."""
+    """Returns the numbers of objects in a subfolder, ascending; their names are number + ending."""
     found = (_NUMBERED.fullmatch(name) for name in folder.names(place))
     return [int(one[1]) for one in found if one and (one[2] or "") == ending]
 
 
 def read_decision(folder: Folder, version: int) -> Decision | None:
-    """Returns the decision on a version; None where there is none.
+    """Returns the decision on a version; None if there is none.
 
-    Raises DamagedObjectError if it is damaged, or that on another version.
+    Raises DamagedObjectError if its object is damaged, or holds the decision on another version.
     """
     name = decision_object(version)
     found = folder.read_json(name, Decision)

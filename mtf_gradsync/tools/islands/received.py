@@ -1,4 +1,4 @@
-"""The contributions and offers that a merger has received, each checked once."""
+"""The contributions and offers that a merger has read; each is checked once and then cached."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class ReceivedContributions:
-    """The contributions that a merger has read, and those that it has refused.
+    """A cache of the contributions that a merger has read, and of those that it has refused.
 
     Attributes:
-      arrived: (island, version) -> when it was first seen, by this process's clock.
-      refused: object -> why, since the last decision.
+      arrived: (island, version) -> when the contribution was first read, by this process's clock.
+      refused: name of a contribution refused since the last decision -> the reason.
     """
 
     def __init__(self, folder: Folder, clock: Callable[[], float], reminders: Reminders):
@@ -53,7 +53,7 @@ class ReceivedContributions:
         self.refused: dict[str, str] = {}
 
     def read_again(self) -> None:
-        """Forgets what was read, so that it is read and checked again."""
+        """Clears the cache, so that contributions are read and checked again."""
         self._looked = {}
 
     def forget_before(self, version: int) -> None:
@@ -64,9 +64,14 @@ class ReceivedContributions:
     def look_at(
         self, before: MergedState | None, settings: MergeSettings, name: str
     ) -> Contribution | None:
-        """Returns the record of a contribution or an offer; None if it is gone or refused.
+        """Reads and checks a contribution or an offer; returns its record for a decision.
 
-        `before` is the newest version's state, to which the contribution's variables belong.
+        Returns None if the object is gone, is refused, or cannot be read now.
+
+        Args:
+          before: the values and momenta of the newest version; None before the first.
+          settings: how versions are made.
+          name: the name of the contribution or the offer.
         """
         key = (name, self._mark_of(name))
         if key not in self._looked:
@@ -95,13 +100,13 @@ class ReceivedContributions:
         return "" if parsed_contribution(name) else self._folder.marks(place).get(last, "")
 
     def _refuse(self, name: str, reason: str) -> None:
-        """Refuses a contribution, and logs why: its island makes another."""
+        """Refuses a contribution, and logs why. Its island then contributes the change again."""
         logger.warning("%s", reason)
         self.refused[name] = reason
         self._folder.create_json(name.removesuffix(SUFFIX) + REFUSED, reason)
 
     def name_equal(self, contributions: Sequence[Contribution]) -> None:
-        """Logs which islands' changes have equal bits: they have learned from the same data."""
+        """Warns of islands with identical changes, which seem to learn from the same data."""
         lengths = collections.defaultdict(list)
         for one in contributions:
             lengths[one.norm].append(one)
@@ -126,7 +131,7 @@ class ReceivedContributions:
 def _specs_of(
     name: str, before: MergedState | None, settings: MergeSettings
 ) -> dict[str, TensorSpec] | None:
-    """Returns the specs of the variables whose turn it is; None for an offer."""
+    """Returns the specs of the variables that a contribution changes; None for an offer."""
     parsed = parsed_contribution(name)
     if parsed is None or before is None:
         return None
@@ -138,7 +143,11 @@ def _specs_of(
 def _described(
     name: str, stored: Stored, specs: Mapping[str, TensorSpec] | None, settings: MergeSettings
 ) -> Contribution:
-    """Returns the decision's record of a contribution; raises DamagedObjectError if it is wrong."""
+    """Checks a contribution that was read; returns its record for a decision.
+
+    Raises DamagedObjectError if the contribution is wrong. `specs` are those of its variables, or
+    None for an offer.
+    """
     facts: ContributionFacts = stored.facts
     parsed = parsed_contribution(name)
     is_own = offer_object(facts.island) == name and facts.version is None

@@ -1,4 +1,4 @@
-"""The values of a program's variables, on each kind of session."""
+"""Reading and writing the variables that islands exchange, in each kind of session."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class StepCounts(NamedTuple):
     """The counts of a session's optimizers at the end of a step.
 
     Attributes:
-      waiting: the number of gradients in sums that are in no update yet.
-      skipped: steps and sums that no update applies.
+      waiting: how many steps' gradients are accumulated and not applied yet.
+      skipped: how many steps were skipped, so that no update has applied their gradients.
     """
 
     waiting: int = 0
@@ -41,26 +41,30 @@ class StepCounts(NamedTuple):
 
 
 class Values:
-    """The variables that islands exchange, to read and write: masters, and their slices.
+    """Reads and writes the variables that islands exchange, in a session.
 
-    They are the trained variables, and the other floating-point variables of the model, such as
-    means over batches, and moving averages. Their names here begin with `changes.MEAN`.
+    These are the trained variables, and floating-point variables that are averaged and not trained,
+    such as means over batches and moving averages. Names of averaged variables begin with
+    `changes.MEAN` here. Both the master (the variable in checkpoints) and its slices (the parts on
+    processors) are written.
 
-    Make it when the step is built: for sessions of TensorFlow it adds operations to the graph.
+    Create the object after the step has been built and lowered: for sessions of TensorFlow it adds
+    operations to the graph.
 
     Args:
-      lowering: the step's lowering, or several, for sessions of TensorFlow (a placement mesh), and
-        for all sessions where optimizers accumulate or skip steps.
-      variables: names of the variables; default all trainable ones of the graph.
+      lowering: the step's lowering, or several. Sessions of TensorFlow (placement meshes) need it,
+        and so do all sessions of optimizers that accumulate or skip steps.
+      variables: names of the trained variables to exchange. By default all trainable ones of the
+        graph, and the averaged ones of the model.
 
     Attributes:
-      specs: shape and dtype of each variable by name.
-      follows: the counters that schedules go by: variables' names by their common names: "step" for
-        the global step, and counts of updates.
+      specs: name of a variable -> shape and dtype.
+      follows: counter that schedules follow -> name of its variable. The counters are "step" (the
+        global step) and counts of updates.
 
     Raises:
-      ValueError: there are no such variables, or islands of `OuterOptimizer` hold them; or the
-        lowering is missing.
+      ValueError: there are no such variables, `OuterOptimizer` holds a value of them for each
+        island, or the lowering is missing.
     """
 
     def __init__(self, lowering: Any = None, variables: Sequence[str] | None = None):
@@ -129,7 +133,13 @@ class Values:
     def _not_trained(
         self, there: Mapping[str, Any], trainable: Sequence[str], state: set[str]
     ) -> list[str]:
-        """Returns the names of floating-point variables that are no optimizer's state."""
+        """Returns names of the model's floating-point variables that are averaged and not trained.
+
+        Args:
+          there: name -> variable, for all variables of the graph.
+          trainable: names of the trainable variables.
+          state: names of variables in which wrappers hold state.
+        """
         found = {v for low in self._lowerings for v in low.graph.all_variables}
         plans = [StepPlan.of_graph(low.graph) for low in self._lowerings]
         slots = {v.name for plan in plans if plan for v in plan.extension(SlotOwners).slots()}
@@ -141,9 +151,10 @@ class Values:
         )
 
     def _reads_of_counters(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
-        """Adds operations that read the step's counters, without copying all slices.
+        """Adds operations that read the optimizers' counters; returns a tensor for each total.
 
-        Counters of one ending are added up to one tensor, as each fetch takes time after each step.
+        `names` are the counters' names. The totals are the fields of `StepCounts`: counters are
+        added up in the graph because each fetched tensor costs time after each step.
         """
         if names and not self._lowerings:
             raise ValueError(
@@ -165,7 +176,7 @@ class Values:
         return totals
 
     def counts(self, session: Any) -> StepCounts:
-        """Returns what optimizers have counted; reads nothing if they apply every step."""
+        """Returns the totals of the optimizers' counters; zeros if every step is applied."""
         if not self._counters:
             return StepCounts()
         if session is not self._counted_in:
@@ -180,7 +191,7 @@ class Values:
         return StepCounts(**{field: int(total) for field, total in self._count().items()})
 
     def read(self, session: Any) -> dict[str, np.ndarray]:
-        """Returns all variables' values by name, and those of `follows`."""
+        """Returns the values of exchanged variables, and of the counters in `follows`, by name."""
         return self._read(
             session, {**self._variables, **{n: self._state[n] for n in self.follows.values()}}
         )
@@ -195,9 +206,9 @@ class Values:
         return session.run({name: access.read[v.op.name] for name, v in variables.items()})
 
     def write(self, session: Any, values: Mapping[str, Any]) -> None:
-        """Sets the values of some variables, in masters and in slices.
+        """Sets variables to `values`, by name, in masters and in slices.
 
-        Names are those of `specs` and `follows`, and of what `begin_anew` returns.
+        Names may be those in `specs`, in `follows` and in what `begin_anew` returns.
         """
         everything = {**self._state, **self._variables}
         variables = {name: everything[name] for name in values}
@@ -221,7 +232,10 @@ class Values:
         session.run(self._to_slices)
 
     def begin_anew(self, session: Any) -> dict[str, np.ndarray]:
-        """Returns initial values for slots that are not finite, and for their variables' others."""
+        """Returns initial values, by name, for slots that hold numbers that are not finite.
+
+        If one slot of a variable is not finite, all slots of this variable are returned.
+        """
         now = self._read(session, self._state)
         bad = {
             name

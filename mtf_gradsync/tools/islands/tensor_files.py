@@ -1,7 +1,7 @@
-"""Files of tensors with facts: written by `safetensors`, checked before they are used.
+"""Files of tensors and facts, written by `safetensors` and checked when they are read.
 
-The files hold numbers and text, and no code. Each carries the SHA-256 of its content; size, schema,
-shapes and checksum are checked.
+Facts are a value that JSON can hold. Files hold numbers and text, and no code. Each has the SHA-256
+of its content. Size, schema, shapes and checksum are checked before a file is used.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", 
 
 
 class DamagedObjectError(ValueError):
-    """The error of an object that is damaged, or is not of the kind that its name says."""
+    """The error of an object that is damaged, or holds something else than its name says."""
 
 
 class OtherTensorsError(DamagedObjectError):
-    """The error of an object whose tensors are not the program's, by name, shape or dtype."""
+    """The error of an object whose tensors differ from the program's in name, shape or dtype."""
 
 
 class _Wrong(ValueError):
-    """The reason to refuse a file, as the end of a sentence."""
+    """The error of a wrong file, whose text is the end of a sentence: "... is refused: <text>"."""
 
 
 class _OtherTensors(_Wrong):
-    """Refuses tensors that are not the program's, in their names, shapes or dtypes."""
+    """The error of a file whose tensors differ from the program's in name, shape or dtype."""
 
 
 class TensorSpec(NamedTuple):
@@ -58,9 +58,9 @@ class Stored(NamedTuple):
     """The content of an object.
 
     Attributes:
-      facts: the facts that its writer recorded.
-      tensors: arrays by name, which cannot be written to.
-      checksum: the SHA-256 of both, in hexadecimal digits.
+      facts: the facts that the object's writer recorded.
+      tensors: read-only arrays by name.
+      checksum: the SHA-256 of facts and tensors, in hexadecimal digits.
     """
 
     facts: Any
@@ -69,14 +69,14 @@ class Stored(NamedTuple):
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns numpy's dtype of this name, which may be "bfloat16"."""
+    """Returns the numpy dtype with a name; the name may also be "bfloat16"."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
-    """Returns the SHA-256 of facts and tensors; their order does not change it."""
+    """Returns the SHA-256 of facts and tensors; the order of the tensors does not change it."""
     return _checksum(encoded_json(facts), tensors)
 
 
@@ -119,9 +119,10 @@ def read_tensors(
     expected: str | None,
     kind: Any,
 ) -> Stored:
-    """Reads a file of tensors without copying it; `where` says which, for errors.
+    """Returns the content of a file of tensors, which is not copied.
 
-    The other arguments are those of `Folder.load`, and so are the errors.
+    `where` names the file in errors, and `data` are its bytes. The other arguments, and the errors,
+    are those of `Folder.load`.
     """
     try:
         return _read(data, specs, expected, kind)

@@ -1,7 +1,8 @@
-"""Versions of the outer values: making, reading and replaying them.
+"""Versions of the outer values (the values merged from all islands): making and reading them.
 
-A version depends only on its decision and the objects that this names alone, not on when anything
-arrived. The arithmetic is that of `changes`.
+A version is a function of its decision and of the objects that the decision names. It does not
+depend on when anything arrived, so it can be made again with the same bits. Module `changes` has
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -50,19 +51,21 @@ logger = logging.getLogger(__name__)
 
 
 class MergeSettings(NamedTuple):
-    """The settings of versions. The first merger writes them into the folder, for good.
+    """The settings of versions. The first merger writes them into the folder, where they stay.
 
     Attributes:
       outer_learning_rate: the learning rate of SGD on the outer values.
-      outer_momentum: the momentum of SGD, 0 for none.
+      outer_momentum: the momentum of that SGD, 0 for none.
       nesterov: whether the momentum is Nesterov's.
-      fragments: the number of sets of variables, which take turns.
-      weight: the weight of a contribution: its "tokens", or its tokens times its tokens per step
-        ("tokens_per_step").
-      merge: "mean" averages changes; "radial" averages directions and lengths of each variable's
-        change apart.
-      max_norm: how many times as long as usual a change may be; longer ones are scaled down. Usual
-        is the median of the others' and of the island's own before. 0 is no limit.
+      fragments: the number of sets into which variables are divided. Each version changes the
+        variables of one set; the sets take turns.
+      weight: the weight of a contribution in the mean: its "tokens", or its tokens times its tokens
+        per step ("tokens_per_step").
+      merge: "mean" averages changes; "radial" averages the directions of each variable's changes,
+        and separately their lengths.
+      max_norm: the largest allowed ratio of a change's length to the usual length; longer changes
+        are scaled down. The usual length is the median over other islands' changes for the same
+        version, and this island's earlier ones. 0 sets no limit.
     """
 
     outer_learning_rate: float = 0.7
@@ -101,10 +104,10 @@ class MergeSettings(NamedTuple):
 
     @classmethod
     def of(cls, folder: Folder) -> MergeSettings | None:
-        """Returns the settings of a folder; None before its first merger.
+        """Returns the settings of a folder; None if no merger has begun in it.
 
-        If the object is gone or damaged, they are read from decisions. Raises DamagedObjectError if
-        none does.
+        If the object with the settings is gone or damaged, they are read from a decision. Raises
+        DamagedObjectError if the object is damaged and there is no decision to read.
         """
         damaged: DamagedObjectError | None = None
         try:
@@ -124,7 +127,10 @@ class MergeSettings(NamedTuple):
 
     @classmethod
     def of_text(cls, found: Mapping[str, Any], where: str) -> MergeSettings:
-        """Returns the settings in an object; raises DamagedObjectError for wrong ones."""
+        """Returns the settings in a decoded object; `where` names it in errors.
+
+        Raises DamagedObjectError for settings that make no sense.
+        """
         try:
             settings = cls(**found)
             settings.check()
@@ -136,7 +142,11 @@ class MergeSettings(NamedTuple):
 def counts_behind(
     before: Mapping[str, int], contributions: Sequence[Contribution]
 ) -> dict[str, int]:
-    """Returns the counts that schedules follow: for each the largest of all contributions."""
+    """Returns the counters of a version: the largest in any contribution, and at least `before`.
+
+    Schedules follow these counters (global step, updates); `before` has those of the version
+    before.
+    """
     found = dict(before)
     for one in contributions:
         for name, count in one.counts.items():
@@ -145,7 +155,7 @@ def counts_behind(
 
 
 def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
-    """Returns the names of the variables that a version changes: all of them in version 0.
+    """Returns the names of the variables that a version changes: all of `names` in version 0.
 
     Examples:
       >>> [fragment_of(version, ["a", "b", "c"], fragments=2) for version in (0, 1, 2)]
@@ -160,12 +170,12 @@ def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]
 
 
 def newest_version(folder: Folder) -> int | None:
-    """Returns the number of the newest version whose values are there, or None."""
+    """Returns the number of the newest version in a folder, or None if there is none."""
     return max(numbers_in(folder, "versions", SUFFIX), default=None)
 
 
 def versions_that_make(version: int, fragments: int) -> list[int]:
-    """Returns, in order, the versions whose objects hold all variables' newest values.
+    """Returns the versions whose objects together hold all variables' values as of `version`.
 
     Examples:
       >>> versions_that_make(5, fragments=2)
@@ -181,11 +191,19 @@ def read_version(
     specs: Mapping[str, TensorSpec] | None = None,
     since: int = 0,
 ) -> tuple[dict[str, np.ndarray], Decision]:
-    """Returns the values that versions from `since` to `version` have changed.
+    """Returns the variables that versions from `since` to `version` changed, and the decision.
 
-    Returns also the decision that made the version, which the version contains.
+    Variables have their values as of `version`, and the decision is the one that made `version`.
 
-    Raises DamagedObjectError for an object that is damaged, foreign or gone.
+    Args:
+      folder: the folder of the islands.
+      version: the number of the version.
+      fragments: the number of sets of variables that versions change in turn.
+      specs: shapes and dtypes that the variables must have; None accepts any.
+      since: the first version whose changes are returned.
+
+    Raises:
+      DamagedObjectError: an object is damaged, gone, or not written by a merger.
     """
     values: dict[str, np.ndarray] = {}
     decision: Decision | None = None
@@ -213,12 +231,12 @@ def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.nd
 
 
 class MergedState(NamedTuple):
-    """The state from which, with contributions, the next version is made.
+    """The values and momenta as of a version; with contributions, they make the next version.
 
     Attributes:
-      version: its number.
-      values: the values of all variables.
-      momenta: the momenta of the variables that have one.
+      version: the version's number.
+      values: name -> value, for all variables.
+      momenta: name -> momentum, for the variables that have one.
     """
 
     version: int
@@ -226,16 +244,16 @@ class MergedState(NamedTuple):
     momenta: dict[str, np.ndarray]
 
     def changed(self, settings: MergeSettings) -> MergedState:
-        """Returns the part of the state that this version's objects hold."""
+        """Returns only the variables that this version changed, which its objects hold."""
         names = fragment_of(self.version, list(self.values), settings.fragments)
         momenta = {name: self.momenta[name] for name in names if name in self.momenta}
         return MergedState(self.version, {name: self.values[name] for name in names}, momenta)
 
 
 def read_state(folder: Folder, version: int, settings: MergeSettings) -> MergedState:
-    """Reads the state from which the version after `version` is made.
+    """Returns the values and momenta as of a version, for making the next one.
 
-    Raises DamagedObjectError for an object that is damaged, foreign or gone.
+    Raises DamagedObjectError if an object is damaged, gone, or not written by a merger.
     """
     values = read_values(folder, version, settings.fragments)
     momenta: dict[str, np.ndarray] = {}
@@ -249,11 +267,12 @@ def read_state(folder: Folder, version: int, settings: MergeSettings) -> MergedS
 
 
 def make_version(folder: Folder, decision: Decision, before: MergedState | None) -> MergedState:
-    """Makes a version from the contributions that its decision lists, and the version before.
+    """Computes a version from the version before it and the contributions in its decision.
 
-    A variable whose new values would not be finite keeps its old values, without momentum.
+    `before` is None for version 0, which has the values of the offer that the decision names. If a
+    variable's new value would not be finite, it keeps its old value, and its momentum becomes 0.
 
-    Raises DamagedObjectError for an object that is gone or is not what the decision names.
+    Raises DamagedObjectError if a contribution is gone, or is not the one that the decision names.
     """
     name = decision_object(decision.version)
     settings = MergeSettings.of_text(decision.settings, f"Those of {name} in {folder.url}")
@@ -294,16 +313,18 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
 
 
 def most_bytes(specs: Mapping[str, TensorSpec]) -> int:
-    """Returns the most bytes that a contribution to these variables may have."""
+    """Returns the largest allowed size in bytes of a contribution that changes these variables."""
     return sum(2 * spec.nbytes for spec in specs.values()) + JSON_BYTES
 
 
 def replay(
     folder: Folder, on_version: Callable[[int, bool], None] = lambda version, is_equal: None
 ) -> list[int]:
-    """Makes every version again from its contributions; returns the versions with other bits.
+    """Makes every version again from its contributions; returns those whose stored bits differ.
 
-    Raises DamagedObjectError for a version whose contributions are gone (see `keep_all`).
+    `on_version` is called after each version with its number and whether its bits are equal. Raises
+    DamagedObjectError if contributions to a version are gone, since the merger ran without
+    `keep_all`.
     """
     newest, state, wrong = newest_version(folder), None, list[int]()
     if newest is None:
@@ -337,9 +358,10 @@ def replay(
 def export_version(
     folder: Folder, directory: str | os.PathLike[str], version: int | None = None
 ) -> str:
-    """Writes a version's values as a checkpoint, which `train`, Estimator and Saver restore.
+    """Writes a version's values as a checkpoint, which `train`, Estimator and Saver can restore.
 
-    The checkpoint has the variables that islands exchange and the global step; slots begin anew.
+    The checkpoint has the variables that islands exchange, and the global step. It has no slots, so
+    they begin with their initial values.
 
     Args:
       folder: the folder of the islands.
