@@ -21,7 +21,7 @@ class TrainingError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's message in one line; its type if it has no message."""
+    """Returns the first line of an error's message; without a message, the error's type."""
     # TensorFlow's sessions raise a second error, with many lines on where an operation was made.
     if type(error.__context__) is type(error):
         error = error.__context__
@@ -37,7 +37,10 @@ _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def install_extra(extra: str) -> str:
-    """Returns the command that installs an extra of this package, which is on no package index."""
+    """Returns the command that installs an extra of this package (such as "xla") from its clone.
+
+    The package is on no package index.
+    """
     clone = _PACKAGE_DIR.parent
     if (clone / "pyproject.toml").is_file():
         return f'pip install -e "{clone}[{extra}]"'

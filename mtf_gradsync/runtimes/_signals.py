@@ -20,9 +20,9 @@ _Self = TypeVar("_Self", bound="StopSignal")
 class StopSignal:
     """A context manager that turns SIGINT and SIGTERM into a request to stop.
 
-    `received` is the number of the first signal, None before, and on_first is called with it. A
-    second signal, more than a moment later, is a KeyboardInterrupt: a user who presses Ctrl-C twice
-    does not want to wait.
+    `received` is the number of the first signal, or None if no signal has come. The first signal
+    calls `on_first` with its number. A second signal, unless it comes within the same moment,
+    raises a KeyboardInterrupt: a user who presses Ctrl-C twice does not want to wait.
     """
 
     def __init__(self, on_first: Callable[[int], None] = lambda number: None):
@@ -75,9 +75,10 @@ def signal_of(error: KeyboardInterrupt) -> int:
 
 @contextlib.contextmanager
 def handler_kept(number: int) -> Iterator[None]:
-    """Restores the handler of a signal after the block, if C code has set another.
+    """Restores a signal's handler at the end of the block, even a handler that C code had set.
 
-    Python knows only its own handlers; faulthandler and libraries set theirs in C.
+    Python can restore only handlers that Python set; faulthandler and some libraries set theirs in
+    C.
     """
     action = ctypes.create_string_buffer(_MOST_OF_SIGACTION)
     try:

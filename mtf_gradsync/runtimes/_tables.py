@@ -24,7 +24,8 @@ def terminal_width() -> int:
 def wrapped(lines: Sequence[str], width: int | None = None) -> list[str]:
     """Returns lines of text, the long ones broken between words.
 
-    Continuations have the indentation of their line. `width` is None for `terminal_width`.
+    A continuation has the indentation of the line it continues. `width` is the longest line, in
+    characters; None stands for `terminal_width`.
     """
     width = width or terminal_width()
     short: list[str] = []
@@ -121,7 +122,10 @@ def _narrowest(column: _Column) -> _Column:
 
 
 def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]:
-    """Splits the columns into as few tables as fit into the width; returns each table's."""
+    """Splits columns into as few tables of at most `width` characters as possible.
+
+    Returns the columns of each table; the first `keys` columns come first in each.
+    """
     bands: list[list[_Column]] = []
     for column in columns:
         band = [*bands[-1], column] if bands else [column]

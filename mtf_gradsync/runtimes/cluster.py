@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The place of this task among all; 0 is the chief."""
+        """The index of this task in `all_tasks`; 0 is the chief."""
         return self.all_tasks.index((self.job, self.index))
 
     @property
@@ -63,7 +63,7 @@ class Task(NamedTuple):
         return _host_and_port(self.jobs[job][index], job)
 
     def devices(self, each: int) -> list[str]:
-        """Returns device strings of all tasks' CPU devices, task by task, `each` for a task."""
+        """Returns the device strings of all CPU devices, task by task, `each` devices per task."""
         return [
             f"/job:{job}/task:{index}/device:CPU:{device}"
             for job, index in self.all_tasks
@@ -71,7 +71,7 @@ class Task(NamedTuple):
         ]
 
     def free_port(self) -> int:
-        """Returns the first port after the chief's that no task has."""
+        """Returns the first port number after the chief's that is no task's port."""
         taken = {
             _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
         }
@@ -88,10 +88,11 @@ class Task(NamedTuple):
 def task_of_spec(
     cluster_spec: str | Mapping[str, Sequence[str]], job_name: str, task_index: int
 ) -> Task:
-    """Returns this process's task of a cluster, or raises a ValueError if it is none.
+    """Returns the task of a cluster that this process is, or raises a ValueError if it is none.
 
-    cluster_spec has addresses "host:port" of each job's tasks; it is a dictionary, JSON of one, or
-    text like "worker=host1:2222,host2:2222" with ";" between jobs.
+    `cluster_spec` lists the addresses "host:port" of each job's tasks. It is a dictionary from job
+    to addresses, such a dictionary as JSON, or text like "worker=host1:2222,host2:2222" with ";"
+    between jobs.
     """
     spec = _parsed(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     if not isinstance(spec, Mapping) or not spec:
@@ -201,14 +202,15 @@ _LOSSES = (
 class Cluster(Membership):
     """A process as a task of a cluster. Use it as a context manager around all work on the mesh.
 
-    The chief works inside the context. Any other task that reaches its end serves its devices until
-    the chief reaches the end, too. An exception that leaves the context of one task ends the other
-    tasks with an error that quotes it.
+    The chief works inside the context. Any other task that reaches the end of the context keeps
+    running the operations that the chief places on its devices, until the chief reaches the end,
+    too. An exception that leaves the context of one task ends the other tasks with an error that
+    quotes it.
 
     Attributes:
       task: the task that this process is.
       is_chief: whether this task builds the graph and runs the session: task 0 of the job "chief",
-        or of "worker" where there is no chief.
+        or of "worker" if there is no chief.
       target: argument of ``tf.Session(target)``, and ``master=`` of monitored sessions.
       config: the ConfigProto of the server, for sessions.
       devices: strings of the CPU devices of all tasks, task by task, the chief's first.
@@ -259,32 +261,33 @@ def join_cluster(
     silence: float = 20.0,
     open_to_network: bool = False,
 ) -> Cluster:
-    """Starts this process's ``tf.train.Server``; returns when all tasks of the cluster are there.
+    """Starts this process's ``tf.train.Server``; returns when all tasks have started.
 
     Call it in every task. Afterwards a thread watches over the tasks: when one dies, or says
     nothing for a while, all others end with an error that names it and
     `mtf_gradsync.LOST_PROCESS_EXIT_CODE`. TensorFlow itself would wait without end.
 
     Args:
-      cluster_spec: addresses "host:port" of each job's tasks, a dictionary, JSON of one, or text
-        like "worker=host1:2222,host2:2222"; None takes all three from the environment variable
-        TF_CONFIG, as Estimator does.
+      cluster_spec: addresses "host:port" of each job's tasks: a dictionary, such a dictionary as
+        JSON, or text like "worker=host1:2222,host2:2222". None takes cluster_spec, job_name and
+        task_index from the environment variable TF_CONFIG, as Estimator does.
       job_name: the job of this process.
-      task_index: its number in the job.
+      task_index: the number of this process in its job.
       num_cpu_devices: how many CPU devices each task has; the same in all.
       watch_port: the port of the chief's machine at which the tasks meet and watch each other; None
-        is the first one after the chief's own that no task of the cluster has.
+        is the first port number after the chief's that no task of the cluster has.
       timeout: seconds to wait for the other tasks.
       silence: seconds without a sign of life after which a task is lost.
-      open_to_network: whether other machines may call the server, which obeys anybody. Without it,
-        a cluster on loopback addresses keeps other machines out, or does not start where it cannot
-        (only Linux can); a cluster on other addresses logs a warning.
+      open_to_network: whether other machines may call the server, which obeys anybody who can reach
+        it. If False, a cluster on loopback addresses keeps other machines out, and does not start
+        if the system cannot do that (only Linux can). A cluster on other addresses then logs a
+        warning.
 
     Returns:
       A context manager; close it when the work is done.
 
     Raises:
-      ValueError: when there is no cluster, or this task is none of it.
+      ValueError: no cluster is given, or this process is no task of the cluster.
       ProcessesError: when the tasks cannot meet, or other machines cannot be kept out.
     """
     task = _task(cluster_spec, job_name, task_index)
@@ -321,7 +324,10 @@ def join_cluster(
 
 
 def _keep_others_out(me: Member, task: Task) -> None:
-    """Lets only this machine call a server before its start, if the cluster is on it alone."""
+    """Closes a server's port to other machines, if all tasks of the cluster are on this machine.
+
+    Called before the server starts.
+    """
     addresses = [_host_and_port(a, job) for job, tasks in task.jobs.items() for a in tasks]
     what = (
         "TensorFlow's server listens on all addresses of this machine, and whoever reaches port "

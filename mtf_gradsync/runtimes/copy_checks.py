@@ -1,8 +1,8 @@
 """Compares the copies of variables on cores while a training runs, and ends it if they differ.
 
 Each core of a mesh has its own copy of all values that the mesh does not split: variables, slots,
-counters. All copies are updated alike, and nothing in a step compares them. A copy that becomes
-different, by a fault of memory or a race, spoils every later gradient.
+counters. All copies get the same updates, and nothing in a step compares them. A copy that becomes
+different, because of a memory fault or a race, spoils every later gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VARIABLE = "variable"
 
 
 class CopiesError(RuntimeError):
-    """The error of a variable's copies that differ and must be equal.
+    """The error of a variable whose copies on several cores must be equal and are not.
 
     Attributes:
       variable: the variable's name.
@@ -50,9 +50,9 @@ class CopiesError(RuntimeError):
 def watch_copies(every: int = 100) -> CopiesHook:
     """Makes a session hook that compares the copies of each variable and slot on all cores.
 
-    It compares checksums of their bits, which each device computes where the copies lie: a NaN on
-    all copies is no difference, and -0.0 on one of them is. State of one shard, such as accumulated
-    gradients, is compared among the cores that share it. Give the hook to
+    Compared are checksums of bits, which each device computes from its own copy. So equal NaNs are
+    no difference, and -0.0 in place of 0.0 is one. State that belongs to one shard, such as
+    accumulated gradients, is compared among the cores of this shard. Give the hook to
     `tf.train.MonitoredTrainingSession` or `Estimator.train`; without hooks, call its `begin` before
     the session is opened, and `after_step` after each step.
 
@@ -61,7 +61,7 @@ def watch_copies(every: int = 100) -> CopiesHook:
         `tf.train.Saver`, or a session of this package, writes a checkpoint, and at the end.
 
     Returns:
-      The hook. Copies that differ raise a `CopiesError`, and no checkpoint is written of them.
+      The hook. If copies differ, it raises a `CopiesError` and no checkpoint of them is written.
 
     Raises:
       ValueError: every is not a whole number of 1 or more.
@@ -82,9 +82,9 @@ class CopiesHook(tf.train.SessionRunHook):
         self._step: tf.Tensor | None = None
 
     def begin(self) -> None:
-        """Adds the comparison's operations to the default graph, where the step is lowered.
+        """Adds the comparison's operations to the default graph, which must hold the lowered step.
 
-        Raises ValueError if nothing is.
+        Raises ValueError if the graph has no `mtf.Lowering`.
         """
         self._graph = graph = tf.get_default_graph()
         lowerings = lowerings_of(graph)
@@ -135,7 +135,7 @@ class CopiesHook(tf.train.SessionRunHook):
         return self._runs > 0
 
     def after_step(self, session: Any) -> None:
-        """Counts a step of a session without hooks, and compares if that is due.
+        """Counts a step of a session without hooks; in every `every`-th step compares the copies.
 
         Raises CopiesError if copies differ.
         """
@@ -180,7 +180,7 @@ class CopiesHook(tf.train.SessionRunHook):
         )
 
     def _compared(self, session: Any) -> Iterator[tuple[_Copies, Sequence[bytes]]]:
-        """Yields copies and the checksums of their cores."""
+        """Yields the copies of each slice, and the checksum of each copy."""
         on_cores = _replica_session(session)
         checksums = None if on_cores is None else on_cores.checksums()
         if checksums is None:
@@ -207,20 +207,20 @@ class CopiesHook(tf.train.SessionRunHook):
         return [np.asarray(value) for value in values]
 
     def _attach(self, session: Any) -> None:
-        """Makes a session of this package compare copies before it saves."""
+        """Makes a SIMD program's session compare copies before each save."""
         on_cores = _replica_session(session)
         if on_cores is not None:
             on_cores.check_before_save(lambda: self.check(on_cores))
 
 
 class _Copies(NamedTuple):
-    """The copies of one slice of a variable, on different cores.
+    """The copies of one slice (part) of a variable, on different cores.
 
     Attributes:
-      name: the mesh variable's.
-      cores: numbers of the cores.
-      keys: the names of their tf variables.
-      stacked: the names of variables that the first dimension stacks, or None.
+      name: the name of the Mesh-TF variable.
+      cores: the numbers of the cores that hold a copy.
+      keys: the names of the tf variables that hold the copies, one per core.
+      stacked: if the variable is a stack, the names of the variables stacked in it; else None.
     """
 
     name: str
@@ -230,7 +230,7 @@ class _Copies(NamedTuple):
 
 
 def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, list[Any]]:
-    """Returns, for each slice of a variable with several copies, the cores' copies."""
+    """Returns, for each slice of a variable that several cores hold, their tf variables."""
     laid_out = lowering.variables[variable]
     if isinstance(laid_out, HeldSlices):  # the holder's slices
         return {}
@@ -255,12 +255,12 @@ def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, 
 
 
 def _bits(value: np.ndarray) -> np.ndarray:
-    """Returns the bytes of each number, ``[numbers, bytes]``."""
+    """Returns the bytes of each number of an array, in the shape ``[numbers, bytes]``."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).reshape(value.size, -1)
 
 
 def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """Returns the copies that differ from most, and the others."""
+    """Returns the indices of the copies that differ from the commonest copy, and of all others."""
     most = collections.Counter(copies).most_common(1)[0][0]
     alike = [number for number, x in enumerate(copies) if x == most]
     return [number for number, x in enumerate(copies) if x != most], alike
@@ -269,7 +269,7 @@ def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
 def _different(
     copies: _Copies, values: Sequence[np.ndarray], one: int, other: int
 ) -> tuple[str, str]:
-    """Returns the variable's name, and a sentence on the numbers that differ in two copies."""
+    """Returns the variable's name, and a sentence on where copies `one` and `other` differ."""
     value = values[one]
     numbers = np.flatnonzero((_bits(value) != _bits(values[other])).any(1))
     if not len(numbers):
@@ -319,7 +319,7 @@ def _cores(cores: Sequence[int]) -> str:
 
 
 def _check_and_save(save: Callable[..., Any]) -> Any:
-    """Makes savers of watched graphs compare the copies before they write."""
+    """Returns a replacement for `tf.train.Saver.save` that first compares watched copies."""
 
     def save_checked(self: tf.train.Saver, sess: Any, *args: Any, **kwargs: Any) -> Any:
         graph = getattr(sess, "graph", None)

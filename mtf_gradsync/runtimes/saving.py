@@ -51,10 +51,10 @@ class Differences(NamedTuple):
 
 
 def differences(path: str, variables: Sequence[Any]) -> Differences:
-    """Compares a checkpoint with variables of the default graph.
+    """Returns how a checkpoint differs from variables of the default graph.
 
-    Wrappers' state for another number of shards or islands does not count as a difference: it is
-    resharded.
+    A wrapper's state for another number of shards or islands is no difference: restoring converts
+    it to the new number.
     """
     try:
         saved = Saved(path)
@@ -81,10 +81,11 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
 
 
 def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
-    """Replaces variables' initial values by a checkpoint's, where shapes and types agree.
+    """Replaces variables' initial values by a checkpoint's, if shapes and types agree.
 
-    Other variables, and wrappers' state, keep their own initial values. Returns text for the log,
-    which names both kinds. A directory stands for its newest checkpoint.
+    Other variables, and wrappers' state, keep their own initial values. Returns text for the log
+    that names the replaced and the other variables. `init_checkpoint` may be a directory, which
+    stands for its newest checkpoint.
     """
     try:
         path = init_checkpoint
@@ -134,9 +135,10 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
 
 
 def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
-    """Gives counters of slots in `chosen` that a checkpoint lacks its number of updates.
+    """Initializes update counters that a checkpoint lacks with its number of updates.
 
-    Returns the names of these counts.
+    These are the counters that belong to slots in `chosen`, which begin as in the checkpoint.
+    Returns the counters' names.
     """
     found = []
     for variable in tf.global_variables():
@@ -150,7 +152,7 @@ def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
 
 
 def _groups(names: Iterable[str], trained: Sequence[str]) -> list[str]:
-    """Returns lines on groups of variables: trained ones, slots by kind, and others by name."""
+    """Returns lines that count trained variables and kinds of slots, and name other variables."""
     groups: dict[str, int] = {}
     own = [name for name in names if name in trained]
     for name in sorted(set(names) - set(own)):
@@ -166,10 +168,11 @@ def _groups(names: Iterable[str], trained: Sequence[str]) -> list[str]:
 def check_configuration(
     path: str, variables: Sequence[Any], accept: bool, changed: Sequence[str] = ()
 ) -> Differences:
-    """Returns how a checkpoint and a graph differ, or raises a ConfigError if they must not.
+    """Returns how a checkpoint and a graph differ; raises a ConfigError if that is not accepted.
 
-    With `accept` each may have variables that the other lacks; shapes and types may never differ.
-    `changed` are lines on settings that differ from the checkpoint's.
+    If `accept` is True, the checkpoint and the graph may each have variables that the other lacks.
+    Shapes and types may never differ. `changed` are lines about settings that differ from those
+    that made the checkpoint; the error quotes them.
     """
     found = differences(path, variables)
     parts = _lines(found)
@@ -199,7 +202,7 @@ def check_configuration(
 
 
 def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
-    """Raises a ConfigError if a checkpoint lacks variables, except those that wrappers derive."""
+    """Raises a ConfigError if a checkpoint lacks variables that wrappers cannot derive from it."""
     found = differences(path, variables)
     missing = [
         f"{name} is not in the checkpoint" for name in found.new if name not in found.adapted
@@ -246,10 +249,10 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it is called
-    """The values of a checkpoint, which `tf.train.Saver.save` takes for a session."""
+    """The values of a checkpoint, read ahead, as a session for `tf.train.Saver.save` to write."""
 
     def __init__(self, sess: Any, saver_def: Any):
-        """Reads all values in one run of a session."""
+        """Reads the values of all variables that a saver saves, in one run of a session."""
         last = sess.graph.get_tensor_by_name(saver_def.save_tensor_name).op
         (save,) = [op for op in (last, *last.control_inputs) if op.type == "SaveV2"]
         _, names, slices, *tensors = save.inputs
@@ -285,9 +288,10 @@ class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it 
 class RunSaver(ReshardingSaver):
     """A Saver of a run's checkpoints, by default of all global variables of a graph.
 
-    Before it writes, it copies the slices of `lowering`, all of whose variables have been made, to
-    the masters; without a lowering the caller does. When `save` returns, the files are on the disk
-    and in the directory's manifest.
+    Before it writes, it copies the variables' slices to the masters (whole variables). `lowering`
+    is the lowering that has the slices; all of its variables must exist. Without a lowering the
+    caller copies them. When `save` returns, the files are on the disk and listed in the directory's
+    manifest.
     """
 
     def __init__(self, lowering: mtf.Lowering | None = None, **kwargs: Any):
@@ -331,14 +335,14 @@ class RunSaver(ReshardingSaver):
             sess.run(added)
 
     def _check_masters(self, sess: Any, global_step: Any) -> None:
-        """Raises an error if the values are useless; this class checks none."""
+        """Raises an error if the masters must not be saved; this class accepts all values."""
 
 
 class TrainingSaver(RunSaver):
     """A RunSaver that refuses values from which a run could not go on.
 
-    With `sums_may_be_bad` an optimizer skips sums that are not finite: a checkpoint may hold some.
-    Its caller has compared the variables name by name, and accepted differences.
+    `sums_may_be_bad` says that the optimizer skips sums of gradients that are not finite, so that a
+    checkpoint may hold such sums.
     """
 
     _checks_sums = False
@@ -377,18 +381,18 @@ class TrainingSaver(RunSaver):
             ) from error
 
     def begin_save(self, sess: Any, save_path: str, global_step: int) -> Future[str]:
-        """Takes a checkpoint's values, and writes them while the program goes on.
+        """Reads a checkpoint's values now, and writes them to files while the program goes on.
 
-        It returns once the session may go on: the checkpoint has the values of this moment. Only
-        one checkpoint at a time may be written like this.
+        When it returns, the session may make the next step: the checkpoint has the values read
+        before. Only one checkpoint at a time may be written like this.
 
         Args:
-          sess: a session whose masters are up to date, or this saver's lowering brings them there.
+          sess: the session. If this saver has no lowering, the masters have to be up to date.
           save_path: as for `save`.
           global_step: as for `save`.
 
         Returns:
-          A future of what `save` returns or raises.
+          A future with the result or the error of `save`.
 
         Raises:
           TrainingError: a trained variable or a sum of gradients is not finite.

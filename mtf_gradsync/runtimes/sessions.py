@@ -25,7 +25,7 @@ _SessionInterface: Any = session_interface()
 
 
 class ProgramSession(_SessionInterface):
-    """A session on the cores of a SIMD program, with the interface of a ``tf.Session``."""
+    """A session that runs a SIMD program on its cores, with the interface of a ``tf.Session``."""
 
     looks_at_steps = True
 
@@ -45,7 +45,7 @@ class ProgramSession(_SessionInterface):
 
     @property
     def sess_str(self) -> str:
-        """The target of TensorFlow's part of the session: this process."""
+        """The server on which TensorFlow's part of the session runs: "", for this process."""
         return ""
 
     def run(
@@ -63,9 +63,10 @@ class ProgramSession(_SessionInterface):
 
 
 def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
-    """Appends the fetches in a structure to a list; returns a function that rebuilds it.
+    """Appends the fetches in a structure to a list; returns a function that rebuilds the structure.
 
-    Fetches of hooks are in a dict by hook; `tf.nest` would sort its keys, which have no order.
+    That function takes an iterator over the fetched values. Fetches of hooks are a dict by hook,
+    whose keys have no order; so `tf.nest`, which sorts keys, cannot be used.
     """
     if fetches is None:
         return lambda values: None
@@ -83,11 +84,11 @@ def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
 
 
 class DeviceSessions(tf.train.SessionCreator):
-    """A factory of sessions on devices, which begin from a checkpoint if there is one.
+    """A factory of sessions on devices. A session begins from a checkpoint if there is one.
 
-    A monitored session opens a new session when a worker is lost, and `start` is asked again.
-    TensorFlow's own `ChiefSessionCreator` would begin it with the checkpoint of the first session,
-    not the newest.
+    `start` returns the checkpoint to begin from, and is called for each session: a monitored
+    session opens a new session when a worker is lost. TensorFlow's own `ChiefSessionCreator` would
+    begin the new session from the checkpoint of the first session, not from the newest.
     """
 
     def __init__(
@@ -120,7 +121,10 @@ class DeviceSessions(tf.train.SessionCreator):
 
 
 class ProgramSessions(tf.train.SessionCreator):
-    """A factory of initialized sessions on a SIMD program; see `DeviceSessions`."""
+    """A factory of initialized sessions on a SIMD program; see `DeviceSessions`.
+
+    `make` opens a session.
+    """
 
     def __init__(
         self,
@@ -170,7 +174,7 @@ class ProgramSessions(tf.train.SessionCreator):
 
 
 def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
-    """Gives a saver a run's older checkpoints, so that it deletes those beyond its maximum."""
+    """Tells a saver which older checkpoints a run has, so that it deletes them in time."""
     if saver and start.kept:
         saver.recover_last_checkpoints(list(start.kept))
 
@@ -187,7 +191,7 @@ _DESCRIPTIONS: dict[str, str] = {
 class Runtime(NamedTuple):
     """A runtime, and why it was chosen.
 
-    Steps run on the server `target`; "" is this process.
+    `target` is the server on which steps run; "" is this process.
     """
 
     name: RuntimeName
@@ -204,13 +208,13 @@ def choose_runtime(
     known: Sequence[str] = RUNTIMES,
     fastest: Runtime | None = None,
 ) -> Runtime:
-    """Returns the runtime of a name that a user gave for an argument.
+    """Returns the runtime that a user chose by its name.
 
-    `known` are the names that the argument takes. If "fastest" is one of them, it stands for
-    `fastest`, or for the fastest runtime that this environment has.
+    `argument` is the name of the user's setting, for errors, and `known` are the names that it
+    takes. If "fastest" is among them, it means `fastest`, or, if that is None, the fastest runtime
+    that this environment has.
 
-    Raises:
-      ValueError: there is no such runtime, or it does not run here; names the argument.
+    Raises: ValueError: there is no such runtime, or it does not run here.
     """
     if name not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}.")
@@ -244,9 +248,10 @@ def runtime_for(
     config: tf.ConfigProto | None = None,
     target: str = "",
 ) -> OnDevices | OnCores:
-    """Returns where a runtime builds and runs a step.
+    """Returns the object that builds and runs steps on the runtime of a name.
 
-    The mesh is that of a SIMD program; `config` and `target` are for sessions of a placement mesh.
+    `mesh_shape` and `layout` are for a SIMD program, and `config` and `target` for the sessions of
+    a placement mesh.
     """
     if name == "placement_mesh":
         return OnDevices(config, target)
@@ -269,8 +274,8 @@ _STEPS_AHEAD = 2
 class OnDevices:
     """The runtime of a placement mesh: TensorFlow operations on devices.
 
-    Sessions run on the server `target`, "" for this process, with `config`; None makes one with as
-    many CPU devices as the graph names.
+    Sessions run on the server `target` ("" is this process) with the ConfigProto `config`. If
+    `config` is None, they have as many CPU devices as the graph names.
     """
 
     program: simd.Program | None = None  # there is no SIMD program
@@ -281,7 +286,7 @@ class OnDevices:
         self._config, self._target = config, target
 
     def building(self) -> ContextManager[None]:
-        """Returns a context manager in which to build the step."""
+        """Returns the context manager in which to build the step; here it does nothing."""
         return contextlib.nullcontext()
 
     def sessions(
@@ -294,7 +299,7 @@ class OnDevices:
 
 
 class OnCores:
-    """The runtime of a SIMD program: each core runs all that is built."""
+    """The runtime of a SIMD program: every core runs the whole step that is built."""
 
     def __init__(self, name: RuntimeName, mesh_shape: MeshShapeLike, layout: LayoutLike = ""):
         self.name = name
@@ -317,7 +322,7 @@ class OnCores:
     ) -> ProgramSessions:
         """Returns a factory of sessions on the program; see `ProgramSessions`.
 
-        `lowering` may also be a spec whose hooks have it.
+        `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it.
         """
         program = self.program
         assert program is not None  # it has been built

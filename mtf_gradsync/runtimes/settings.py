@@ -1,4 +1,4 @@
-"""TensorFlow's settings for programs on a mesh: of sessions, of graphs, for equal results."""
+"""TensorFlow's settings for programs on a mesh: for sessions, for graphs, and for repeatability."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def _task_name(task: str) -> str:
 
 
 def enable_mesh_defaults() -> None:
-    """Sets TensorFlow's switches for Mesh-TensorFlow programs; only for entry points.
+    """Sets TensorFlow's global switches for Mesh-TensorFlow programs; for main programs only.
 
-    The switches are graph mode, control flow v1, and resource variables: with ref variables an
-    update may overtake a read of the same step.
+    The switches are graph mode, control flow v1, and resource variables. With ref variables, an
+    update may be executed before a read of the same step.
     """
     tf.disable_v2_behavior()
     tf.enable_resource_variables()

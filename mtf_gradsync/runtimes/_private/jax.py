@@ -105,7 +105,10 @@ def stablehlo_to_hlo(module: str) -> bytes:
 
 
 def stablehlo_flops(module: str, device: Any) -> float:
-    """Returns XLA's count of a StableHLO module's floating-point operations; loops turn once."""
+    """Returns XLA's count of a StableHLO module's floating-point operations.
+
+    A loop counts as one iteration.
+    """
     read = _hlo().HloModule.from_serialized_hlo_module_proto(stablehlo_to_hlo(module))
     try:
         from jaxlib import _jax as library
@@ -117,7 +120,7 @@ def stablehlo_flops(module: str, device: Any) -> float:
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
     """Compiles StableHLO for devices that a topology describes; the program cannot be run.
 
-    XLA refuses a program by a RuntimeError.
+    Raises RuntimeError if XLA refuses the program.
     """
     client = devices[0].client
     if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
@@ -145,7 +148,7 @@ class JaxCluster(NamedTuple):
       coordinator: address "host:port" of process 0.
       num_processes: the number of processes.
       process_id: this process's number.
-      local_device_ids: the devices of its machine that are its own; None for all.
+      local_device_ids: numbers of the devices of the machine that this process uses; None for all.
     """
 
     coordinator: str | None
@@ -157,7 +160,7 @@ class JaxCluster(NamedTuple):
 def detected_cluster(timeout: float) -> JaxCluster:
     """Returns the cluster that ``jax.distributed.initialize`` would find around this process.
 
-    jax may wait `timeout` seconds for an answer of the cluster's manager.
+    jax may wait up to `timeout` seconds until the cluster's manager answers.
     """
     from jax._src.clusters import ClusterEnv
 

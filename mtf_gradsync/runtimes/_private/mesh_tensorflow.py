@@ -15,13 +15,16 @@ SLICES_COLLECTION = "TPU_VAR"
 
 
 def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
-    """Returns the lowering whose masters an `MtfRestoreHook` copies to their slices."""
+    """Returns the lowering whose variables an `MtfRestoreHook` copies from masters to slices.
+
+    A master is the whole variable, as checkpoints hold it; a slice is a processor's part of it.
+    """
     return hook._lowering
 
 
 def variables_of_cores(replicated: Any) -> list[tf.Variable]:
-    """Returns the tf variable of each core, in physical order, of a SIMD mesh's laid-out variable.
+    """Returns the tf variables that hold a SIMD mesh's variable, one per core in physical order.
 
-    `replicated` is the one slice that the laid-out variable shows.
+    `replicated` is the object that Mesh-TF's laid-out variable gives as its only slice.
     """
     return replicated._vars

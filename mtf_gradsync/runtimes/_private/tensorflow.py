@@ -31,7 +31,7 @@ def session_interface() -> type:
 # TensorFlow looks through thousands of kernels for each answer.
 @functools.lru_cache(maxsize=None)
 def kernel_devices(op_type: str) -> frozenset[str]:
-    """Returns kinds of devices, such as "CPU", that TensorFlow can run a type of operation on.
+    """Returns the kinds of devices, such as "CPU", for which TensorFlow has a kernel of `op_type`.
 
     "DEFAULT" stands for all devices.
     """
@@ -41,10 +41,11 @@ def kernel_devices(op_type: str) -> frozenset[str]:
 
 
 def bind_to_loopback(port: int) -> None:
-    """Binds a port so that only this machine can call a server; raises OSError if it cannot.
+    """Makes a server's port reachable from this machine only; raises OSError if it cannot.
 
-    TensorFlow's servers listen on "0.0.0.0", without a setting for it. Earlier calls are ended; a
-    server that has not started has not obeyed them.
+    TensorFlow's servers listen on "0.0.0.0", and no setting changes that. Connections that were
+    made earlier are closed. Call it after the server's constructor, which listens, and before its
+    start: until then the server executes no request.
     """
     if not hasattr(socket, "SO_BINDTODEVICE"):
         raise OSError(f"A system like {sys.platform} cannot bind a socket to a device")
@@ -99,14 +100,17 @@ def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
 
 
 def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
-    """Returns one tensor of a TPU program from each core's own, which have one dtype and shape."""
+    """Returns a tensor of a TPU program that is `tensors[i]` on core i.
+
+    All of `tensors` have one dtype and shape.
+    """
     from tensorflow.python.tpu.ops import tpu_ops
 
     return tpu_ops.tpu_replicated_input(list(tensors), name=name)
 
 
 def eager_mode() -> ContextManager[None]:
-    """Returns a context manager with eager execution, even after ``disable_v2_behavior``."""
+    """Returns a context manager for eager execution, even after ``disable_v2_behavior``."""
     from tensorflow.python.eager import context
 
     return context.eager_mode()
@@ -117,8 +121,8 @@ def xla_custom_call(
 ) -> tf.Tensor:
     """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
 
-    `settings` is the call's ``backend_config``. The result has the given shape and the input's
-    dtype.
+    `target` is the name of the custom call, `settings` its ``backend_config``. The result has the
+    given shape and the dtype of `operand`.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -135,7 +139,10 @@ def xla_custom_call(
 
 
 def with_own_types(value: np.ndarray) -> np.ndarray:
-    """Returns the same bytes in a dtype of TensorFlow's: 2.12 has its own bfloat16."""
+    """Returns an array, with another library's bfloat16 replaced by TensorFlow's; same bytes.
+
+    TensorFlow 2.12 has its own bfloat16.
+    """
     own = tf.bfloat16.as_numpy_dtype
     if value.dtype.name == "bfloat16" and value.dtype != own:
         return value.view(np.uint16).view(own)
@@ -147,11 +154,12 @@ class BridgeError(RuntimeError):
 
 
 def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
-    """Returns the HLO that TensorFlow's bridge to XLA makes of a concrete function, unoptimized.
+    """Returns the unoptimized HLO that TensorFlow's bridge to XLA makes of a concrete function.
 
-    It needs eager execution. `input_specs` are of the function's arguments, without its captures.
-    The result is a serialized ``HloModuleProto``, whose results are the function's, then the new
-    values of the variables that it assigns; the module's aliases say which is whose.
+    Call it with eager execution enabled. `input_specs` describe the function's arguments, without
+    its captures. Returned is a serialized ``HloModuleProto``. Its results are first the function's
+    results, then the new values of the variables that the function assigns. The module's aliases
+    say which result belongs to which variable.
 
     Raises:
       BridgeError: XLA has no kernel for an operation.
@@ -167,9 +175,9 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
 
 
 def hlo_module(serialized: bytes) -> Any:
-    """Parses a serialized ``HloModuleProto``; without bytes, returns an empty one to fill.
+    """Parses a serialized ``HloModuleProto``; of no bytes (b""), returns an empty message to fill.
 
-    Fields of later versions stay as unknown fields. Bytes of something else raise
+    Fields of later versions of XLA are kept as unknown fields. Bytes that are no message raise
     google.protobuf.message.DecodeError.
     """
     from tensorflow.compiler.xla.service import hlo_pb2

@@ -1,1 +1,1 @@
-"""Processes that work together: they meet, and a watchdog ends all when one is lost."""
+"""Processes of one job: they connect at the start, and a watchdog ends all when one is lost."""

@@ -2,7 +2,7 @@
 
 TensorFlow waits forever for a process that never comes. So does jax, or it ends by a signal without
 a message. So the processes meet first, over plain TCP, where missing processes can be named. Then
-the port is free again, for jax for example; the connections stay, for the watchdog.
+the port is free again, for jax for example. The connections stay open: the watchdog uses them.
 
 If a job has a secret, both sides prove that they have it before they trust each other. A copy of
 this module and of `members` lies in every exported step.
@@ -41,7 +41,7 @@ _STRANGERS = 64
 
 
 class _Stranger(NamedTuple):
-    """A caller that has not said yet which process it is."""
+    """A caller of process 0 that has not said yet which process it is."""
 
     connection: Connection
     address: str
@@ -70,7 +70,7 @@ class Introduction(NamedTuple):
 
 
 class Host:
-    """The part of process 0 that waits for the other processes."""
+    """The side of process 0 in a meeting: it accepts and checks the other processes."""
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: MeetingAddress):
         self._me, self._facts, self._place = me, facts, place
@@ -81,7 +81,10 @@ class Host:
         self._denied = False  # whether somebody has had another secret
 
     def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
-        """Returns a connection to each of the others, or raises as `meeting.meet`."""
+        """Waits until all other processes have come; returns the connections; raises as `meet`.
+
+        `names` are the names of all processes, `end` the latest time by `time.monotonic`.
+        """
         with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
             self._selector.register(server, selectors.EVENT_READ, None)
             try:
@@ -119,7 +122,7 @@ class Host:
         self._tell(connection, challenge=stranger.challenge)
 
     def _drop_idle(self, most: int) -> None:
-        """Drops strangers that send nothing, and the oldest if there are too many."""
+        """Drops callers that have been silent for long, and the oldest of more than `most`."""
         late = time.monotonic() - ANSWER_S
         extra = len(self._strangers) - most
         for number, stranger in enumerate(list(self._strangers)):
@@ -127,7 +130,7 @@ class Host:
                 self._drop(stranger)
 
     def _greet(self, stranger: _Stranger, num_processes: int) -> None:
-        """Reads the introduction of a stranger; port scanners and the like are dropped."""
+        """Reads a caller's introduction; accepts or drops the caller, or ends the start."""
         if stranger not in self._strangers:
             return
         connection = stranger.connection
@@ -190,7 +193,7 @@ class Host:
         reason: str,
         error: type[ProcessesError] = ProcessesError,
     ) -> None:
-        """Ends the start with an error, on this process and on those that wait."""
+        """Ends the start with an error here, in the caller and in all processes that have come."""
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._arrived.values())]:
             if other is not None:
@@ -199,7 +202,7 @@ class Host:
         raise error(f"The job cannot start: {reason}.")
 
     def _turn_away(self, stranger: _Stranger, reason: str) -> None:
-        """Drops a stranger with a message on why; the others wait on."""
+        """Drops a caller with a message that says why; the start goes on."""
         self._tell(stranger.connection, refused=f"{self._me} refused a caller: {reason}")
         self._drop(stranger)
 
@@ -253,11 +256,12 @@ def meet(
     facts: Mapping[str, Any],
     timeout: float,
 ) -> dict[Member, Connection]:
-    """Waits until all processes of a job are there, and returns the connections between them.
+    """Waits until all processes of a job have come; returns this process's connections to others.
 
-    Process 0 gets a connection to every other process, the others one to process 0, whose address
-    is `place`. `names` are those of all processes in their order, `facts` settings that have to be
-    equal in all, by the user's names for them; `timeout` is in seconds.
+    Process 0 gets a connection to every other process. Each other process gets a connection to
+    process 0, whose address is `place`. `names` are the names of all processes in their order.
+    `facts` are settings that have to be equal in all processes, by the names that users know.
+    `timeout` is in seconds.
 
     Raises:
       ProcessesError: when the time is up, the port is taken, or the processes do not fit together.
@@ -280,7 +284,7 @@ class Met(NamedTuple):
 def meet_at(
     address: str, num_processes: int, process_id: int, facts: Mapping[str, Any], timeout: float
 ) -> Met:
-    """Meets the processes of a job of XLA devices at "host:port" of process 0; see `meet`."""
+    """Waits for all processes of a job of XLA devices at process 0's "host:port"; see `meet`."""
     place = MeetingAddress.of(address, "coordinator")
     names = [f"process {index}" for index in range(num_processes)]
     me = Member.this(process_id, names[process_id])
@@ -347,7 +351,7 @@ def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, 
 
 
 def _challenge(connection: Connection, end: float) -> str:
-    """Returns the challenge that process 0 sends first."""
+    """Returns the random text that process 0 sends first, to get a proof of the secret."""
     for message in _messages_of_host(connection, end):
         if isinstance(message.get("challenge"), str):
             return message["challenge"]
@@ -358,7 +362,10 @@ def _challenge(connection: Connection, end: float) -> str:
 def _welcome(
     connection: Connection, place: MeetingAddress, first: str, mine: str, end: float
 ) -> Member:
-    """Waits until process 0 says that all are there; returns process 0's member."""
+    """Waits until process 0 says that all processes have come; returns process 0.
+
+    `first` is the name of process 0, and `mine` the challenge that process 0 has to answer.
+    """
     for message in _messages_of_host(connection, end):
         if "denied" in message:
             here = "has one" if has_secret() else "has none"

@@ -1,4 +1,4 @@
-"""Members of a job, the messages between them, and the errors of losing one."""
+"""The processes of a job, the messages between them, and the errors of losing a process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MeetingAddress(NamedTuple):
 
     @classmethod
     def of(cls, text: str, argument: str) -> MeetingAddress:
-        """Parses an address "host:port"; raises ValueError, with the argument's name."""
+        """Parses an address "host:port"; raises a ValueError that names `argument` if it cannot."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"{argument} must be like 'host:1234', got {text!r}.")
@@ -58,9 +58,9 @@ class MeetingAddress(NamedTuple):
 
     @property
     def own(self) -> str | None:
-        """The host, if it is this machine's address and not a name: to listen at it alone.
+        """The host, if it is an IP address of this machine; else None, to listen at all addresses.
 
-        A name may stand for another address here than on the other machines.
+        A host's name may stand for another address here than on the other machines.
         """
         host = self.loopback or self.host
         with contextlib.suppress(ValueError, OSError):
@@ -72,7 +72,7 @@ class MeetingAddress(NamedTuple):
 
     @property
     def loopback(self) -> str | None:
-        """The host, if only processes of this machine can reach it."""
+        """The host, if it is a loopback address, which only this machine can reach; else None."""
         # Not what a machine's name stands for: many machines have their own as 127.0.1.1, which is
         # not what others know it by.
         host = "127.0.0.1" if self.host == "localhost" else self.host
@@ -82,7 +82,10 @@ class MeetingAddress(NamedTuple):
 
 
 def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
-    """Returns whether a caller got all of some arguments; raises ValueError for only some."""
+    """Returns whether all of `arguments` are given, not None; raises ValueError if only some are.
+
+    `caller` is the function's name for the error, and `otherwise` what leaving all out means.
+    """
     missing = [name for name, value in arguments.items() if value is None]
     if missing and len(missing) < len(arguments):
         raise ValueError(
@@ -101,7 +104,7 @@ class ProcessesError(RuntimeError):
 
 
 class MissingProcessesError(ProcessesError):
-    """The error of processes that did not come in time; starting again may help."""
+    """The error of a start for which some processes came too late; starting again may help."""
 
 
 #: Characters of a text in a message; of a longer one the beginning is sent.
@@ -111,11 +114,11 @@ LONGEST = 1 << 20
 
 
 class ConnectionBroken(Exception):
-    """The error of a connection that has ended, or has sent unknown messages."""
+    """The error of a connection that has ended, or on which an unknown message came."""
 
 
 class Connection:
-    """One end of a connected socket. No method waits."""
+    """One end of a connected socket for JSON messages. Its methods return at once."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -130,13 +133,14 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, **message: Any) -> None:
-        """Sends a message of JSON values, or keeps it while the other side does not read.
+        """Sends a message of JSON values; while the other side does not read, holds it back.
 
         Texts are cut after `LONGEST_TEXT` characters. A message of more than `LONGEST` bytes is a
         ValueError.
 
         Raises:
-          ConnectionBroken: the other side has gone, or more than `LONGEST` bytes would wait for it.
+          ConnectionBroken: the other side has gone, or more than `LONGEST` bytes would be held
+            back.
         """
         line = json.dumps({name: _cut(value) for name, value in message.items()}).encode() + b"\n"
         if len(line) > LONGEST:
@@ -157,7 +161,7 @@ class Connection:
             raise ConnectionBroken(str(error)) from error
 
     def receive(self, at_most: int | None = None) -> list[dict[str, Any]]:
-        """Returns the messages received since the last call, `at_most` of them.
+        """Returns the messages received since the last call, at most `at_most` of them.
 
         Raises:
           ConnectionBroken: the other side has gone and all messages have been returned, or what was
@@ -188,7 +192,7 @@ class Connection:
 
 
 def printable(text: str) -> str:
-    """Returns another process's text without characters that move a terminal's cursor."""
+    """Returns another process's text, with "?" for characters that could control a terminal."""
     return "".join(x if x.isprintable() else "?" for x in text)
 
 
@@ -212,7 +216,7 @@ SECRET_VARIABLE = "MTF_GRADSYNC_SECRET"
 
 
 def has_secret() -> bool:
-    """Returns whether this process has a secret."""
+    """Returns whether this process has a secret in the environment variable MTF_GRADSYNC_SECRET."""
     return bool(os.environ.get(SECRET_VARIABLE))
 
 
@@ -224,7 +228,8 @@ def new_challenge() -> str:
 def secret_proof(role: str, *challenges: str) -> str:
     """Returns hexadecimal digits that prove that this process has the secret.
 
-    They depend on both sides' challenges, and on `role`, so that no side can send a proof back.
+    The digits depend on `challenges`, random texts of the two sides, and on `role`, which names the
+    side that proves. So no side can send back the other side's proof.
     """
     key = os.environ.get(SECRET_VARIABLE, "").encode()
     return hmac.new(key, json.dumps([role, *challenges]).encode(), hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""Sends the watchdog's messages for a process whose threads cannot run, unless it is stopped.
+"""Sends the watchdog's messages for its parent process while the parent's threads cannot run.
 
 It runs as a script of its own: TensorFlow's bridge keeps Python's interpreter lock for as long as
 it lowers a program, seconds or minutes, and the watchdog's thread needs that lock to send a beat.
@@ -19,7 +19,7 @@ BEAT = b'{"beat": true}\n'
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process was stopped; False if the system does not say."""
+    """Returns whether a process is stopped by a signal; False if the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # Its name, in parentheses, may hold anything.
@@ -29,7 +29,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def main(pid: int, seconds: float, descriptors: list[int]) -> None:
-    """Sends a beat every `seconds` on sockets of `descriptors`, until the parent `pid` ends."""
+    """Sends a beat every `seconds` on the sockets `descriptors`, until the parent `pid` ends.
+
+    It sends none while the parent is stopped.
+    """
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     # Soon after its end these connections have to break.
     while os.getppid() == pid:

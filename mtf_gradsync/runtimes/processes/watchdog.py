@@ -55,7 +55,7 @@ class Alarm(NamedTuple):
 
 
 class Watchdog:
-    """The watchdog of a process, in its own thread."""
+    """The thread that notices lost processes of a job, and then ends its own process."""
 
     def __init__(
         self,
@@ -66,8 +66,9 @@ class Watchdog:
     ):
         """Starts the thread.
 
-        `peers` are the connections to all others on process 0, to process 0 on the others. A
-        process is lost after `silence` seconds without a beat.
+        `me` is this process. `peers` are its connections: in process 0 to all other processes, in
+        any other process to process 0. A process is lost after `silence` seconds without a beat.
+        `alarm` reports a crash of this process.
         """
         global _running
         self._me = me
@@ -98,12 +99,12 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def leave(self) -> None:
-        """Says goodbye, and waits until all processes have said it."""
+        """Says that this process has finished, and waits until all processes have said so."""
         self._request("goodbye", "")
         self._finished.wait()
 
     def serve(self) -> None:
-        """Waits until process 0 says goodbye, and then leaves."""
+        """Waits until process 0 has finished its work, and then leaves the job."""
         self._dismissed.wait()
         self.leave()
 
@@ -114,7 +115,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def beating_by_proxy(self) -> Iterator[None]:
-        """Has a separate process send the beats inside the block, while this one runs."""
+        """Returns a context manager in which a separate process sends this process's beats."""
         with self._descriptors() as peers:
             given = map(str, (os.getpid(), _BEAT_S, *peers))
             child = subprocess.Popen(
@@ -132,7 +133,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _descriptors(self) -> Iterator[list[int]]:
-        """Yields copies of the connections' descriptors, which the thread cannot close."""
+        """Yields copies of the connections' file descriptors, which the thread cannot close."""
         with self._closing:
             copies = [os.dup(connection.fileno()) for connection in self._peers.values()]
         try:
@@ -220,7 +221,7 @@ class Watchdog:
         self._heard[member] = now
 
     def _take(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Handles a message; raises ConnectionBroken if this package does not send such ones."""
+        """Handles a message of `member`; raises ConnectionBroken if it is malformed."""
         if "begun" in message:
             self._begun[member] = printable(str(message["begun"]))
         if "goodbye" in message:
@@ -245,7 +246,7 @@ class Watchdog:
             self._crash_at = now + _CRASH_S
 
     def _end_of_crash(self) -> None:
-        """Ends this process and the others with a report of its crash."""
+        """Reports this process's crash to the other processes, which end, and ends this process."""
         at = f" The last that it had begun is {_begun}." if _begun else ""
         assert self._alarm is not None  # it has rung
         what = f"crashed: {self._alarm.explain(self._alarmed)}{at}"
@@ -253,7 +254,11 @@ class Watchdog:
         self._end(f"this process {what}")
 
     def _do(self, kind: str, text: str) -> None:
-        """Does the work that the main thread asks for."""
+        """Carries out a request of the main thread.
+
+        `kind` is "goodbye", "failed", "silence begins" or "silence ends"; `text` is the reason of a
+        failure.
+        """
         if kind == "goodbye":
             self._left.add(self._me)
             self._tell_all(goodbye=True)
@@ -273,7 +278,10 @@ class Watchdog:
             self._tell_all(failed=text)
 
     def _lose(self, member: Member, how: str, grace: float = 0.0) -> None:
-        """Handles the loss of a process that this one has noticed."""
+        """Handles the loss of `member`: tells the others, and ends this process in `grace` seconds.
+
+        `how` says what happened to `member`. If it had finished its work, nothing is lost.
+        """
         if member in self._left and member.index == 0 and self._me in self._left:
             # Only process 0 says that all have left, and there is nothing to do any more.
             self._finished.set()
@@ -282,7 +290,7 @@ class Watchdog:
             self._learn(member, how, grace)
 
     def _learn(self, member: Member, how: str, grace: float) -> None:
-        """Records that a process is lost, and ends this one, at once or soon."""
+        """Records that `member` is lost, and ends this process in `grace` seconds."""
         if self._doom is None:
             what = f"lost {member}: it {how}"
             if member == self._me:
@@ -314,7 +322,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def beats_go_on() -> Iterator[None]:
-    """Sends beats from a separate process while Python's interpreter lock is held for long."""
+    """Lets a separate process send this process's beats while code inside holds Python's lock."""
     if _running is None:
         yield
         return
@@ -329,9 +337,9 @@ def note(begun: str) -> None:
 
 
 def _write_last(text: str) -> None:
-    """Writes a text to standard error, as this process's last.
+    """Writes a text to standard error, and drops all that this process writes afterwards.
 
-    jax's threads report the loss, too, at the same moment, which may be after this text.
+    jax's threads report a lost process at the same moment, perhaps after this text.
     """
     errors = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -352,10 +360,10 @@ _Self = TypeVar("_Self", bound="Membership")
 
 
 class Membership:
-    """A context manager around all work that needs the other processes.
+    """A context manager around all work that needs the other processes of the job.
 
-    An exception that leaves the context ends the other processes, too; so does the end of this
-    process without `close`, unless the interpreter ends as it should.
+    An exception that leaves the context ends the other processes, too. They also end if this
+    process dies. When the interpreter exits without an error, `close` is called.
     """
 
     def __init__(self, watchdog: Watchdog):
@@ -378,7 +386,7 @@ class Membership:
             self._fail(error)
 
     def close(self) -> None:
-        """Waits until all processes have called this, and leaves them."""
+        """Waits until all processes of the job have called `close`, and ends the connections."""
         if not self._closed:
             self._closed = True
             self._leave()

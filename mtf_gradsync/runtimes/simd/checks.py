@@ -1,4 +1,4 @@
-"""Checks of SIMD programs: what CPU replicas cannot run, and where cores have to agree."""
+"""Checks of SIMD programs: what CPU replicas cannot run, and where cores must agree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 def check_can_be_emulated(facts: GraphFacts) -> None:
-    """Raises `UnsupportedProgramError` for a graph that the emulator would get wrong."""
+    """Raises `UnsupportedProgramError` for a graph that the emulator cannot run correctly."""
     if not facts.num_replicas:
         raise UnsupportedProgramError(
             "The graph holds no TPU program. Build the model inside simd.tpu_program(...) or "
@@ -60,7 +60,7 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
 
 
 def check_functions_are_silent(facts: GraphFacts) -> None:
-    """Raises `UnsupportedProgramError` for programs that call functions with collectives."""
+    """Raises `UnsupportedProgramError` if a program calls a function that holds a collective."""
     talking = _functions_with_collectives(
         {f.signature.name: f for f in facts.graph_def.library.function}
     )
@@ -111,7 +111,7 @@ def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
 
 
 def _functions_named(node: tf.NodeDef) -> Iterator[str]:
-    """Yields the functions that a node calls: its own type, and those in its attributes."""
+    """Yields names of functions that a node may call: its type, and functions in its attributes."""
     yield node.op
     for value in node.attr.values():
         if value.HasField("func"):
@@ -153,7 +153,7 @@ class Meeting(NamedTuple):
 def find_meetings(
     facts: GraphFacts, collectives: dict[str, CollectiveOperation], effects: Effects
 ) -> list[Meeting]:
-    """Finds the operations that several cores of a program have to reach together."""
+    """Returns the operations that several cores of a program have to reach together."""
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
     for name in facts.order:
         if name in effects.shared_writes:
@@ -163,10 +163,11 @@ def find_meetings(
 
 
 def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
-    """Returns (loop, core) -> the core whose frame it shares, where cores meet inside the loop.
+    """Returns (loop, core) -> the core whose frame this core's copy of the loop shares.
 
-    Cores that meet there iterate together in one frame. Other cores need their own frame: in a
-    branch that only some groups take, a frame is alive or dead as a whole.
+    A frame is TensorFlow's name for one execution of a loop. Cores that exchange data inside a loop
+    iterate together in one frame. Other cores, which the result leaves out, need their own frame:
+    in a branch that only some groups take, a frame is alive or dead as a whole.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:
@@ -191,7 +192,7 @@ class Agreement(NamedTuple):
 
 
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
-    """Returns the predicates on which groups of several cores have to agree, and their groups."""
+    """Returns predicate -> the groups of cores that have to compute the same value of it."""
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:
         for around in meeting.context:
@@ -213,5 +214,8 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
 
 
 def values_name(check: str) -> str:
-    """Returns the name of the tensor with the values compared last, in a group's order."""
+    """Returns the name of the tensor with the values that the operation `check` compared last.
+
+    The values are in the order of the group's cores.
+    """
     return check + "/last_values"

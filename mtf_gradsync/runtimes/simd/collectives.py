@@ -32,16 +32,18 @@ def list_collectives(
 
     Args:
       program: a `Program`, or a graph that holds TPU programs of any origin.
-      mesh_impl: the ``SimdMeshImpl`` that a graph was lowered with, to name groups by mesh axes. A
-        lowering and a `Program` bring their own. Without one, groups are lists of core numbers.
-      lowering: the lowering, or the spec of a model_fn, to give the names of variables that
-        Mesh-TF stacked, in place of the stack's name.
+      mesh_impl: the ``SimdMeshImpl`` that a graph was lowered with, to name groups of cores by mesh
+        axes. Not needed with a lowering or a `Program`, which know it. Without any of these, groups
+        are lists of core numbers.
+      lowering: the lowering, or the EstimatorSpec that a model_fn returned. With it, the report
+        names the variables that Mesh-TF stacked, in place of the stack.
 
     Returns:
       The report, one row per collective in program order.
 
     Raises:
-      UnsupportedProgramError: when there is no TPU program, or a function holds a collective.
+      UnsupportedProgramError: the graph has no TPU program, or a function that it calls holds a
+        collective.
     """
     lowerings = lowerings_in(lowering)
     if mesh_impl is None and len(lowerings) == 1 and len(lowerings[0].mesh_to_impl) == 1:
@@ -97,10 +99,10 @@ def _row(
 
 
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
-    """Returns the names of mesh axes, joined by "+", by the groups of cores along these axes.
+    """Returns groups of cores -> the mesh axes along which they are groups, joined by "+".
 
-    Groups are sets of physical core numbers. The result has all sets of axes, except axes of size
-    1.
+    Groups are sets of physical core numbers. The result has an entry for each set of axes of more
+    than one core.
     """
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
@@ -117,7 +119,7 @@ def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
 
 
 def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
-    """Returns the names of the variables in each variable that Mesh-TF stacked, by its name."""
+    """Returns name of each stack of Mesh-TF -> the names of the variables stacked in it."""
     return {
         v.name: list(v.original_names)
         for lowering in lowerings
@@ -129,7 +131,10 @@ def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
 def _spell(
     variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
 ) -> tuple[str, ...]:
-    """Returns the unstacked names of the trainable variables, or of all if none is."""
+    """Returns the trainable ones of `variables`, or all if none is trainable, by unstacked names.
+
+    `stacked` is the result of `_original_names`; `trainable` are names of all trainable variables.
+    """
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.
     known = [n for n in names if n in trainable or n.partition("stacked/")[2] in trainable]
@@ -139,7 +144,7 @@ def _spell(
 def _variables_reached(
     facts: GraphFacts, collectives: dict[str, CollectiveOperation]
 ) -> dict[str, list[str]]:
-    """Returns by collective the variables that its result reaches before another collective."""
+    """Returns collective -> the variables that its result reaches without another collective."""
     written = written_variables(facts)
     names = sorted({v for variables in written.values() for v in variables})
     bit = {name: 1 << i for i, name in enumerate(names)}

@@ -29,12 +29,14 @@ class CommunicationRow:
         transfers: bytes received, averaged over the devices. None where it is not known.
       group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
       loops: names of the loops around it, outermost first.
-      turns: how often the loops run it in one step; None where the graph does not say.
-      branches: the conditionals around it: ("predicate", the value that runs it).
-      variables: variables that its result reaches without another collective in between; for a
-        gradient's sum, the variables that the gradient is for. None where it is not known.
-      together: name of the group of sums that it is made with, which the compilers of TPUs and GPUs
-        combine; "" for one that is made alone.
+      turns: how many times the loops run the operation in one step; None if the graph does not say.
+      branches: the conditionals around the operation, each as (name of the predicate, the
+        predicate's value that runs the operation).
+      variables: variables that the operation's result reaches without another collective in
+        between. For the sum of a gradient, these are the variables that the gradient is for. None
+        if not known.
+      together: name of the group of sums (see the glossary) that the operation belongs to.
+        Compilers of TPUs and GPUs combine the sums of a group. "" for an operation in no group.
     """
 
     operation: str
@@ -51,12 +53,12 @@ class CommunicationRow:
 
     @property
     def is_conditional(self) -> bool:
-        """Whether it runs on some steps only."""
+        """Whether the operation runs in some steps only."""
         return bool(self.branches)
 
     @property
     def where(self) -> str:
-        """The loop and the branches around it, for people to read; "" outside all."""
+        """The loops and branches around the operation, as text for people; "" if there are none."""
         parts = []
         if self.loops:
             turns = "?" if self.turns is None else self.turns
@@ -66,7 +68,7 @@ class CommunicationRow:
 
     @property
     def bytes_per_step(self) -> int | None:
-        """The bytes per core in a step that runs it; None if size or turns are unknown."""
+        """The bytes per core in a step that runs the operation; None if they are unknown."""
         if self.bytes_per_core is None or self.turns is None:
             return None
         return self.bytes_per_core * self.turns
@@ -74,16 +76,17 @@ class CommunicationRow:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """A sum over rows.
+    """The totals of several rows of a `CommunicationReport`.
 
     Attributes:
-      operations: how many operations, each counted once.
+      operations: the number of operations; one in a loop counts once.
       groups: the number of groups of operations that are made together; an operation alone is a
         group, too.
       runs: the number of runs in one step; operations that run an unknown number of times count
         once.
-      bytes_per_core: bytes per core in one step; unknown turns count once, unknown sizes as 0.
-      is_exact: whether all facts were known.
+      bytes_per_core: bytes per core in one step. An operation that runs an unknown number of times
+        counts once, one of unknown size as 0.
+      is_exact: whether all sizes and numbers of runs were known.
     """
 
     operations: int
@@ -126,7 +129,7 @@ class CommunicationReport:
         return _total(self.rows)
 
     def scalars(self) -> dict[str, float]:
-        """Returns bytes per core of a step by name, as summaries have them."""
+        """Returns bytes per core in one step, by the names that TensorBoard summaries use."""
         other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
         values: dict[str, float] = {"traffic/bytes_of_update_step": update}
         if other != update:
@@ -134,7 +137,7 @@ class CommunicationReport:
         return values
 
     def by_group(self) -> dict[str, Total]:
-        """Returns totals of an update step for each group, in order of first appearance."""
+        """Returns group of cores -> its total in an update step, in order of first appearance."""
         groups: dict[str, list[CommunicationRow]] = {}
         for row in self.rows:
             groups.setdefault(row.group, []).append(row)
@@ -163,7 +166,7 @@ class CommunicationReport:
         return json.dumps(content, indent=2)
 
     def plot(self, path: str) -> None:
-        """Draws bytes per core and the number of groups by mesh axes, and writes a PNG.
+        """Writes a PNG that shows bytes per core and numbers of groups of operations, by mesh axes.
 
         Args:
           path: the file to write.
@@ -207,10 +210,10 @@ _SAID_ONCE = ("operation", "dtype", "over", "together", "where", "part", "at")
 
 
 def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the lines of a table of rows, in which equal rows become one with their number.
+    """Returns the lines of a table of rows; equal rows become one line with their number.
 
-    Properties that all rows share are in a line above. `parts` has the part of a step to which each
-    row belongs, by the row's name.
+    Properties that all rows share are in a line above the table. `parts` maps a row's name to the
+    part of the step that it belongs to, for a column "part"; None for no such column.
     """
     counts = collections.Counter(
         (
@@ -271,9 +274,9 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def has_calls(graph: tf.Graph) -> bool:
-    """Returns whether a graph calls functions, in which copies are not listed.
+    """Returns whether a graph calls functions, because copies inside functions are not listed.
 
-    An update that some steps skip may be such a call.
+    An update that some steps skip may be such a function.
     """
     return any(operation.type in _CALLS for operation in graph.get_operations())
 
@@ -330,7 +333,8 @@ class ProcessTransfers(NamedTuple):
     Attributes:
       tensors: messages that carry a tensor.
       bytes: size of these tensors; None where a shape is unknown.
-      signals: messages without content, from operations that others wait for.
+      signals: messages without content, which let operations wait for operations of another
+        process.
     """
 
     tensors: int
@@ -398,7 +402,7 @@ def _canonical(device: str) -> str:
 
 
 def _needed(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Returns all operations that `operations` need, with them, in order of creation."""
+    """Returns `operations` and all operations that they need, in order of creation."""
     graph_order = {op.name: i for i, op in enumerate(operations[0].graph.get_operations())}
     needed: dict[str, tf.Operation] = {}
     pending = list(operations)

@@ -1,4 +1,4 @@
-"""Rewrites a graph that holds TPU programs into one that runs them on CPU replicas.
+"""Rewrites a graph with TPU programs into a graph that runs the programs on CPU replicas.
 
 Every operation of a program is cloned once per core. What the cores exchange becomes ordinary
 operations between the clones:
@@ -53,8 +53,10 @@ class EmulatedGraph:
       graph_def: the rewritten graph. It has no TPU operations and no device names.
       num_replicas: name of each TPU program -> its number of cores.
       done: name of each TPU program -> the operation that runs all of it, on all cores.
-      agreements: name of each comparing operation -> the agreement that it checks.
-      random_steps: the operations that tell random operations the step; None if there are none.
+      agreements: name of each operation that compares a predicate over cores -> the agreement that
+        it checks.
+      random_steps: the operations that tell random operations the step; None if there are no random
+        operations.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class EmulatedGraph:
           name: name of an operation or tensor in the graph before the rewriting.
 
         Returns:
-          The program's name, or "" if it is outside.
+          The program's name, or "" for an operation outside every program.
 
         Raises:
           KeyError: when the graph has no such operation.
@@ -95,10 +97,10 @@ class EmulatedGraph:
         return self._facts.cluster.get(node, "")
 
     def place_of(self, name: str) -> tuple[int, str] | None:
-        """Returns the core on which an operation of the rewritten graph runs, and its old name.
+        """Returns the core on which an operation of the rewritten graph runs, and its first name.
 
         Args:
-          name: the operation's.
+          name: the operation's name in the rewritten graph.
 
         Returns:
           The core, and the operation's name before the rewriting; None for an operation outside
@@ -111,10 +113,10 @@ class EmulatedGraph:
         return int(number), rest
 
     def groups_of_sums(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Returns each sum's groups of cores; the sum is computed once for a group.
+        """Returns the groups of cores of each sum, which is computed once per group.
 
         Returns:
-          Name before the rewriting -> groups; the first core of each has the operation.
+          Name before the rewriting -> groups. The operation runs on the first core of each group.
         """
         found = find_collectives(self._facts).values()
         return {one.name: one.groups for one in found if one.op == "CrossReplicaSum"}
@@ -123,14 +125,14 @@ class EmulatedGraph:
         """Returns the names that an operation or tensor has after the rewriting.
 
         Args:
-          name: name of an operation ("loss") or tensor ("loss:0") in the graph before.
+          name: name of an operation ("loss") or tensor ("loss:0") before the rewriting.
 
         Returns:
           One name per core, or a single name outside every program.
 
         Raises:
           KeyError: when the graph has no such operation.
-          ValueError: when it is in a loop or branch, or is an input of the program.
+          ValueError: the operation is in a loop or branch, or is an input of the program.
         """
         node_name, number = split_input(name)
         node = self._facts.node[node_name]
@@ -164,7 +166,7 @@ def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
       The rewritten graph.
 
     Raises:
-      UnsupportedProgramError: when the graph holds what cannot be emulated; the error names it.
+      UnsupportedProgramError: an operation of the graph cannot be emulated; the error names it.
     """
     graph_def = graph.as_graph_def() if isinstance(graph, tf.Graph) else graph
     facts = GraphFacts(graph_def)
@@ -238,7 +240,7 @@ class _Rewriter:
         return node
 
     def _add_int(self, name: str, value: Any, near: str) -> str:
-        """Returns a constant that lives in the same loop and branch as the node ``near``."""
+        """Adds a constant in the loop and branch of the node `near`; returns its name."""
         node = self._add(name, "Const", ["^" + near], dtype=tf.int32.as_datatype_enum)
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
         return name
@@ -246,7 +248,7 @@ class _Rewriter:
     # Inputs, seen from each side of the program's boundary.
 
     def _outside_input(self, source: str, number: int) -> list[str]:
-        """Returns the new input of an operation that is outside a program."""
+        """Returns what replaces an input of an operation outside all programs."""
         facts, node = self._facts, self._facts.node[source]
         if node.op == "TPUReplicatedOutput":
             inner, inner_number = facts.inputs(source)[0]
@@ -262,7 +264,7 @@ class _Rewriter:
         return [join_input(source, number)]
 
     def _core_input(self, source: str, number: int, core: int) -> list[str]:
-        """Returns the new input of a node inside a program, on one core."""
+        """Returns what replaces an input of a node in a program, for the node's copy on a core."""
         node = self._facts.node[source]
         if source in self._facts.cluster:
             return [join_input(self._name(source, core), number)]
@@ -275,7 +277,7 @@ class _Rewriter:
         return self._outside_input(source, number)
 
     def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
-        """Returns the data inputs or the control inputs of a node on one core."""
+        """Returns the data inputs, or the control inputs, of a node's copy on one core."""
         found = [
             text
             for source, number in self._facts.inputs(name)
@@ -414,14 +416,14 @@ class _Rewriter:
     def _split(
         self, node: tf.NodeDef, core: int, inputs: list[str], dimension: int, parts: int
     ) -> None:
-        """Adds `<name of the core's clone>/split`, whose outputs are parts of the first input."""
+        """Adds a node that splits `inputs[0]` into parts: `<name of the core's clone>/split`."""
         name = self._name(node.name, core)
         axis = self._add_int(name + "/split_axis", dimension, near=split_input(inputs[0])[0])
         split = self._add(name + "/split", "Split", [axis, *inputs], T=node.attr["T"].type)
         split.attr["num_split"].i = parts
 
     def _add_done(self) -> None:
-        """Adds an operation per program that waits for all effects, on all cores."""
+        """Adds, for each program, the operation that waits for all of its effects on all cores."""
         facts = self._facts
         last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
         for name in facts.order:
@@ -444,7 +446,7 @@ class _Rewriter:
     # Predicates that a group has to agree on.
 
     def _compared(self, text: str, predicate: str, core: int) -> str:
-        """Returns the predicate for a core: itself, or the output of its group's comparison."""
+        """Returns the predicate that a core tests: `text`, or one that waits for comparisons."""
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text
         return self._agreed.setdefault((predicate, core), self._compared_name(predicate, core))
@@ -454,7 +456,7 @@ class _Rewriter:
         return self._name(f"{source}/agreed_{number}", core)
 
     def _variable_of_values(self, name: str, check: str, size: int, near: str = "") -> None:
-        """Adds a handle of the variable that holds the values that a check compared last."""
+        """Adds a handle of the variable that holds the values which `check` compared last."""
         handle = self._add(name, "VarHandleOp", ["^" + near] if near else [])
         handle.attr["dtype"].type = tf.bool.as_datatype_enum
         handle.attr["shape"].shape.dim.add().size = size

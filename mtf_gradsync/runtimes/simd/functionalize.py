@@ -30,14 +30,14 @@ StandIn = Callable[[tf.NodeDef, Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class _Conditional:
-    """A whole conditional, as an item of the level around it."""
+    """A conditional as one item of the level (function body) around it."""
 
     predicate: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Single:
-    """A single operation, as an item of a level."""
+    """A single operation as an item of a level (function body)."""
 
     name: str
 
@@ -48,19 +48,19 @@ def rebuild(
     fetches: Sequence[str],
     stand_ins: Mapping[str, StandIn] = {},
 ) -> tuple[list[Any], dict[str, int]]:
-    """Rebuilds a graph's operations in the current default graph, which is a function's.
+    """Rebuilds a graph's operations in the default graph, with functions for loops and branches.
 
-    Control flow v2 has to be enabled there.
+    The default graph has to be a function's graph, with control flow v2 enabled.
 
     Args:
       graph_def: the graph; control flow version 1.
-      given: name of an operation -> the tensor to take in its place.
+      given: name of an operation -> the tensor to use in place of its result.
       fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
       stand_ins: type of an operation -> its replacement.
 
     Returns:
-      The fetches as they were made; and for each loop, by the name of the ``While`` that it has
-      become, how often it turns, where the graph says so.
+      The rebuilt fetches. And name of each ``While`` -> the loop's number of iterations, if the
+      graph says it.
     """
     builder = _Builder(GraphFacts(graph_def), stand_ins)
     level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
@@ -75,7 +75,7 @@ def rebuild(
 
 
 class _Builder:
-    """The state that all levels share."""
+    """The state that all levels (function bodies) of one rebuilding share."""
 
     def __init__(self, facts: GraphFacts, stand_ins: Mapping[str, StandIn]):
         self.facts = facts
@@ -91,18 +91,21 @@ class _Builder:
         return self.facts.node[name].op == "Merge"
 
     def is_loop_variable(self, name: str) -> bool:
-        """Returns whether a node is the ``Merge`` at which a loop's variable enters each turn."""
+        """Returns whether a node is the ``Merge`` of a loop's variable at an iteration's begin."""
         return self._is_merge(name) and any(
             self.facts.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
         )
 
     def next_value(self, variable: str) -> str:
-        """Returns the ``NextIteration`` of a loop's variable."""
+        """Returns the ``NextIteration`` node of a loop's variable."""
         sources = (source for source, _ in self.facts.inputs(variable))
         return next(s for s in sources if self.facts.is_back_edge(s, variable))
 
     def item_of(self, name: str, around: Context) -> Hashable:
-        """Returns the item that a node belongs to on the level with the given context."""
+        """Returns the item (operation, loop or conditional) that holds a node, on one level.
+
+        `around` is the level's context: the loops and branches around it.
+        """
         facts, depth = self.facts, len(around)
         context = facts.context[name]
         if len(context) > depth:
@@ -115,13 +118,17 @@ class _Builder:
         return _Single(name)
 
     def side_of(self, source: str, number: int, depth: int) -> CalledBranch:
-        """Returns the side of a conditional from which a ``Merge`` gets a value."""
+        """Returns the side of a conditional that computes an input of the conditional's ``Merge``.
+
+        The input is output `number` of the node `source`; `depth` is the number of loops and
+        branches around the conditional.
+        """
         side = self.facts.context_of_output(source, number)[depth]
         assert isinstance(side, CalledBranch)
         return side
 
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
-        """Returns the nodes of a loop's iteration that `wanted` needs, with `wanted`."""
+        """Returns `wanted` and all nodes of the loop's iteration that they need."""
         found: set[str] = set()
         pending = list(wanted)
         while pending:
@@ -134,7 +141,7 @@ class _Builder:
         return sorted(found, key=self.position.__getitem__)
 
     def _opens_turn(self, name: str, around: Context) -> bool:
-        """Returns whether a node only carries values into an iteration of this level's loop."""
+        """Returns whether a node only carries values into an iteration of the innermost loop."""
         if self.facts.context[name] != around:
             return False
         op = self.facts.node[name].op
@@ -158,7 +165,7 @@ class _Level:
             tf.import_graph_def(builder.library, name="")
 
     def make(self, names: Sequence[str]) -> None:
-        """Makes the named nodes, and the loops and conditionals that they belong to."""
+        """Rebuilds the named nodes in this level, with the loops and conditionals around them."""
         for item, members in self._in_order(names):
             if isinstance(item, _Single):
                 self._make_operation(item.name)
@@ -168,7 +175,10 @@ class _Level:
                 self._make_conditional(item, members)
 
     def _in_order(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
-        """Returns the items of this level, each after those it needs, else in order of creation."""
+        """Returns this level's items and their nodes, sorted so that needed items come first.
+
+        Otherwise they are in order of creation.
+        """
         builder = self._builder
         members: dict[Hashable, list[str]] = {}
         item_of = {}
@@ -203,7 +213,7 @@ class _Level:
             self.values[name, number] = tensor
 
     def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
-        """Returns the operations of this level that `members` wait for by control edges."""
+        """Returns the operations of this level on which `members` depend by control edges."""
         sources = {
             source: None
             for name in members
@@ -258,7 +268,7 @@ class _Level:
         variable_of = {s: facts.inputs(s)[0][0] for s in switches}
 
         def turn(values: Sequence[Any], wanted: Sequence[str]) -> _Level:
-            """Returns a level inside the loop, with the wanted nodes made."""
+            """Returns the level of one iteration, in which the nodes `wanted` are rebuilt."""
             given: _Values = {(v, 0): value for v, value in zip(variables, values)}
             given.update({(s, 1): given[v, 0] for s, v in variable_of.items()})
             for name in here:
@@ -306,7 +316,10 @@ def _copied(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> tf.Operation:
 
 
 def _functional() -> Any:
-    """Returns TensorFlow 2's module of control flow; ``tf.compat.v1``'s depends on a switch."""
+    """Returns TensorFlow 2's module with ``cond`` and ``while_loop``.
+
+    The functions of these names in ``tf.compat.v1`` depend on a global switch.
+    """
     import tensorflow as tf2
 
     return tf2

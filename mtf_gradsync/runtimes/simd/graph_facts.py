@@ -1,4 +1,4 @@
-"""The graph of a SIMD program: its contexts, constants and loops, and its errors."""
+"""Facts about the graph of a SIMD program: contexts, constants and loops; errors of programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UnsupportedProgramError(ValueError):
 
 
 class BranchDivergenceError(RuntimeError):
-    """The error of cores in different branches; on a TPU they would wait forever.
+    """The error of cores that took different branches and have to meet; a TPU would wait forever.
 
     Attributes:
       predicate: name of the predicate tensor in the user's graph.
@@ -76,7 +76,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 class CycleError(ValueError):
-    """The error of items in a cycle: each is needed by the next, the last by the first."""
+    """The error of items that need each other in a cycle, so that they cannot be sorted."""
 
     def __init__(self, cycle: list[Hashable]):
         self.cycle = cycle
@@ -84,9 +84,10 @@ class CycleError(ValueError):
 
 
 def sorted_by_needs(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
-    """Returns items sorted so that each comes after those it needs, otherwise in the given order.
+    """Returns items sorted so that each comes after the items it needs, else in the given order.
 
-    All needed items are in the mapping, too. Raises `CycleError` if items need each other.
+    `needs` maps every item to the items that it needs. Raises `CycleError` if items need each
+    other.
     """
     items = list(needs)
     place = {item: i for i, item in enumerate(items)}
@@ -106,7 +107,7 @@ def sorted_by_needs(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
 
 
 class Loop(NamedTuple):
-    """A ``tf.while_loop`` around an operation, by the name of its frame."""
+    """A ``tf.while_loop`` around an operation, identified by the name of its frame."""
 
     frame: str
 
@@ -134,7 +135,7 @@ CONTROL = -1
 def split_input(text: str) -> tuple[str, int]:
     """Splits an input of a ``NodeDef``, such as ``"name:2"``, into a name and an output's number.
 
-    The number of ``"name"`` is 0, that of ``"^name"`` is `CONTROL`.
+    ``"name"`` has the number 0, and ``"^name"`` (a control input) has the number `CONTROL`.
     """
     if text.startswith("^"):
         return text[1:], CONTROL
@@ -143,7 +144,7 @@ def split_input(text: str) -> tuple[str, int]:
 
 
 def join_input(name: str, number: int) -> str:
-    """Returns the text that `split_input` splits."""
+    """Returns the text of a ``NodeDef``'s input; the inverse of `split_input`."""
     if number == CONTROL:
         return "^" + name
     return name if number == 0 else f"{name}:{number}"
@@ -162,7 +163,7 @@ def data_first(inputs: Iterable[str]) -> list[str]:
 
 
 def common_context(one: Context, other: Context) -> Context:
-    """Returns the loops and branches that are around both."""
+    """Returns the loops and branches that two contexts share, from the outermost on."""
     size = 0
     while size < min(len(one), len(other)) and one[size] == other[size]:
         size += 1
@@ -203,11 +204,11 @@ class GraphFacts:
         self._walk()
 
     def inputs(self, name: str) -> list[tuple[str, int]]:
-        """Returns the inputs of a node as ``(name, number)``, see `split_input`."""
+        """Returns the inputs of a node as pairs ``(name, number)`` of `split_input`."""
         return self._inputs[name]
 
     def consumers(self, name: str) -> list[tuple[str, int]]:
-        """Returns the nodes that use a node, as ``(consumer's name, which output of the node)``."""
+        """Returns the nodes that use a node, as ``(consumer's name, number of the output)``."""
         if self._consumers is None:
             self._consumers = collections.defaultdict(list)
             for consumer, inputs in self._inputs.items():
@@ -216,7 +217,7 @@ class GraphFacts:
         return self._consumers[name]
 
     def _walk(self) -> None:
-        """Fills `order`, then `context` from the inputs on."""
+        """Computes `order`, and then the `context` of each node from its inputs."""
         needs = {
             name: {s for s, _ in inputs if not self.is_back_edge(s, name)}
             for name, inputs in self._inputs.items()
@@ -230,7 +231,7 @@ class GraphFacts:
             self.context[name] = self._context_of(name)
 
     def is_back_edge(self, source: str, consumer: str) -> bool:
-        """Returns whether `source` gives `consumer` a value of a loop's iteration before."""
+        """Returns whether `source` passes a value to `consumer` in a loop's next iteration."""
         return self.node[source].op in _NEXT and self.node[consumer].op in _MERGE
 
     def _context_of(self, name: str) -> Context:
@@ -249,7 +250,7 @@ class GraphFacts:
         return context
 
     def context_of_output(self, name: str, number: int) -> Context:
-        """Returns the context in which an output of a node, see `split_input`, is alive."""
+        """Returns the context (loops and branches) in which output `number` of a node exists."""
         node, context = self.node[name], self.context[name]
         if node.op in _EXIT:
             while not isinstance(context[-1], Loop):
@@ -260,7 +261,7 @@ class GraphFacts:
         return context
 
     def _find_pivots(self) -> dict[str, str]:
-        """Returns the predicate that a conditional's Switch nodes test, by its first Switch."""
+        """Returns first ``Switch`` of a conditional -> the predicate that its other ones test."""
         # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
         # Identity(p), which all other Switch nodes test. Several conditionals may share p.
         found: dict[str, str] = {}
@@ -273,7 +274,7 @@ class GraphFacts:
         return found
 
     def predicate_of(self, name: str) -> str:
-        """Returns the predicate of a conditional's ``Switch``, in the spelling of an input."""
+        """Returns the predicate that a conditional's ``Switch`` tests, as the text of an input."""
         return self._pivot_predicate.get(name, self.node[name].input[1])
 
     def is_loop_switch(self, name: str) -> bool:
@@ -286,23 +287,23 @@ class GraphFacts:
 
     @functools.cached_property
     def condition_of(self) -> dict[Loop, str]:
-        """The ``LoopCond`` of each loop."""
+        """Maps each loop to its ``LoopCond`` node."""
         return {self.loop_of(n): n for n in self.order if self.node[n].op == "LoopCond"}
 
     def loop_of(self, name: str) -> Loop:
-        """Returns the innermost loop around a node that is in no conditional inside that loop."""
+        """Returns the innermost loop around a node; the node is in no conditional of this loop."""
         loop = self.context[name][-1]
         assert isinstance(loop, Loop)
         return loop
 
     def root(self, name: str) -> str:
-        """Follows a value back through operations that only pass it on into loops and branches."""
+        """Returns the node that computed a value; skips nodes that only pass the value on."""
         while self.node[name].op in _PASS_THROUGH:
             name = self._inputs[name][0][0]
         return name
 
     def constant(self, name: str) -> np.ndarray | None:
-        """Returns the value of a constant, also from inside loops and branches; None for others."""
+        """Returns the value of a node that is a constant or only passes one on; None for others."""
         node = self.node[self.root(name)]
         if node.op != "Const":
             return None
@@ -321,9 +322,10 @@ def untie(node: tf.NodeDef) -> None:
 
 
 def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
-    """Returns a node's inputs on a CPU; inputs that only copy values are left out.
+    """Returns the inputs that a node has on CPU replicas; may turn the node into an identity.
 
-    Such a node is made an identity.
+    A node with the attribute `PASSES_ON` only passes its second input on: it becomes an identity of
+    this input. All other nodes keep their inputs `data`.
     """
     if PASSES_ON not in node.attr:
         return data
@@ -332,13 +334,13 @@ def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
 
 
 def turns_in(facts: GraphFacts, context: Context) -> int | None:
-    """Returns how often a step runs operations in a context; None if the graph does not say."""
+    """Returns how many times a step runs operations in a context; None if that is unknown."""
     turns = [turns_of(facts, loop) for loop in context if isinstance(loop, Loop)]
     return None if None in turns else math.prod(n for n in turns if n is not None)
 
 
 def turns_of(facts: GraphFacts, loop: Loop) -> int | None:
-    """Returns how often a loop turns, if it counts from a constant to a constant by a constant."""
+    """Returns a loop's number of iterations if it counts with constant bounds and step, or None."""
     test = facts.inputs(facts.condition_of[loop])[0][0]
     if facts.node[test].op != "Less":
         return None
@@ -358,7 +360,7 @@ def turns_of(facts: GraphFacts, loop: Loop) -> int | None:
 
 
 def _step(facts: GraphFacts, name: str) -> float | None:
-    """Returns the constant that an addition adds, or None."""
+    """Returns the constant that an addition adds, or None if the node is no such addition."""
     if facts.node[name].op not in ("Add", "AddV2"):
         return None
     values = [facts.constant(source) for source, number in facts.inputs(name) if number >= 0]
@@ -367,7 +369,7 @@ def _step(facts: GraphFacts, name: str) -> float | None:
 
 
 def check_alive_outside(facts: GraphFacts, name: str, number: int) -> None:
-    """Raises ValueError for an output, see `split_input`, that only exists in a loop or branch."""
+    """Raises ValueError if output `number` of a node exists only inside a loop or branch."""
     if facts.context_of_output(name, number):
         raise ValueError(
             f"{name!r} cannot be fetched: it stands inside a loop or conditional of the program. "

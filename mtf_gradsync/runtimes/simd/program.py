@@ -48,9 +48,10 @@ def cpu_config() -> tf.ConfigProto:
 
 
 class PreparedGraph:
-    """A user's graph, emulated and imported, with the operations that a session needs.
+    """A user's graph rewritten for CPU replicas, with the operations that a session needs.
 
-    `source` is the user's graph, of the version `version`; `graph` is the one that sessions run.
+    `source` is the user's graph, and `version` the version that was rewritten. `graph` is the
+    rewritten graph, which sessions run.
     """
 
     def __init__(self, source: tf.Graph, lowerings: Sequence[mtf.Lowering]):
@@ -88,7 +89,7 @@ class CpuReplicaSession(ReplicaSession):
 
     @property
     def emulated(self) -> EmulatedGraph:
-        """The graph that runs, and its names for the user's graph."""
+        """The rewritten graph, and its names for operations of the user's graph."""
         return self._emulated
 
     @property
@@ -155,7 +156,7 @@ class CpuReplicaSession(ReplicaSession):
 def session_on(
     graph: tf.Graph, lowering: Any = None, config: tf.ConfigProto | None = None
 ) -> CpuReplicaSession:
-    """Makes a session on CPU replicas for a graph whose programs ``tf.tpu.replicate`` made.
+    """Returns a session on CPU replicas for a graph whose programs ``tf.tpu.replicate`` made.
 
     For a program opened with `tpu_program`, use its own ``session`` method, which prepares the
     graph only once.
@@ -201,7 +202,7 @@ def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
 
 @contextlib.contextmanager
 def replicated_program(num_replicas: int) -> Iterator[str]:
-    """Puts every operation made inside into one TPU program; yields the name of its cluster."""
+    """Puts every operation made inside into one TPU program; yields TensorFlow's name of it."""
     graph = tf.get_default_graph()
     cluster = graph.unique_name("cluster")
     pivot = tf.no_op(name=cluster + "/pivot")
@@ -223,7 +224,7 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 
 @contextlib.contextmanager
 def compiled_only() -> Iterator[None]:
-    """Makes smaller the programs opened inside; they can be compiled but not run."""
+    """Makes programs opened inside smaller: they can be compiled, but not run."""
     token = _wanted.set(True)
     try:
         yield
@@ -237,13 +238,13 @@ def mesh_class() -> type:
 
 
 class CompiledOnlyMeshImpl(mtf.simd_mesh_impl.SimdMeshImpl):
-    """A SIMD mesh on which all cores share the variables of the first one."""
+    """A SIMD mesh whose cores share the first core's variables, for programs that never run."""
 
     class LaidOutVariable(mtf.simd_mesh_impl.SimdMeshImpl.LaidOutVariable):
-        """A variable of the first core, used for all cores. Nothing is copied."""
+        """A variable that exists for the first core and is used for all. Nothing is copied."""
 
         def __init__(self, variable: Any, mesh_impl: Any):
-            """Makes the variable, by the arguments of Mesh-TF's class."""
+            """Makes the variable; the arguments are those of Mesh-TF's class."""
             self._variable, self._mesh_impl = variable, mesh_impl
             shape = mesh_impl.slice_shape(variable.outputs[0].shape)
             with tf.init_scope():
@@ -286,14 +287,14 @@ class Program:
     def tpu_context(self) -> TPUContext:
         """The value for ``params["context"]`` of a model_fn that was written for TPUEstimator.
 
-        Such a model_fn makes its own ``SimdMeshImpl``, in place of `mesh_impl`, which is then none
-        of the meshes that wrappers find by themselves.
+        Such a model_fn makes its own ``SimdMeshImpl`` in place of `mesh_impl`. Wrappers then do not
+        find `mesh_impl` by themselves.
         """
         forget_mesh(self.graph, self.mesh_impl)
         return TPUContext(self.mesh_impl.device_assignment)
 
     def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:
-        """Returns a tensor of the program that is `tensors[i]` on core i, as from an infeed.
+        """Returns a tensor of the program that is `tensors[i]` on core i, like an infeed's.
 
         Args:
           tensors: one tensor per core in physical order, all of one dtype and shape, from outside
@@ -324,7 +325,7 @@ class Program:
         lowering: Any = None,
         config: tf.ConfigProto | None = None,
     ) -> CpuReplicaSession:
-        """Makes a session on CPU replicas, with variables initialized and copied into slices.
+        """Returns a session on CPU replicas, with variables initialized and copied into slices.
 
         Args:
           lowering: the program's lowering, a list of them, or the spec that a model_fn returned;
@@ -354,11 +355,12 @@ class Program:
         )
 
     def prepared(self, key: Hashable, make: Callable[[], _Prepared]) -> _Prepared:
-        """Returns the object that sessions share under `key`; remakes it for a changed graph.
+        """Returns the object that sessions share under `key`; makes it again if the graph changed.
 
         Args:
           key: identifies the runtime and its arguments.
-          make: makes it; the result's ``version`` is that of the graph it was made from.
+          make: makes the object. Its attribute ``version`` is the version of the graph it was made
+            from.
 
         Raises:
           UnsupportedProgramError: when the program was built to be compiled only.
@@ -398,8 +400,8 @@ def tpu_program(
     """Opens a TPU program in the default graph.
 
     All that is built inside is one program that every core of the mesh runs. Tensors from outside
-    (placeholders, pipelines) can be used inside; all cores see the same value, except where
-    `Program.per_replica` gives each its own.
+    (placeholders, input pipelines) can be used inside. All cores see the same value of them, unless
+    `Program.per_replica` gives each core a value of its own.
 
         with simd.tpu_program("batch:4;model:2", "batch:batch;d_ff:model") as program:
             lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})

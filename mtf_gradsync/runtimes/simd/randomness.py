@@ -1,10 +1,10 @@
 """The random numbers of CPU replicas, which depend on seeds, core and step.
 
 TensorFlow's random operations draw from generators of their own, which begin anew in each session:
-a run that goes on from a checkpoint would draw the numbers of its first steps again. Each copy of
-such an operation becomes a stateless one of the same kind. Its seed combines the words of the step
-with a key, which depends on the operation's seeds and the core. In a loop each turn draws other
-numbers.
+a run that goes on from a checkpoint would draw the numbers of its first steps again. So each copy
+of such an operation becomes a stateless operation of the same kind. Its seed combines integers that
+identify the step with a key, which depends on the operation's seeds and the core. In a loop each
+iteration draws other numbers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class RandomSteps(NamedTuple):
 
     Attributes:
       begin: the operation to run before a step.
-      with_seed: the tensor to feed then with the words of the step, int64.
-      without_seed: the same for operations without a seed.
+      with_seed: the tensor to feed when `begin` runs: integers (int64) that identify the step, for
+        operations that have a seed.
+      without_seed: the tensor to feed likewise for operations without a seed.
     """
 
     begin: str
@@ -47,16 +48,16 @@ class RandomSteps(NamedTuple):
 
 
 class StatelessDraws:
-    """A rewriter of random operations' copies into stateless ones."""
+    """A rewriter that makes random operations stateless, with seeds that depend on the step."""
 
     def __init__(self, facts: GraphFacts, add: Callable[..., tf.NodeDef], name: str):
-        """Takes `add`, which adds a node, and a prefix that no node's name has."""
+        """Takes `add`, which adds a node to the rewritten graph, and an unused prefix of names."""
         self._facts, self._add, self._name = facts, add, name
         # Name of a variable of words -> whether its operation has a seed.
         self._variables: dict[str, bool] = {}
 
     def rewrite(self, copy: tf.NodeDef, original: str, core: int) -> None:
-        """Makes the copy of a random operation on a core stateless."""
+        """Makes `copy`, the copy of the random operation `original` on a core, stateless."""
         near = split_input(copy.input[0])[0]
         seeds = copy.attr["seed"].i, copy.attr["seed2"].i
         has_seed = any(seeds)
@@ -138,13 +139,14 @@ def _enum(dtype: tf.DType) -> int:
 
 
 class StepOfDraws:
-    """The step that a session's random numbers depend on: its global step.
+    """The step on which a session's random numbers depend, by the global step.
 
-    If the global step does not advance, or there is none, later steps draw other numbers, too.
+    Steps that do not advance the global step, or have none, still draw other numbers than the step
+    before.
     """
 
     def __init__(self, steps: RandomSteps, counter: str | None):
-        """Takes the name of the tensor that has the global step, or None."""
+        """Takes operations that set the step, and the global step's tensor by name, or None."""
         self._steps, self._counter = steps, counter
         self._entropy = int.from_bytes(os.urandom(7), "little")
         self._count, self._repeats = -1, 0
@@ -164,5 +166,5 @@ class StepOfDraws:
         )
 
     def restart(self) -> None:
-        """Begins anew, as a session without a step: a checkpoint was restored."""
+        """Forgets the steps made; called after a checkpoint was restored."""
         self._count = -1

@@ -20,14 +20,14 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class MasterOps:
-    """The names of a session's operations; the constructor adds them to the graph.
+    """The operations for variables that every session needs; the constructor adds them to a graph.
 
     Attributes:
       masters: name of each global variable -> the tensor that holds its value.
       saver_def: SaverDef of the global variables; None where there are none.
       are_equal: names of the tensors in `Beginnings.are_equal`.
-      beginnings: the derived variables.
-      watches: looks at the outcome of each step of the graph's programs.
+      beginnings: the variables whose initial values wrappers derive from other variables.
+      watches: reads after each step what optimizers have skipped.
     """
 
     def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
@@ -64,7 +64,7 @@ class MasterOps:
             return tf.train.Saver(saver_def=self.saver_def)
 
     def restore(self, session: tf.Session, path: str) -> None:
-        """Reads a checkpoint, of any mesh, into the masters."""
+        """Reads a checkpoint, written on any mesh, into the masters (whole variables)."""
         saver = self.saver(session.graph)
         with self.graph.as_default(), tempfile.TemporaryDirectory() as directory:
             saver.restore(session, adapt_checkpoint(path, directory))
@@ -85,7 +85,7 @@ class ReplicaSession(abc.ABC):
     looks_at_steps = True
 
     def __init__(self, session: tf.Session, ops: MasterOps):
-        """Begins a session, on the graph of `session`, which has these operations."""
+        """Wraps `session`, whose graph has the operations `ops`."""
         self._session = session
         self._ops = ops
         self._access: VariableAccess | None = None
@@ -109,7 +109,7 @@ class ReplicaSession(abc.ABC):
 
     @property
     def tf_session(self) -> tf.Session:
-        """The ``tf.Session`` underneath, on a graph made from the user's."""
+        """The ``tf.Session`` that holds the variables, on a graph made from the user's graph."""
         return self._session
 
     @abc.abstractmethod
@@ -129,7 +129,7 @@ class ReplicaSession(abc.ABC):
           The same structure, with values in place of tensors and None in place of operations.
 
         Raises:
-          ValueError: when a fetch or feed is no part of the graph, or not reachable there.
+          ValueError: a fetch or feed is not in the graph, or is where it cannot be fetched or fed.
         """
 
     def variables(self) -> dict[str, np.ndarray]:
@@ -141,21 +141,21 @@ class ReplicaSession(abc.ABC):
         return self._session.run(self._ops.masters)
 
     def checksums(self) -> dict[tuple[str, ...], list[Any]] | None:
-        """Computes a checksum of each core's copy of each variable, on the cores.
+        """Returns checksums of each core's copy of each variable, computed on the cores.
 
         Returns:
-          For the names of the tf variables of all cores, in physical order, their checksums; None
-          where TensorFlow has the values, for operations of the graph to read.
+          Names of a variable's tf variables on all cores, in physical order -> their checksums.
+          None if TensorFlow holds the values, so that operations of the graph can read them.
         """
         return None
 
     def copies_of(self, names: Sequence[str]) -> list[np.ndarray] | None:
-        """Returns values of tf variables on the cores; see `checksums` for None."""
+        """Returns the values of tf variables on the cores; None if TensorFlow holds them."""
         del names
         return None
 
     def check_before_save(self, check: Callable[[], None]) -> None:
-        """Registers a function to call before each checkpoint; its errors prevent it."""
+        """Registers a function to call before each checkpoint; if it raises, none is written."""
         self._checks.append(check)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
@@ -192,15 +192,15 @@ class ReplicaSession(abc.ABC):
         return self._write(path, saver, global_step)
 
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
-        """Takes a checkpoint's values, and writes them beside the next steps.
+        """Reads a checkpoint's values now, and writes them to files while later steps run.
 
         Args:
           path: as for `save`.
-          saver: one with a method `begin_save`: a `mtf_gradsync.runtimes.saving.TrainingSaver`.
+          saver: a saver with a method `begin_save`: a `mtf_gradsync.runtimes.saving.TrainingSaver`.
           global_step: as for `save`.
 
         Returns:
-          A future of what `save` returns or raises.
+          A future with the result or the error of `save`.
         """
         self._ops.check_has_variables()
         self._run_checks()
@@ -210,8 +210,8 @@ class ReplicaSession(abc.ABC):
     def restore(self, path: str) -> None:
         """Restores a checkpoint of `save`, or of any ``tf.train.Saver`` of the same variables.
 
-        Values that each shard holds for itself (sums of accumulated gradients) are resharded where
-        the checkpoint is of another mesh.
+        If the checkpoint is from another mesh, values that each shard holds for itself (sums of
+        accumulated gradients) are converted to this mesh's number of shards.
 
         Raises:
           ValueError: when there is no such checkpoint, or the graph has no variables.
@@ -220,9 +220,9 @@ class ReplicaSession(abc.ABC):
         self._take_masters()
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Sets variables, given by name: on all cores, each its own slice.
+        """Sets variables by name; each core gets its slice of the value.
 
-        The counterpart of `read`. The other variables keep their values.
+        It is the inverse of `read`. Variables that `values` does not name keep their values.
 
         Raises:
           ValueError: there is no such global variable, or a value has another shape. Nothing is set
@@ -248,7 +248,7 @@ class ReplicaSession(abc.ABC):
         self._set_masters(wanted.items())
 
     def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Sets masters, and copies all of them into the slices."""
+        """Sets masters (whole variables), and then copies all masters into the cores' slices."""
         assert self._access is not None
         self._access.set(self._session, values)
         self._take_masters()
@@ -263,7 +263,7 @@ class ReplicaSession(abc.ABC):
         return self._ops.masters[name]
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """Writes the masters as they are, and returns the path."""
+        """Writes a checkpoint of the masters' present values, and returns its path."""
         return (saver or self._ops.saver(self._session.graph)).save(
             self._session,
             path,
@@ -294,7 +294,7 @@ class ReplicaSession(abc.ABC):
         return name
 
     def _name_of(self, element: Any) -> str:
-        """Returns the name of a tensor or operation; for a variable, that of its value."""
+        """Returns the name of a tensor or operation; for a variable, the name of its value."""
         try:
             name = self._ops.graph.as_graph_element(element).name
             self._is_inside(name)
@@ -319,7 +319,7 @@ class ReplicaSession(abc.ABC):
 
 
 def copied(value: Any) -> Any:
-    """Returns a copy of an array that is fed, which nobody else changes; other values as they are.
+    """Returns a copy of an array, safe to feed; returns values of other types unchanged.
 
     TensorFlow takes the memory of an aligned array for its own, and a variable that is set to the
     array, or to a part of it, is then updated in place.
@@ -328,10 +328,10 @@ def copied(value: Any) -> Any:
 
 
 class VariableAccess:
-    """Reads and writes of a graph's variables, by the name of their ``VarHandleOp``."""
+    """Operations that read and set a graph's variables, by the names of their ``VarHandleOp``."""
 
     def __init__(self, graph: tf.Graph):
-        """Finds the operations of a graph's variables, which TensorFlow's functions made."""
+        """Finds the read and the assignment that TensorFlow made with each variable."""
         self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
         self._exists: dict[str, str] = {}
         self._assign: dict[str, tuple[str, str]] = {}
@@ -345,15 +345,15 @@ class VariableAccess:
                 self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
 
     def read_all(self, session: tf.Session) -> dict[str, Any]:
-        """Returns all variables' values, except uninitialized ones, which no step uses."""
+        """Returns the values of all initialized variables; no step uses the others."""
         exists = session.run(self._exists)
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
 
     def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
         """Sets variables, given as pairs of name and value.
 
-        The session is on the graph, or on one that holds it under the same names. Every value is
-        copied, so that no later step writes into an array of the caller's.
+        The session's graph is this graph, or one that has the same operations under the same names.
+        Every value is copied, so that no later step writes into an array of the caller's.
         """
         # Variables may share the tensor that they are initialized with, so it takes several rounds.
         rounds: list[tuple[list[str], dict[str, Any]]] = []
@@ -398,14 +398,14 @@ def lowerings_in(given: Any) -> list[mtf.Lowering]:
 
 
 class StepWatches:
-    """The watched operations of SIMD programs, read after each step of a session.
+    """The counters of skipped steps and gradients in SIMD programs, read after each step.
 
     Attributes:
-      counts: the names of the tensors of the programs whose values, on any core, `look` takes.
+      counts: names of the programs' tensors to fetch in each step for `look`, from any core.
     """
 
     def __init__(self, graph: tf.Graph):
-        """Adds reads of records to the graph, which holds the programs."""
+        """Adds operations that read the records of skips to the graph, which holds the programs."""
         found = graph.get_collection(WATCHED)
         watches = {watched: watched.watch() for watched, _ in found}
         number = dict.fromkeys(watches, 0)
@@ -420,12 +420,12 @@ class StepWatches:
     def look(
         self, values: dict[str, Any], read: Callable[[list[str]], Any], logs: bool = True
     ) -> None:
-        """Logs a step's skips, or raises an exception about them.
+        """Logs what a step has skipped, or raises an exception about it.
 
         Args:
           values: values of the tensors in `counts`, by name.
           read: returns values of tensors outside of programs, by name.
-          logs: whether to log lines.
+          logs: whether to log what was skipped; exceptions are raised in any case.
         """
         errors: list[Exception] = []
         for name, told in values.items():

@@ -1,4 +1,4 @@
-"""Effects of a SIMD program's operations: collectives, writes, and their order."""
+"""Side effects of a SIMD program's operations: collectives, writes, and their order."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class CollectiveOperation(NamedTuple):
 
     Attributes:
       op: one of `COLLECTIVE_TYPES`.
-      groups: physical core numbers that have to reach the operation together: for
-        ``CollectivePermute``, those that its pairs connect.
+      groups: groups of physical core numbers. The cores of a group have to reach the operation
+        together. For ``CollectivePermute``, these are the cores that its pairs connect.
       pairs: ``CollectivePermute`` only: (source, target) core numbers.
-      together: name of its group of sums; "" for a sum that is in none.
+      together: name of the group of sums that the operation belongs to; "" if it is in no group.
     """
 
     name: str
@@ -40,7 +40,7 @@ class CollectiveOperation(NamedTuple):
     together: str = ""
 
     def group_of(self, core: int) -> tuple[int, ...]:
-        """Returns the group that a core belongs to, itself included."""
+        """Returns the group of cores that a core belongs to."""
         return next(group for group in self.groups if core in group)
 
 
@@ -105,7 +105,7 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
 
 
 def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Returns the sorted, disjoint sets of cores that overlapping groups connect."""
+    """Returns disjoint sets of cores: overlapping groups are joined into one set. Sorted."""
     set_of: dict[int, set[int]] = {}
     for group in groups:
         joined = set(group).union(*(set_of[core] for core in group if core in set_of))
@@ -121,15 +121,15 @@ _BOOKKEEPING = frozenset(["Identity", "Enter", "Switch", "Merge", "Exit", "NextI
 
 
 class Effects(NamedTuple):
-    """The edges that a program needs beyond its own.
+    """The order of a program's side effects, as edges to add to its graph.
 
     Attributes:
-      after: node -> nodes of the same program that it waits for, each core for its own.
-      after_all_cores: the same, but each core waits for all cores. Both nodes are in the same loops
-        and branches as a shared write.
+      after: node -> nodes of the same program that it waits for, on its own core.
+      after_all_cores: node -> nodes of the same program that it waits for, on all cores. Both nodes
+        are in the same loops and branches as a shared write.
       last: program -> nodes that have to run before it is done.
-      shared_writes: writes to variables of which all cores see one copy (a global step that lives
-        on the host): all have the same new value, and one of them writes it.
+      shared_writes: writes to variables of which all cores see one copy (a global step on the
+        host). All cores compute the same new value, and one core writes it.
     """
 
     after: dict[str, set[str]]
@@ -139,7 +139,7 @@ class Effects(NamedTuple):
 
 
 def find_effects(facts: GraphFacts) -> Effects:
-    """Finds a graph's effects."""
+    """Returns the order that the side effects of a graph's programs need."""
     return _Finder(facts).effects
 
 
@@ -172,7 +172,7 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:
     """Returns the handles of the variables that a node reads or writes.
 
-    A handle is a ``VarHandleOp``, or a ``TPUReplicatedInput`` over one per core.
+    A handle is a ``VarHandleOp``, or a ``TPUReplicatedInput`` of one ``VarHandleOp`` per core.
     """
     op = facts.node[name].op
     if op in _BOOKKEEPING or op in _QUERIES:
@@ -230,7 +230,7 @@ class _Finder:
                 self._ends(name, ())
 
     def _find_ends(self) -> None:
-        """Finds where loops iterate and end, and where the sides of conditionals meet."""
+        """Finds the nodes at which loops iterate and end, and conditionals end."""
         facts = self._facts
         for name in facts.order:
             op, context = facts.node[name].op, facts.context[name]
@@ -246,7 +246,7 @@ class _Finder:
                         break
 
     def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
-        """Makes ``name`` wait for an earlier node, on its own core or on all of them."""
+        """Makes the node `name` wait for the node `earlier`, on its own core or on all cores."""
         context, other = self._facts.context[name], self._facts.context[earlier]
         shared = common_context(context, other)
         size = len(shared)
@@ -265,7 +265,10 @@ class _Finder:
                     after[begin].add(end)
 
     def _ends(self, name: str, context: Context) -> list[str]:
-        """Returns nodes of an outer context that wait for ``name``, if it runs at all."""
+        """Returns nodes of the outer `context` that run after the node `name`, if that runs at all.
+
+        Adds the edges that this needs inside loops and branches.
+        """
         inner = self._facts.context[name]
         ends = [name]
         while len(inner) > len(context):
@@ -282,7 +285,7 @@ class _Finder:
         return ends
 
     def _begins(self, name: str, context: Context) -> list[str]:
-        """Returns the nodes that have to wait so that ``name`` waits for an outer context."""
+        """Returns the nodes to which an edge from the outer `context` delays the node `name`."""
         facts = self._facts
         inner = facts.context[name][len(context) :]
         loops = [i for i, c in enumerate(inner) if isinstance(c, Loop)]
