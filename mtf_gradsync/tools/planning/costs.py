@@ -272,7 +272,7 @@ class Predictor:
                     raise ValueError(f"{axis}:{self._sizes[axis]} does not divide {name} = {size}")
         idle = [name for name, size in self._sizes.items() if size > 1 and name not in used]
         if idle:
-            raise ValueError(f"nothing of the model is split along {' and '.join(idle)}")
+            raise ValueError(f"{' and '.join(idle)} would split nothing of the model")
 
     def _numbers(self, dims: Sequence[tuple[str, int]], steps: int) -> float:
         """Returns a core's share of an array's numbers, in one of `steps` microbatch steps."""

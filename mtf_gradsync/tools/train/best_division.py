@@ -108,7 +108,7 @@ def _stack_of_config() -> _Stack:
     while True:
         if not isinstance(value, gin.config.ConfigurableReference):
             raise ConfigError(
-                f"plan --best reads the stack of wrappers from gin's bindings, and "
+                "--best reads the stack of wrappers from gin's bindings, and "
                 f"{wrappers[-1] + '.opt' if wrappers else 'train.run.optimizer'} is no reference "
                 f"such as @AdafactorOptimizer; got {value!r}"
             )
@@ -121,7 +121,7 @@ def _stack_of_config() -> _Stack:
         if following is None:
             break
         if len(names) > 20:
-            raise ConfigError(f"the wrappers of the config go in a circle: {', '.join(names)}")
+            raise ConfigError(f"The wrappers of the config go in a circle: {', '.join(names)}")
         wrappers.append(kind)
         _check_wrapper(kind, scope, selector)
         value = following
@@ -135,7 +135,7 @@ def _stack_of_config() -> _Stack:
 def _check_wrapper(kind: str, scope: str, selector: str) -> None:
     if kind in ("SyncReplicasOptimizer", _OUTER):
         raise ConfigError(
-            f"plan --best divides an update anew, and {kind} decides by its own shards which "
+            f"--best divides an update anew, and {kind} decides by its own shards which "
             "gradients an update has: take it out of the config, or compare meshes by plan without "
             "--best" + ("; --outer_steps considers outer steps" if kind == _OUTER else "")
         )
@@ -145,7 +145,7 @@ def _check_wrapper(kind: str, scope: str, selector: str) -> None:
     more = sorted(there - _KNOWN[kind] - {"name"})
     if more:
         raise ConfigError(
-            f"plan --best chooses {kind} and its settings, and the config binds "
+            f"--best chooses {kind} and its settings, and the config binds "
             f"{kind}.{more[0]}, which changes what is trained or how: take it out, or compare "
             "meshes by plan without --best"
         )
@@ -179,8 +179,7 @@ class BestDivision:
         count = _bound(self._stack.scope.rstrip("/"), self._selector(_JOINS), _K)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(
-                f"plan --best needs a fixed number of microbatch steps, and {_JOINS}.{_K} is "
-                f"{count!r}"
+                f"--best needs a fixed number of microbatch steps, and {_JOINS}.{_K} is {count!r}"
             )
         return count
 
@@ -444,7 +443,7 @@ def find_and_prove(
     choices, why = best.choices(costs, machine, mesh_shapes, inner_steps)
     if not choices:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(why.items())[:3])
-        raise ConfigError(f"no mesh of {machine.name} divides the model: {reasons}")
+        raise ConfigError(f"No mesh of {machine.name} divides the model: {reasons}")
     check = best.checked(machine, costs)
     found = best_of(choices, machine, min(limits, default=None), check)
     if best.fixed:

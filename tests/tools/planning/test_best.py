@@ -190,7 +190,7 @@ def test_a_batch_that_no_rule_splits_has_no_replicas():
     choices, why = all_choices(costs, machine, ["batch", "model"], ["h:model"], STEPS)
     assert {choice.mesh_shape for choice in choices} == {"batch:1;model:4"}
     assert not any(choice.stack.sharded_updates for choice in choices)
-    assert why["batch:4;model:1, h:model"] == "nothing of the model is split along batch"
+    assert why["batch:4;model:1, h:model"] == "batch would split nothing of the model"
 
 
 def test_two_dimensions_of_a_tensor_are_not_split_along_one_axis():

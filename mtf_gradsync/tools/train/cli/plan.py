@@ -172,17 +172,22 @@ def _check_together(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{given[0]} is for plan --best")
         return
     if args.chips is None:
-        raise ConfigError("plan --best needs --chips, as in --chips=v5e:256")
+        raise ConfigError(f"--best needs --chips, as in --chips=v5e:256; got {args.chips}")
     others = {"topologies": "--chips names them", "price": "", "png": "there is no picture of it"}
     for name, why in others.items():
         if getattr(args, name):
             raise ConfigError(f"--{name} does not go with --best{why and ': '}{why}")
     if args.jobs != 1:
-        raise ConfigError("--jobs does not go with --best: one program is compiled at a time")
+        raise ConfigError(
+            f"--jobs={args.jobs} does not go with --best: one program is compiled at a time"
+        )
     if args.budget_bytes == 0:
-        raise ConfigError("--budget_bytes must be more than 0")
+        raise ConfigError(f"--budget_bytes must be more than 0; got {args.budget_bytes:g}")
     if args.inner_steps and not args.outer_steps:
-        raise ConfigError("--inner_steps goes with --best only where --outer_steps is given, too")
+        raise ConfigError(
+            "--inner_steps goes with --best only where --outer_steps is given, too; got "
+            f"--inner_steps={args.inner_steps[0]} alone"
+        )
 
 
 def _best(args: argparse.Namespace, paths: Sequence[Any]) -> int:

@@ -157,15 +157,18 @@ def test_bindings_in_a_block_are_gone_behind_it():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--best"], "plan --best needs --chips"),
+        (["--best"], "--best needs --chips, as in --chips=v5e:256; got None"),
         (["--chips=v5e:4"], "--chips is for plan --best"),
         (["--no_proof"], "--no_proof is for plan --best"),
         (["--best", "--chips=v5e:4", "--topologies=v5e:2x2"], "--chips names them"),
         (["--best", "--chips=v5e:4", "--price=1"], "--price does not go with --best"),
         (["--best", "--chips=v5e:4", "--png=a.png"], "--png does not go with --best"),
-        (["--best", "--chips=v5e:4", "--jobs=2"], "--jobs does not go with --best"),
+        (["--best", "--chips=v5e:4", "--jobs=2"], "--jobs=2 does not go with --best"),
         (["--best", "--chips=v5e:4", "--inner_steps=3"], "only where --outer_steps is given"),
-        (["--best", "--chips=v5e:4", "--budget-bytes=0"], "--budget_bytes must be more than 0"),
+        (
+            ["--best", "--chips=v5e:4", "--budget-bytes=0"],
+            "--budget_bytes must be more than 0; got 0",
+        ),
         (["--best", "--chips=v5e:3"], "How 3 chips of v5e are arranged"),
         (["--best", "--chips=v9:4"], "topology must name a TPU generation"),
     ],
