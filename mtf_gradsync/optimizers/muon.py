@@ -175,9 +175,9 @@ def _renamed(
 def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], steps: int) -> bool:
     """Returns whether a matrix stays split: along its longer side only, if that sends less.
 
-    Gathering the matrix sends about all of its numbers; each product of its shorter side with
-    itself, summed over the mesh, sends twice the product's. A mesh that is not known yet may split
-    anything.
+    A SIMD mesh gathers by a sum of tensors padded with zeros, and a sum sends about twice the
+    numbers of its result: those of the matrix, or in each step those of the product of its shorter
+    side with itself. A mesh that is not known yet may split anything.
     """
     meshes = meshes_made()
     if len(meshes) != 1:
@@ -189,5 +189,5 @@ def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], 
     ]
     square = mtf.Shape(side).size ** 2
     return split == [False, False] or (
-        split == [False, True] and 2 * steps * square < mtf.Shape([*side, *along]).size
+        split == [False, True] and steps * square < mtf.Shape([*side, *along]).size
     )

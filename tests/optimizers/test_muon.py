@@ -116,8 +116,9 @@ def test_which_matrices_stay_split():
     with tf.Graph().as_default():
         assert not muon._stays_split(other, split, 5)  # the mesh is not known
         harness.placement(SHAPE, LAYOUT)
-        assert muon._stays_split(other, split, 5)  # 128 numbers, or 10 products of 4
-        assert not muon._stays_split([mtf.Dimension("few", 8)], split, 5)
+        assert muon._stays_split(other, split, 5)  # 128 numbers, or 5 products of 4
+        assert muon._stays_split([mtf.Dimension("few", 12)], split, 5)  # 768, or 5 of 144
+        assert not muon._stays_split([mtf.Dimension("few", 13)], split, 5)  # 832, or 5 of 169
         assert not muon._stays_split(split, other, 5)
         assert muon._stays_split(other, [mtf.Dimension("b", 3)], 5)  # nothing to gather
 
