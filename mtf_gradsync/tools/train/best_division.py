@@ -58,13 +58,13 @@ _COMPILED_LAYERS = 2
 
 
 class _Stack(NamedTuple):
-    """The optimizers of a config, as gin names them, outermost first.
+    """The stack of optimizers that a config binds, by names of gin, outermost first.
 
     Attributes:
-      scope: the scope in which they are called, with a slash; "" for none.
-      dividing: wrappers that divide an update, by the names of their classes.
-      around: wrappers that stand around a sharded update.
-      inside: wrappers that stand inside of it, and the innermost optimizer.
+      scope: the gin scope of the optimizers, with a slash at its end; "" for none.
+      dividing: class names of the wrappers that divide an update, which the search replaces.
+      around: references to the wrappers that have to stand around a sharded update.
+      inside: references to the other wrappers, and to the innermost optimizer.
     """
 
     scope: str
@@ -74,14 +74,17 @@ class _Stack(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A bound value, and the name by which to bind it."""
+    """A value that gin binds, and the parameter or macro whose binding sets it."""
 
     key: str
     value: Any
 
 
 def _resolved(key: str, value: Any) -> _Value:
-    """Follows macros to the binding that sets the value for all its users."""
+    """Returns the value that a chain of macros ends in, and the macro that sets it.
+
+    A value that is no macro is returned with `key`, the name of its parameter.
+    """
     while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):
         key = str(value)[1:]
         value = gin.query_parameter(f"{key}/gin.macro.value")
@@ -89,7 +92,7 @@ def _resolved(key: str, value: Any) -> _Value:
 
 
 def _bound(scope: str, selector: str, parameter: str) -> Any:
-    """Returns the value bound to a parameter for calls in a scope; None without a binding."""
+    """Returns what gin binds to a parameter for calls in `scope`; None without a binding."""
     there = bindings()
     parts = scope.split("/") if scope else []
     for end in range(len(parts), -1, -1):
@@ -100,7 +103,10 @@ def _bound(scope: str, selector: str, parameter: str) -> Any:
 
 
 def _stack_of_config() -> _Stack:
-    """Reads the configuration's stack; raises ConfigError if it cannot be divided anew."""
+    """Reads the stack of optimizers from gin's bindings.
+
+    Raises ConfigError if the search cannot choose another division for this stack.
+    """
     value = _resolved("", gin.query_parameter("train.run.optimizer")).value
     scope = None
     names: list[str] = []
@@ -155,7 +161,11 @@ class BestDivision:
     """The search for the best division of the training that gin describes, and its proof."""
 
     def __init__(self, layouts: Sequence[str], most_steps: int):
-        """Reads the configuration; raises ConfigError if it cannot be divided anew."""
+        """Reads the configuration; raises ConfigError if it cannot be divided anew.
+
+        `layouts` are the layout rules to try, and most_steps limits the microbatch steps of an
+        update.
+        """
         self._config = gin_files.bound_run_config()
         self._stack = _stack_of_config()
         self._layouts = layouts
@@ -199,7 +209,7 @@ class BestDivision:
         return ""
 
     def costs(self) -> StepCosts:
-        """Reads what a step of the whole batch costs, from its mtf graph on one core."""
+        """Returns what a step on the whole batch costs, read from an mtf graph for one core."""
         stack = self._stack
         first = (*stack.around, *stack.inside)
         lines = [f"train.run.optimizer = {self._scoped(first[0])}", *self._chain(first)]
@@ -227,7 +237,7 @@ class BestDivision:
         mesh_shapes: Sequence[str] | None,
         inner_steps: Sequence[int] = (),
     ) -> tuple[list[Choice], dict[str, str]]:
-        """Predicts all divisions of the training on a machine; see `all_choices`."""
+        """Predicts time and memory of each division on a machine; see `all_choices`."""
         return all_choices(
             costs,
             machine,
@@ -240,7 +250,7 @@ class BestDivision:
         )
 
     def lines(self, choice: Choice) -> list[str]:
-        """Returns the lines of gin that make the config one of this division."""
+        """Returns the gin lines that change the configuration to the division `choice`."""
         stack, own = choice.stack, self._stack
         names = [f"@{name}" for name in self._wrappers(stack)]
         whole = list(own.around) + list(own.inside)
@@ -280,7 +290,7 @@ class BestDivision:
 
     @staticmethod
     def _wrappers(stack: Stack) -> list[str]:
-        """Returns the wrappers of a stack that divide an update, outermost first."""
+        """Returns the names of the wrappers that `stack` divides an update by, outermost first."""
         if stack.inner_steps:
             return [_OUTER]
         joins = [_JOINS] if stack.steps > 1 else []
@@ -290,12 +300,16 @@ class BestDivision:
         return f"@{self._stack.scope}{name[1:]}" if "/" not in name else name
 
     def _chain(self, names: Sequence[str]) -> list[str]:
-        """Returns the bindings that put each optimizer around the one that follows."""
+        """Returns the gin lines that put each optimizer of `names` around the next one."""
         return [f"{self._stack.scope}{a.split('/')[-1].lstrip('@')}.opt = {b}"
                 for a, b in itertools.pairwise(names)]  # fmt: skip
 
     def checked(self, machine: Machine, costs: StepCosts) -> Any:
-        """Returns a function that asks the compiler what a choice needs; see `best_of`."""
+        """Returns a function that compiles a choice and gives its memory and time; see `best_of`.
+
+        Of a model with many layers it compiles a few, and scales the compiler's figures by
+        predictions.
+        """
         fewer, words = _sizes({"num_layers": _COMPILED_LAYERS})
         compiled_costs = costs
         if fewer:
@@ -349,7 +363,10 @@ class BestDivision:
             return str(describe(graph.optimizers[0]))
 
     def proved(self, choice: Choice, replica_axes: Sequence[str]) -> tuple[str, Verification]:
-        """Verifies a division on this machine, scaled down; returns on what, and the answer."""
+        """Verifies a division on this machine, with smaller sizes.
+
+        Returns a text that names these sizes, and the result of the verification.
+        """
         lines, words = _sizes(_SMALLER)
         dims = mtf.convert_to_shape(choice.mesh_shape).dims
         sizes = {
@@ -376,7 +393,10 @@ def _candidate(choice: Choice, machine: Machine) -> Candidate:
 
 
 def _counts(steps: int) -> list[str]:
-    """Returns bindings of K for all that count updates by it, besides the wrapper."""
+    """Returns gin lines that set K, the microbatch steps of an update, where others count by it.
+
+    The K of the accumulating wrapper itself is not among them.
+    """
     return [
         f"{scope}/{short_name(selector)}.{_K} = {steps}".lstrip("/")
         for scope, selector, parameter in bindings()
@@ -385,7 +405,10 @@ def _counts(steps: int) -> list[str]:
 
 
 def _meshes(mesh_shape: str, layout: str) -> list[str]:
-    """Returns bindings of the mesh for optimizers that the configuration gives one."""
+    """Returns gin lines that set the mesh and layout of optimizers.
+
+    They are for each optimizer for which gin binds a mesh or layout now.
+    """
     given = {"mesh_shape": mesh_shape, "layout": layout}
     return [
         f'{scope}/{short_name(selector)}.{parameter} = "{given[parameter]}"'.lstrip("/")
@@ -396,7 +419,10 @@ def _meshes(mesh_shape: str, layout: str) -> list[str]:
 
 
 def _sizes(most: dict[str, int]) -> tuple[list[str], str]:
-    """Returns bindings that make a model's sizes no larger than these, and what they change."""
+    """Returns gin lines that limit the model's sizes, and a text that says what they change.
+
+    `most` has the largest value of each parameter, by name.
+    """
     lines, words = {}, {}
     for (scope, selector, parameter), given in bindings().items():
         if parameter not in most or not selector.startswith("mesh_tensorflow."):
@@ -426,13 +452,14 @@ def find_and_prove(
       mesh_shapes: mesh shapes; None for all factorizations over the axes of the config's mesh.
       budget: bytes of memory that a core may use; None for what the chip lets a program use.
       most_steps: the most microbatch steps of an update.
-      inner_steps: numbers of inner steps of outer steps to consider, which change the training.
+      inner_steps: numbers of inner steps with which to consider outer steps; these change the
+        training.
       prove: whether to verify the division on this machine.
       say: called with each part of the answer once it is known.
 
     Returns:
-      The best division, and the command's exit code: 0 where it was found and proved (or not to be
-      proved), 1 where none fits or it is NOT EQUAL, 3 where the proof was not shown.
+      The best division, and the command's exit code: 0 if it was found and proved (or found,
+        without `prove`), 1 if no division fits or it is NOT EQUAL, 3 if the proof was not shown.
 
     Raises:
       ConfigError: the config cannot be divided anew.

@@ -23,10 +23,10 @@ class ComparedStep(NamedTuple):
     """The communication of a training step.
 
     Attributes:
-      optimizers: class names, outermost first.
-      description: their work in a step (`mtf_gradsync.describe`).
+      optimizers: class names of the optimizers, outermost first.
+      description: what the optimizers do in a step (`mtf_gradsync.describe`).
       collectives: the collectives of the SIMD program.
-      part: the one of `PARTS` to which each row of `collectives` belongs, by the row's name.
+      part: name of a row of `collectives` -> the part of the step, one of `PARTS`, that it is of.
       transfers: copies between the devices of a placement mesh; None if they were not listed.
     """
 
@@ -37,7 +37,7 @@ class ComparedStep(NamedTuple):
     transfers: simd.CommunicationReport | None
 
     def of_part(self, part: str) -> simd.CommunicationReport:
-        """Returns the collectives of one part."""
+        """Returns the collectives of a part of the step, one of `PARTS`."""
         rows = tuple(row for row in self.collectives.rows if self.part[row.name] == part)
         return simd.CommunicationReport(rows, self.collectives.mesh)
 
@@ -77,8 +77,9 @@ def compare_with_bare(
 ) -> WrapperComparison:
     """Builds a training step with and without wrappers, and lists what each exchanges.
 
-    Nothing is trained and no data is read. with_transfers builds it on a placement mesh too, whose
-    graph grows with the number of devices. `done` is called after each of the two steps was built.
+    Nothing is trained and no data is read. With with_transfers each step is also built on a
+    placement mesh, to list the copies between devices; that graph grows with the number of devices.
+    `done` is called after each of the two steps was built.
     """
     # First, so that an error in the config names the config's own optimizer.
     wrapped, is_wrapped = _list(job, with_transfers)
@@ -91,7 +92,10 @@ def compare_with_bare(
 
 
 def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a factory of the innermost optimizer of the stacks that a factory makes."""
+    """Returns a function that makes the innermost optimizer of a stack.
+
+    `optimizer` makes the whole stack, from a learning rate.
+    """
 
     def make(learning_rate: Any) -> Any:
         made = optimizer(learning_rate=learning_rate)
@@ -101,7 +105,7 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
-    """Returns one step's exchanges, and whether its optimizer is a wrapper."""
+    """Returns the exchanges of a job's step, and whether its optimizer is a wrapper."""
     with tf.Graph().as_default():
         graph, program = build_simd(job)
         description = describe(graph.optimizers[0])
@@ -183,7 +187,7 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
 
 
 def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
-    """Returns the totals of a report by label: of steps, of parts of a step, of mesh axes."""
+    """Returns a report's totals by the label of their line: for steps, parts, mesh axes."""
     return {
         "every step": report.every_step,
         _BRANCHES: report.conditional,
@@ -194,7 +198,10 @@ def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str,
 
 
 def _totals(sides: Sequence[dict[str, Total]]) -> str:
-    """Returns a table of both sides' totals by label, with zeros for a missing label."""
+    """Returns a table of totals: under each label a line for the bare and the wrapped step.
+
+    `sides` has the totals of the two steps by label; a missing label counts as zeros.
+    """
     labels = list(dict.fromkeys(label for side in sides for label in side))
     if not any(side[_BRANCHES].operations for side in sides):
         labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
@@ -270,9 +277,9 @@ _Bar = List[Tuple[str, bool, Total]]
 def _bars(
     axes: Iterable[str], sides: Mapping[str, Mapping[str, CommunicationReport]]
 ) -> dict[str, _Bar]:
-    """Returns a stacked bar for each mesh axis and step, both steps of an axis side by side.
+    """Returns a stacked bar for each mesh axis and step; the two bars of an axis are neighbours.
 
-    The reports of a step are given by the labels of their colors.
+    `sides` has for each step, by title, the reports that are stacked, by the label of their color.
     """
     bars: dict[str, _Bar] = {}
     for axis in axes:

@@ -55,7 +55,10 @@ _SEEDS = 2**31
 
 
 def check_flags_and_seed(config: RunConfig) -> None:
-    """Raises ConfigError unless the switches of a config are booleans and its seed a seed."""
+    """Checks the settings of a config that are True or False, and its seed.
+
+    Raises ConfigError for another value, and for a seed that is no whole number in range.
+    """
     for name in _FLAGS:
         value = getattr(config, name)
         if not isinstance(value, bool):
@@ -196,7 +199,7 @@ class RunConfig:
 
 
 def check_schedule(config: RunConfig) -> None:
-    """Raises a ConfigError if a setting that `resolve_job` does not check cannot work."""
+    """Raises a ConfigError for a wrong value of a setting that `resolve_job` does not check."""
     for name in ("save_checkpoints_steps", "perplexity_eval_steps", "log_steps"):
         check_positive(name, getattr(config, name))
     for name in ("keep_checkpoint_max", "max_steps_without_decrease", "watch_copies_steps"):

@@ -39,12 +39,14 @@ def run_on_processes(
 ) -> Any:
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
-    All build the graph and make the steps; process 0 evaluates, and writes to model_dir, which the
-    others can read. The processes meet by `mtf_gradsync.xla.start_processes`, with coordinator,
-    their numbers, and `meeting`: its timeout and silence, in seconds. Then `work` is called like
-    `run` in each, and its result is returned. They do not begin unless they have the same schedule
-    and `settings`, which are what `work` was made with, by the user's names. The others say what
-    process 0 does alone: `first_does` where `work` is not `run`.
+    All processes build the graph and make the steps. Process 0 evaluates, and writes to model_dir,
+    which the others can read. The processes meet by `mtf_gradsync.xla.start_processes`, which gets
+    coordinator, num_processes, process_id and `meeting` (its timeout and silence, in seconds). Then
+    each process calls `work` with the arguments of `run`, and returns its result.
+
+    Training does not begin unless all processes have the same schedule and the same `settings`: the
+    arguments that `work` was made with, by the names that the user knows. The other processes say
+    what process 0 alone does; `first_does` is the text for that if `work` is not `run`.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -95,7 +97,10 @@ def run_on_processes(
 
 
 def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
-    """Returns the checkpoint to go on from, the same on all processes."""
+    """Calls `choose` on each process, and returns the checkpoint that it has chosen.
+
+    Raises ProcessesError if processes have chosen different steps.
+    """
     start = processes.in_turn(choose)
     processes.check_equal(
         "the step of the newest checkpoint in model_dir",
@@ -106,7 +111,7 @@ def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
 
 
 def _end(number: int) -> None:
-    """Ends this process as a signal does, for jax may have a handler that ignores SIGTERM."""
+    """Ends this process as signal `number` does; jax may have a handler that ignores SIGTERM."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
@@ -122,10 +127,11 @@ def run_on_cluster(
 ) -> Any:
     """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
-    The chief builds, trains, evaluates and writes: it calls `work` like `run` and returns its
-    result. The others serve their devices until it ends, and return None. Without ``mesh_devices``
-    all tasks have equally many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`, with
-    `meeting`: its watch_port, timeout and silence (in seconds), and open_to_network.
+    The chief builds, trains, evaluates and writes: it calls `work` with the arguments of `run` and
+    returns its result. The other tasks serve their devices until the chief ends, and return None.
+    Without ``mesh_devices`` all tasks have equally many CPU devices. The tasks meet by
+    `mtf_gradsync.join_cluster`, which gets `meeting`: its watch_port, timeout and silence (in
+    seconds), and open_to_network.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -150,7 +156,10 @@ def run_on_cluster(
 
 
 def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
-    """Returns the config with its mesh on the tasks' devices, and CPU devices per task."""
+    """Returns a config with its mesh on the tasks' devices.
+
+    The second result is the number of CPU devices that each task needs.
+    """
     tasks = task.all_tasks
     mesh = resolve_mesh(
         config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl

@@ -1,4 +1,4 @@
-"""Turns errors of libraries and rooms into a run's errors, in their own words."""
+"""Turns errors of libraries and of other packages into errors of a run, with their texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from mtf_gradsync.runtimes._common import TrainingError
 def raised_as(
     kind: type[Exception], *errors: type[BaseException], before: str = ""
 ) -> Iterator[None]:
-    """Turns `errors` of the block into one of a kind that says the same, after `before`."""
+    """Turns `errors` that the block raises into errors of type `kind` with the same text.
+
+    The text `before` is put in front.
+    """
     try:
         yield
     except errors as error:

@@ -1,4 +1,4 @@
-"""Scores checkpoints on held-out data, beside a baseline that knows only frequencies."""
+"""Scores checkpoints on held-out data, beside a baseline that knows only token frequencies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EvalGraph(NamedTuple):
 
 
 def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalGraph:
-    """Adds the model without dropout, auxiliary losses and update to the default graph.
+    """Adds the model to the default graph, without dropout, auxiliary losses and update.
 
     `feature_names` are those of the batches that will be fed.
     """
@@ -111,7 +111,7 @@ class Evaluator:
     ):
         """Builds the graph for at least one batch; `restore` gives the variables their values.
 
-        With with_averages it restores moving averages in place of the variables.
+        If with_averages is set, `restore` reads moving averages in place of the variables.
         """
         self.settings = settings
         self.batches = batches
@@ -126,7 +126,7 @@ class Evaluator:
         self._session = tf.Session(graph=graph, config=config)
 
     def restore(self, path: str, model_dir: str) -> None:
-        """Restores the variables from a checkpoint."""
+        """Restores the variables from the checkpoint `path` of the run in model_dir."""
         check_has(path, self._variables, model_dir)
         start = Start(path, with_averages=self._with_averages)
         try:

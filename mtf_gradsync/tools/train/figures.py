@@ -14,7 +14,10 @@ from mtf_gradsync.runtimes.starting import write_bytes
 
 
 def check_library(library: str, work: str) -> None:
-    """Raises a ConfigError if a library of the train extra is missing, without importing it."""
+    """Raises a ConfigError if a library of the train extra is missing, without importing it.
+
+    `work` is the word in the message for what needs the library.
+    """
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"{work} needs {library}: {install_extra('train')}")
 
@@ -42,7 +45,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write_figure(path: Path, figure: Any) -> None:
-    """Writes a figure as a PNG file in one step."""
+    """Writes a figure as a PNG file, atomically."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
     write_bytes(path, content.getvalue())
@@ -62,7 +65,7 @@ WIDTH = 5.2
 
 
 def style() -> Any:
-    """Returns a context manager for drawing figures that `as_svg` takes."""
+    """Returns a context manager; figures drawn within it can be given to `as_svg`."""
     import matplotlib
 
     return matplotlib.rc_context(
@@ -91,8 +94,8 @@ def figure(height: float = 2.7, width: float = WIDTH) -> Any:
 def as_svg(drawn: Any, prefix: str, description: str) -> str:
     """Returns a figure that was drawn within `style` as an ``svg`` element of a page.
 
-    The prefix of elements' names differs for each figure of a page; the description is for readers
-    who do not see it.
+    `prefix` begins the names of the element's parts, and has to differ for each figure of a page.
+    `description` is for readers who do not see the figure.
     """
     content = io.StringIO()
     drawn.savefig(content, format="svg", transparent=True, metadata={"Date": None})

@@ -42,9 +42,9 @@ def load(
     """Replaces gin's configuration by that of files and bindings; later ones override.
 
     Files are looked for as named, then in search_paths, then among the files that come with the
-    package. Bindings of ``utils.run`` (T5's way) move to ``train.run`` if that has a parameter of
-    the name; a binding of ``train.run`` in the files wins. Returns the ``utils.run`` bindings and
-    the macros that have no meaning here.
+    package. Bindings of ``utils.run``, as T5 has them, move to ``train.run`` if that has a
+    parameter of the name; if a file binds the parameter of ``train.run`` too, this binding wins.
+    Returns the names of the ``utils.run`` bindings and the macros that have no meaning here.
     """
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()
@@ -95,7 +95,7 @@ def bound_run_config() -> RunConfig:
 
 @contextlib.contextmanager
 def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
-    """Binds this mesh inside the block, for optimizers that the configuration gives a mesh."""
+    """Binds this mesh and layout in the block for each optimizer that has bindings of them."""
     given = {"mesh_shape": mesh_shape, "layout": layout}
     before = {
         f"{scope}/{selector}.{parameter}".lstrip("/"): (value, given[parameter])
@@ -116,7 +116,7 @@ def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Returns one readable message for an error that a gin configurable raised."""
+    """Returns a message of one line for an error that a gin configurable raised."""
     text = _one_line(error)
     # The address and path of a function say no more than its name.
     text = re.sub(r" \((<(class|function)[^>]*>|<[^()]* at 0x\w+>)\)", "", text)
@@ -153,7 +153,7 @@ def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
 
 
 def _with_hint(said: str) -> str:
-    """Returns gin's message, with suggestions for an unknown name or value."""
+    """Returns gin's message `said`, with suggestions for an unknown name or value."""
     missing = re.match(r"Unable to open file: (.*)\. Searched config paths: (\[.*\])", said)
     if missing:
         folders = dict.fromkeys(folder or "." for folder in ast.literal_eval(missing[2]))
@@ -183,7 +183,7 @@ def _with_hint(said: str) -> str:
 
 @contextlib.contextmanager
 def _no_search_log() -> Iterator[None]:
-    """Keeps gin from logging an error for every directory that does not have a file."""
+    """Keeps gin from logging an error for each search path that does not have the file."""
 
     def keep(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("Path not found")
@@ -197,7 +197,10 @@ def _no_search_log() -> Iterator[None]:
 
 
 def _take_over_utils_run(overrides: bool = False) -> list[str]:
-    """Moves bindings of ``utils.run`` to ``train.run``; returns those that have no effect."""
+    """Moves bindings of ``utils.run`` to ``train.run``; returns texts on those without effect.
+
+    A binding of ``train.run`` itself wins, unless `overrides` is set.
+    """
     ignored = []
     for name, value in take(_UTILS_RUN).items():
         if name not in _FIELDS:

@@ -30,7 +30,10 @@ class Improvement:
     """The progress of a run's held-out losses, from the lines of its metrics file."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
-        """Begins with earlier measurements; see `RunConfig.max_steps_without_decrease`."""
+        """Begins with the lines that a metrics file has so far.
+
+        most_steps is `RunConfig.max_steps_without_decrease`.
+        """
         self._most_steps = most_steps
         self.best: float | None = None
         self.best_step = self._newest = 0
@@ -48,7 +51,7 @@ class Improvement:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the loss has not fallen for as many steps as end the run."""
+        """Whether the loss has not fallen for so many steps that the run has to end."""
         if self._most_steps is None or self.best is None:
             return False
         return self._newest - self.best_step >= self._most_steps
@@ -90,8 +93,8 @@ class HeldOut:
     def prepare(self) -> None:
         """Reads the held-out batches, and scores the unigram baseline on them.
 
-        Raises ConfigError for data that are empty or cannot be read or scored, and for gin's
-        settings that make samples impossible.
+        Raises ConfigError if the data are empty, or cannot be read or scored, or if the settings of
+        samples cannot work.
         """
         eval_dataset_fn, steps = self._config.eval_dataset_fn, self._config.perplexity_eval_steps
         assert eval_dataset_fn is not None  # the caller has asked
@@ -150,7 +153,7 @@ class HeldOut:
                     raise ConfigError(f"{of}: in batch {number}, {wrong}")
 
     def build(self) -> None:
-        """Builds the graph, unless it has been built or there is no held-out data."""
+        """Builds the graph of the evaluation, unless it exists or there are no held-out data."""
         if not self._held_out or self._evaluator is not None:
             return
         try:
@@ -173,7 +176,7 @@ class HeldOut:
     def point(
         self, path: str, step: int, recorder: MetricsRecorder, progress: Progress
     ) -> Score | None:
-        """Scores a checkpoint of a run that goes on, if there are held-out data.
+        """Scores a checkpoint while the run goes on, if there are held-out data.
 
         Writes "held_out_nats" and shows the perplexity.
         """
@@ -190,8 +193,9 @@ class HeldOut:
     def finish(self, path: str | None, writes: bool = True, **result: Any) -> Score | None:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
-        `path` is the last checkpoint. Returns its held-out score; without held-out data it needs no
-        path and returns None. Without `writes` it only reports.
+        `path` is the last checkpoint. Returns the held-out score of that checkpoint. Without
+        held-out data `path` may be None, and so is the result. Without `writes` the scores are only
+        reported.
         """
         self.result = dict(result)
         if len(result) > 1:
@@ -219,12 +223,12 @@ class HeldOut:
         return score
 
     def is_complete(self, step: int) -> bool:
-        """Returns whether the result file has all results of `finish` for a step's model."""
+        """Returns whether the result file has all that `finish` writes for the model of `step`."""
         before = self._result_before(step)
         return bool(before) and (not self._held_out or "held_out" in before)
 
     def _result_before(self, step: int) -> dict[str, Any]:
-        """Returns the result file's content if it is of this step; else {}."""
+        """Returns the content of the result file if it was written for `step`; else {}."""
         try:
             before = json.loads((self._directory / RESULT_FILE).read_text(encoding="utf-8"))
             return before if before["step"] == step else {}
@@ -232,7 +236,7 @@ class HeldOut:
             return {}
 
     def _score(self, path: str) -> Score:
-        """Scores a checkpoint, and leaves its variables in the evaluator."""
+        """Scores a checkpoint; afterwards the evaluator holds its variables."""
         self.build()
         if self._scored is None or self._scored[0] != path:
             assert self._evaluator is not None  # the callers have asked

@@ -25,9 +25,9 @@ from mtf_gradsync.tools.train.config import LearningRate, learning_rate_schedule
 def resolve_learning_rate(
     learning_rate_schedule: LearningRate | list[Any], total_steps: int
 ) -> LearningRate:
-    """Returns None, a number, or a function of the keyword argument ``step``.
+    """Returns a run's learning rate: None, a number, or a function of ``step``.
 
-    Schedules of `RunConfig` see total_steps as the length of the run.
+    ``step`` is a keyword argument. Schedules get total_steps as the length of the run.
     """
     factors = learning_rate_schedule
     for one in factors if isinstance(factors, (list, tuple)) else [factors]:
@@ -67,10 +67,11 @@ def rate_on_mesh(
     mesh: mtf.Mesh,
     stack: Sequence[Any],
 ) -> Any:
-    """Returns the learning rate of a step, as `resolve_learning_rate` returned it.
+    """Returns the learning rate of a step, from what `resolve_learning_rate` has returned.
 
-    With schedule_step, schedules get that step, and the run's number of updates as their length.
-    The optimizers of `stack` give it, when the graph is lowered.
+    With schedule_step, schedules get the step that it returns for `mesh`, and the number of updates
+    in the run as its length. That number follows from the optimizers of `stack`, when the graph is
+    lowered.
     """
     if schedule_step is None or not isinstance(schedule, functools.partial):
         return rate_of_step(schedule, step)
@@ -124,10 +125,10 @@ def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
 
 @contextlib.contextmanager
 def adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh) -> Iterator[None]:
-    """Gives Adafactors made inside a default decay rate that counts as schedules do.
+    """Has Adafactors made in the block compute their default decay rate from the schedules' step.
 
-    `schedule_step` gives the step on the mesh; None stands for the global step, Adafactor's own
-    default.
+    `schedule_step` returns that step on `mesh`. With None the default stays as it is: it uses the
+    global step.
     """
     if schedule_step is None:
         yield
@@ -158,7 +159,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _updates_in(steps: int, stack: Sequence[Any]) -> int:
-    """Returns how many updates a stack makes in some steps, none of them skipped."""
+    """Returns how many updates `stack` makes in `steps` steps if none of them is skipped."""
     for one in stack:
         if isinstance(one, GradientAccumulationOptimizer):
             steps, _ = updates_before([steps, None], one.backward_passes_per_step, steps)

@@ -59,17 +59,17 @@ def train_loop(
     """Trains from the newest checkpoint to train_steps, or until a signal.
 
     Args:
-      runner: makes steps and checkpoints; it is entered here.
+      runner: makes steps and checkpoints; the loop enters it, as a context manager.
       graph: the training graph whose steps the runner makes.
-      config: how long to train, and how often to save and log. Checkpoints are written beside the
-        steps that follow, unless they are evaluated: then before the next step.
+      config: how long to train, and how often to save and log. A checkpoint is written while the
+        next steps run; one that is evaluated is written before the next step.
       tokens_per_step: targets in a global batch, padding included.
       recorder: takes measurements every log_steps.
       on_checkpoint: called with path, step and the progress after each save; returns whether the
         run ends there.
       on_first_step: called once the first step has been shown, for work that can wait until then.
       on_timeline: called once with the timeline and the numbers of the first and the last step in
-        it, if the config asks for some.
+        it, if the config asks for a timeline.
 
     Raises:
       TrainingError: if updates or the loss or the learning rate show that training cannot go on
@@ -120,7 +120,7 @@ def train_loop(
 class _Loop:
     """The state of one training loop: `step` counts steps dispatched, `seconds` time in steps.
 
-    `is_at_end` is whether the newest checkpoint ends the run.
+    `is_at_end` is whether on_checkpoint has said of the newest checkpoint that the run ends there.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class _Loop:
     def recorded(
         self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline, int, int], None]
     ) -> int | None:
-        """Returns what `steps` returns, and gives on_timeline a timeline of the steps it makes.
+        """Calls `steps` and returns its result; gives on_timeline a timeline of the steps it makes.
 
-        Where the recording fails, the progress says so, and the run goes on.
+        If the recording fails, the progress says so, and the run goes on.
         """
         self._look_at_all()
         timeline = self._runner.timeline()
@@ -202,7 +202,7 @@ class _Loop:
             self._look_at_oldest()
 
     def _newest(self) -> str:
-        """Returns a sentence on the newest checkpoint, written or being written."""
+        """Returns a sentence that names the step of the newest checkpoint, for error messages."""
         if self._saving and not self._saving.exception():
             self._saved_at = self._begun_at
         if self._saved_at:
@@ -225,7 +225,7 @@ class _Loop:
     def save(self) -> None:
         """Begins to save a checkpoint of the last step, unless that step has one already.
 
-        It is written beside the next steps, or before them if something has to be done with it.
+        It is written while the next steps run, or before them if it is evaluated.
         """
         began = time.monotonic()
         self._look_at_all()
@@ -243,7 +243,7 @@ class _Loop:
         self.progress.pause()
 
     def settle(self) -> None:
-        """Waits for the checkpoint that is being written, if any, and passes it on."""
+        """Waits for the checkpoint that is being written, if any, and calls on_checkpoint."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
@@ -252,7 +252,7 @@ class _Loop:
         self.is_at_end = self._on_checkpoint(path, self._saved_at, self.progress)
 
     def tell_left_steps(self) -> None:
-        """Logs how many microbatch steps are in sums but in no update, if any."""
+        """Logs at the end how many microbatch steps are accumulated, but applied by no update."""
         left = self._means.steps_in_no_update
         if left and self.step >= self._config.train_steps:
             steps = "last step is" if left == 1 else f"last {left} steps are"
@@ -320,7 +320,7 @@ _BAD_LOSSES = 100
 
 
 def most_bad_losses(optimizers: Sequence[Any]) -> int:
-    """Returns the most losses in a row, without an update, that may be not finite.
+    """Returns how many steps in a row may have a loss that is not finite, without any update.
 
     The result is 0 if no optimizer of the stack skips gradients that are not finite.
     """
@@ -344,9 +344,9 @@ class Patience:
         self._update_step: int | None = None
 
     def goes_on(self, loss: float, update_step: int | None) -> bool:
-        """Returns whether to go on after a step with a loss.
+        """Returns whether training goes on after a step that had this loss.
 
-        update_step counts the updates made by then; None where the optimizers do not count.
+        update_step counts the updates made by then; None if the optimizers do not count.
         """
         if math.isfinite(loss) or update_step != self._update_step:
             self._bad = 0
@@ -356,5 +356,5 @@ class Patience:
         return self._bad <= self._most
 
     def since(self) -> str:
-        """Returns an error's words about the steps before, or ""."""
+        """Returns words for an error about the bad losses of the steps before, or ""."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""

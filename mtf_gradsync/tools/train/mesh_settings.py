@@ -16,8 +16,8 @@ _logger = logging.getLogger(__name__)
 class MeshSettings(NamedTuple):
     """A mesh, a device for each of its processors, and how many CPU devices the session needs.
 
-    `mesh_impl` makes a placement mesh of shape, layout and devices; `rules` are the layout's pairs
-    of a tensor dimension and a mesh dimension, none where they are not known.
+    `mesh_impl` makes a placement mesh of shape, layout and devices. `rules` are the pairs of a
+    tensor dimension and a mesh dimension in the layout; empty if they are not known.
     """
 
     shape: mtf.Shape
@@ -28,11 +28,11 @@ class MeshSettings(NamedTuple):
     rules: Sequence[tuple[str, str]] = ()
 
     def placement_mesh(self, devices: Sequence[str] | None = None) -> Any:
-        """Makes the placement mesh, on its own devices or on others."""
+        """Makes the placement mesh on `devices`, by default on those of the settings."""
         return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
 
     def on_one_process(self) -> MeshSettings:
-        """Returns the same mesh on the devices of each process, without a cluster's tasks."""
+        """Returns the same mesh with devices of the calling process in place of cluster tasks."""
         devices = [
             tf.DeviceSpec.from_string(device).replace(job=None, replica=None, task=None).to_string()
             for device in self.devices
@@ -54,18 +54,19 @@ class MeshSettings(NamedTuple):
                 )
 
     def split(self, dimension: str) -> int:
-        """Returns the number of parts that the mesh splits tensor dimensions of a name into."""
+        """Returns into how many parts the mesh splits a tensor dimension of this name."""
         return mtf.tensor_dim_to_mesh_dim_size(self.layout, self.shape, mtf.Dimension(dimension, 0))
 
     def check_splits(self, graph: mtf.Graph, inputs: Collection[str]) -> None:
         """Checks the layout against the dimensions of a model's tensors.
 
-        `inputs` are the names of the dimensions of its inputs.
+        `inputs` are the names of the dimensions of the model's inputs.
 
-        Raises ConfigError for a dimension that the mesh cannot split evenly, and for a mesh
-        dimension over which no rule splits a variable or an input: its processors would all compute
-        the same, except in attention, which splits its own tensors by any rule's name. Other rules
-        that split no variable and no input are logged.
+        Raises ConfigError for a dimension that the mesh cannot split evenly. It also raises
+        ConfigError for a mesh dimension over which no rule splits a variable or an input: the
+        processors along that dimension would all compute the same, except in attention, which
+        splits its own tensors by any rule's name. Other rules that split no variable and no input
+        are logged.
         """
         dims = sorted({dim for op in graph.operations for x in op.outputs for dim in x.shape.dims})
         variables = {dim.name for v in graph.all_variables for dim in v.shape.dims}
@@ -110,7 +111,10 @@ def resolve_mesh(
     mesh_devices: Sequence[str] | None,
     mesh_impl: Callable[..., Any] | None = None,
 ) -> MeshSettings:
-    """Checks the mesh, the layout and the devices of a `RunConfig` against each other."""
+    """Returns the mesh that a `RunConfig` describes.
+
+    Raises ConfigError if its shape, layout and devices do not fit together.
+    """
     shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
     layout = _convert(
         mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"

@@ -26,7 +26,7 @@ _MOST_NUMBERS = 16
 
 
 class Progress:
-    """A progress bar on a terminal; anywhere else a line now and then."""
+    """A progress bar on a terminal; without a terminal a line now and then."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class Progress:
 
 
 class _Rate:
-    """The tokens per second in the last seconds, without pauses, and the time that is left.
+    """The tokens per second in the last seconds, without pauses, and the time left in the run.
 
-    That time is computed from all steps, pauses included, without the first, which may have been
+    The time left is computed from all steps and pauses, except the first step, which may have been
     compiled.
     """
 
@@ -178,7 +178,8 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int):
         """Opens the file, to append to the lines of the first_step steps before.
 
-        Lines of later steps are deleted: those steps, after a checkpoint, are made again.
+        Lines of later steps are deleted: the run goes on from a checkpoint and makes those steps
+        again.
         """
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
@@ -224,8 +225,8 @@ class EventFile:
     def __init__(self, directory: Path, first_step: int):
         """Creates the file of a session that begins after first_step steps.
 
-        It begins with an event, as TensorFlow's own sessions write it, by which TensorBoard ignores
-        later steps of earlier sessions.
+        Its first event makes TensorBoard ignore what earlier sessions wrote for later steps. The
+        sessions of TensorFlow write such an event, too.
         """
         now = time.time()
         # Files are named by the second; a session may begin within the same one.
@@ -312,7 +313,10 @@ class MetricsRecorder:
         self._metrics.write(step, **line)
 
     def leave_means(self, step: int, means: StepMeans) -> None:
-        """Writes at a checkpoint the sums that another session needs for its next means."""
+        """Writes the sums behind unfinished means when a checkpoint is saved.
+
+        The next session of the run goes on with these sums.
+        """
         state = means.state()
         if state is not None:
             self._metrics.write(step, **{_MEANS: state})
@@ -327,7 +331,10 @@ class MetricsRecorder:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value for JSON: a number, or a list of one for each shard; None if not finite."""
+    """Returns a value for JSON: a number, or a list with a number for each shard.
+
+    A number that is not finite becomes None.
+    """
     array = np.asarray(value)
     if not np.all(np.isfinite(array)):
         return None

@@ -34,7 +34,7 @@ class ModelSettings(NamedTuple):
     """The settings that a run's graphs, for training and for scoring, are built from.
 
     They are the settings of `RunConfig`, resolved: `batch_size` counts the sequences of a global
-    batch, and an `outer_batch_size` of 0 is none.
+    batch. If `outer_batch_size` is 0, tensors have no such dimension.
     """
 
     model_type: ModelType
@@ -82,10 +82,10 @@ class ModelSettings(NamedTuple):
 
 
 class MeshModel:
-    """A model in an mtf graph of its own; calling it adds operations there."""
+    """A model in an mtf graph of its own; calling it adds the model's operations to that graph."""
 
     def __init__(self, settings: ModelSettings, mesh_impl: Any = None):
-        """Begins an mtf graph; mesh_impl of None lowers on the placement mesh of the settings."""
+        """Begins an mtf graph; a mesh_impl of None lowers on the settings' placement mesh."""
         if settings.model_type not in MODEL_TYPES:
             raise ConfigError(
                 f"train.run.model_type must be one of {', '.join(MODEL_TYPES)}; "
@@ -126,7 +126,7 @@ class MeshModel:
 
     @property
     def input_dims(self) -> list[str]:
-        """The names of the dimensions of features."""
+        """The names of the dimensions that the model's input features have."""
         return [*(dim.name for dim in self._batch_dims), "length"]
 
     @property
@@ -209,8 +209,8 @@ class TrainingJob(NamedTuple):
     Attributes:
       model: the model, its mesh and its batch.
       train_dataset_fn: see `RunConfig`.
-      optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
-        returns mtf operations. It, and each optimizer inside a wrapper, may have
+      optimizer: called with ``learning_rate=``; returns an optimizer whose ``apply_grads(grads,
+        variables)`` returns mtf operations. This optimizer, and each one inside a wrapper, may have
         ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
         loss, ``update_step_now``, a scalar that counts updates, and ``in_sums_now``, a scalar that
         is 0 if no gradients wait for an update.
@@ -220,9 +220,10 @@ class TrainingJob(NamedTuple):
       variable_filter: see `RunConfig`.
       train_steps: see `RunConfig`.
       reports: whether the step returns what its optimizers report.
-      noise_scale: whether it estimates the gradient noise scale, in sequences.
-      examples_before: how many examples steps were made of before, if no checkpoint says it.
-      part: the part of the data that a run learns from which is an island.
+      noise_scale: whether the step estimates the gradient noise scale, in sequences.
+      examples_before: how many examples earlier steps have used; a checkpoint that has this number
+        overrides it.
+      part: the part of the data that this run learns from, if it is an island (DiLoCo).
     """
 
     model: ModelSettings
@@ -323,8 +324,9 @@ def resolve_batch_size(
 ) -> int:
     """Returns the number of sequences in a global batch, which the mesh can split evenly.
 
-    A pair is that of ``mesh_tensorflow.transformer.utils.compute_batch_size``; an outer_batch_size
-    of 0 is none.
+    A (method, value) pair means what it means for
+    ``mesh_tensorflow.transformer.utils.compute_batch_size``. With an outer_batch_size of 0 there is
+    no outer batch dimension.
     """
     given = batch_size
     if is_whole_number(given):
@@ -355,7 +357,7 @@ def resolve_batch_size(
 def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:
     """Returns placeholders ``[batch_size, length]`` for the training data, by feature name.
 
-    The data set is made for its shapes alone, in a graph of its own; nothing is read.
+    The data set is built in a graph of its own, only to learn its shapes; no data is read.
     """
     with job.batches() as batches:
         return batches.placeholders()

@@ -21,10 +21,10 @@ _UNPRINTABLE = re.compile(
 
 
 class Ended(NamedTuple):
-    """The end of a run, and the number of its train_steps that it made.
+    """The end of a run: its last step, the train_steps it was to make, and how it ended.
 
-    `how` is "finished", or says why it ended before; `result` is the content of the result file,
-    empty for a run that ended early.
+    `how` is "finished", or says why the run ended before. `result` is the content of the result
+    file, empty for a run that ended early.
     """
 
     step: int
@@ -52,10 +52,16 @@ def write_page(
 ) -> Path:
     """Writes the page of a run to its directory, from the `rows` of its metrics file.
 
-    `facts` are None for a run that ended before its graph was built; unigram_nats are the
-    baseline's nats per token, `samples` what the model wrote, `config` gin's text, `recorded` the
-    steps with a timeline, recorded by this session of the run or an earlier one; `islands` the
-    journal of the folder of a run that is an island.
+    Args:
+      directory: the run's directory.
+      rows: the lines of the metrics file.
+      ended: how the run ended.
+      facts: the run's facts; None for a run that ended before its graph was built.
+      unigram_nats: the baseline's nats per token.
+      samples: what the model wrote.
+      config: the text of gin's configuration.
+      recorded: the steps with a timeline, recorded in this session of the run or in an earlier one.
+      islands: the journal of the shared folder, for a run that is an island.
     """
     check_pages_installed()
     import jinja2
@@ -107,7 +113,7 @@ def printable(text: str) -> str:
 def _tiles(
     rows: Sequence[dict[str, Any]], ended: Ended, facts: RunFacts | None
 ) -> list[tuple[str, str, str]]:
-    """Returns the main numbers: for each a title, the number as text, and a remark."""
+    """Returns the main numbers of a run: for each a title, the number as text, and a remark."""
     result = ended.result
     tiles = []
     loss = training_losses(rows)
@@ -147,7 +153,7 @@ def _tiles(
 
 
 def _replicas(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Returns for each replica its number, its contributions, and the steps without one."""
+    """Returns for each replica its number, its contributions, and its steps without one."""
     made = series_of(rows, "sync_replicas/contributions")
     dropped = series_of(rows, "sync_replicas/dropped")
     if made is None or dropped is None or made.values.ndim != 2:

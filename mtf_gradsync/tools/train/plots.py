@@ -33,7 +33,7 @@ class Series(NamedTuple):
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
     """Returns the values of `name` in a metrics file's lines; None if none is finite.
 
-    Where the number of shards has changed, lines with the newest number are used.
+    If the number of shards has changed, only the lines with the newest number are used.
     """
     found = [(row["step"], np.asarray(row[name], float)) for row in rows if name in row]
     found = [(step, value) for step, value in found if np.all(np.isfinite(value))]
@@ -72,7 +72,7 @@ _SHORTEST_BAR = 0.01
 
 
 class Plot(NamedTuple):
-    """A plot, as an ``svg`` element with a description of what it shows, and its texts.
+    """A plot with its texts: an ``svg`` element that has a description, a title and a caption.
 
     `wide` is the same plot, as wide as two columns; "" if it is not needed.
     """
@@ -84,10 +84,10 @@ class Plot(NamedTuple):
 
 
 class _OverSteps(NamedTuple):
-    """A plot over steps: `lines` are names in the metrics file, by label in the legend.
+    """A plot over steps: `lines` has names of the metrics file, by label in the legend.
 
-    With `by_shard` there is one name, whose values have a number for each shard. An axis of counts
-    has whole numbers `from_zero`.
+    With `by_shard` there is one name, whose values have a number for each shard. With `is_count`
+    the vertical axis has whole numbers, and with `from_zero` it begins at 0.
     """
 
     title: str
@@ -182,9 +182,9 @@ _LOSS = _OverSteps(
 
 
 def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
-    """Draws the plots for which a metrics file's lines have data.
+    """Draws each plot for which the lines of a metrics file have data.
 
-    unigram_nats is a horizontal line beside the losses.
+    unigram_nats, the loss of the baseline, is a horizontal line beside the losses.
     """
     others = []
     for plot in _PLOTS:
@@ -200,7 +200,8 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
 def training_losses(rows: Rows) -> Series | None:
     """Returns the training losses of a metrics file, in the unit of held-out losses.
 
-    For an older file without these, the model's own losses: means over positions.
+    An older file does not have them. For such a file the result is the model's own losses, which
+    are means over positions.
     """
     return series_of(rows, "nats_per_token") or series_of(rows, "loss")
 
@@ -211,7 +212,7 @@ def kilobytes(size: int) -> str:
 
 
 def draw_islands(status: Status) -> Plot | None:
-    """Draws a row for each island over time; None where none has joined."""
+    """Draws the history of islands, a row for each; None if none has joined."""
     if not status.rows:
         return None
     with figures.style():
@@ -227,7 +228,7 @@ def draw_islands(status: Status) -> Plot | None:
 
 
 def draw_traffic(traffic: Traffic) -> Plot | None:
-    """Draws the mesh traffic of an update step; None where there is none."""
+    """Draws the mesh traffic of an update step; None if the step sends nothing."""
     present = [row for row in traffic.rows if row.bytes_per_core]
     if not present:
         return None
@@ -268,7 +269,7 @@ def _of_lines(
     level: float | None = None,
     is_wide: bool = False,
 ) -> Plot | None:
-    """Draws a line for each label that has a series, and a horizontal one at `level`."""
+    """Draws a line for each label that has a series, and a horizontal line at `level`."""
     present = {label: series for label, series in found.items() if series is not None}
     if not present:
         return None
@@ -307,7 +308,7 @@ def _of_lines(
 
 
 def _by_shard(plot: _OverSteps, series: Series | None) -> Plot | None:
-    """Draws a line for each shard; of many shards their range and median."""
+    """Draws a line for each shard; if there are many, the range and median over the shards."""
     if series is None or series.values.ndim != 2:
         return None
     points = thinned(series, plot.is_count)

@@ -22,8 +22,9 @@ _MOST = 12
 def changed_settings(directory: Path) -> dict[str, str]:
     """Compares gin's configuration with the one that a run has left in its directory.
 
-    Returns, for each binding that differs, its value there and here. Bindings that only one of them
-    has are left out; without that file there is no difference.
+    Returns a text with both values for each binding that differs, by the binding's name. Bindings
+    that only one of the two has are left out. If the directory has no configuration, the result is
+    empty.
     """
     there, here = _there(directory), _here()
     return {
@@ -39,7 +40,12 @@ def _difference(name: str, there: Mapping[str, str], here: Mapping[str, str]) ->
 
 
 def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
-    """Returns a start from a checkpoint whose differences from the default graph are accepted."""
+    """Returns a start from a checkpoint that differs from the default graph.
+
+    Variables that the checkpoint does not have are marked to begin with new values. `accept` says
+    whether the user accepts a checkpoint of another configuration; `say` takes lines that list the
+    differences, and `words` begin that list.
+    """
     assert start.path is not None  # the callers have asked
     variables, counts = tf.global_variables(), True
     if not tf.train.load_checkpoint(start.path).has_tensor(EXAMPLES):
@@ -58,7 +64,7 @@ def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) 
 
 
 def say_changes(directory: Path, say: Callable[[str], None]) -> None:
-    """Logs which settings differ from the earlier ones of the run in a directory."""
+    """Logs which settings are not those that the run in a directory had before."""
     lines = [f"\n  {line}" for line in changed_settings(directory).values()]
     if lines:
         changed = some_lines(lines, _MOST)
@@ -113,7 +119,7 @@ _OF_DATA = ("run.train_dataset_fn", "run.vocabulary")
 
 
 def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
-    """Returns the names of bindings that define the examples, with their macros."""
+    """Returns the names of the bindings that define the examples, macros included."""
     found, todo = set[str](), [name for name in bindings if name.endswith(_OF_DATA)]
     while todo:
         name = todo.pop()
@@ -131,7 +137,7 @@ def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
 
 
 def _configurable(name: str) -> str:
-    """Returns the name of the configurable of a binding, such as text_files of text_files.files."""
+    """Returns the configurable in a name of a binding: text_files in text_files.files."""
     return name.split("/")[-1].rpartition(".")[0].split(".")[-1]
 
 

@@ -70,7 +70,7 @@ class RunResult(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """The checkpoints that a user accepts besides the run's own undamaged newest.
+    """The checkpoints that a user accepts besides the newest, undamaged one of the run itself.
 
     `differences` accepts a checkpoint of another configuration; `damage` accepts an older one if
     the newest is damaged.
@@ -126,7 +126,7 @@ def run(
 
 
 class _Lines(logging.Handler):
-    """A log handler that passes this room's messages to `say`, each once."""
+    """A log handler that passes each different message of this package to `say` once."""
 
     def __init__(self, say: Callable[[str], None]):
         super().__init__()
@@ -155,7 +155,7 @@ def _log_lines(say: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Run:
-    """A run: its settings, where it writes, and its parts, one after the other."""
+    """A run: its settings, the directory it writes to, and a method for each phase."""
 
     def __init__(
         self,
@@ -366,7 +366,10 @@ class _Run:
         return RunResult(step, None, held_out, evaluation.unigram)
 
     def _write_report(self, step: int | None, how: str) -> None:
-        """Writes the page, of a step; None is the newest that was logged."""
+        """Writes the report's page as of `step`; None takes the newest step that was logged.
+
+        `how` says how the run ended.
+        """
         directory, evaluation = self.directory, self.evaluation
         rows = read_metrics(directory / METRICS_FILE)
         if step is None:
@@ -387,7 +390,7 @@ class _Run:
 
 
 def _read_islands() -> Status | None:
-    """Returns the status of the folder in which a run is an island; None without a folder."""
+    """Returns the status of the shared folder of islands; None if this run is no island."""
     url = ElasticIslands().folder
     with contextlib.suppress(ImportError, OSError, ValueError):
         return read_status(Folder(url)) if url else None
@@ -395,7 +398,7 @@ def _read_islands() -> Status | None:
 
 
 def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> None:
-    """Logs which variables a checkpoint keeps with fewer bits than the steps have."""
+    """Logs which variables checkpoints round, to a type with fewer bits than in the steps."""
     narrow: dict[str, list[str]] = {}
     for variable in lowering.variables:
         master, used = variable.master_dtype, variable.slice_dtype
@@ -411,7 +414,7 @@ def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> No
 
 
 def _errors_of_islands() -> ContextManager[None]:
-    """Returns a context manager that turns errors of islands into ones of the config."""
+    """Returns a context manager that turns errors of islands into a ConfigError."""
     errors = (ImportError, OSError, ValueError, IslandError)
     return raised_as(ConfigError, *errors, before="ElasticIslands: ")
 
@@ -419,7 +422,7 @@ def _errors_of_islands() -> ContextManager[None]:
 def _unread_bindings() -> str:
     """Returns a line about bindings that nothing has read yet; "" if all were read.
 
-    The line leaves out bindings of ``utils.run`` and macros, which the command names.
+    Bindings of ``utils.run`` and macros are left out, because the command names them itself.
     """
     most_names = 12
     names = [name for name in unread() if not name.startswith("utils.run.")]

@@ -29,7 +29,7 @@ BEST_DIR = "best"
 
 
 def write_config(directory: Path) -> None:
-    """Writes the values of all parameters that were read up to now to a run's directory."""
+    """Writes the values of all gin parameters that were read up to now to a run's directory."""
     write_text(directory / CONFIG_FILE, gin.operative_config_str())
 
 
@@ -37,11 +37,11 @@ _LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
 
 
 class RunFacts(NamedTuple):
-    """The facts of a run: its model and data, its newest steps' runtime, libraries' versions.
+    """The facts of a run: its model and data, the runtime of its newest steps, and versions.
 
-    `optimizers` are class names, outermost first; `parameters` is the number of trainable ones;
-    `traffic` is None where it could not be listed; `first_examples` are hashes of the first
-    examples of its data set, [] if they are not known.
+    `optimizers` are class names, outermost first; `parameters` is the number of trainable
+    parameters. `traffic` is None if it could not be listed. `first_examples` are hashes of the
+    first examples of the data set, [] if they are not known.
     """
 
     mesh: str
@@ -117,7 +117,7 @@ def read_recorded(directory: Path) -> RecordedSteps | None:
 
 
 def forget_recorded(directory: Path, step: int) -> None:
-    """Removes the recorded steps if they come after `step`: the run makes them again."""
+    """Removes the recorded steps if they come after `step`, because the run makes these again."""
     recorded = read_recorded(directory)
     if recorded and recorded.last > step:
         (directory / TIMELINE_FILE).unlink()

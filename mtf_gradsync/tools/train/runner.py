@@ -42,7 +42,7 @@ _OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
 def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     """Returns the runtime that a config names, or the fastest that this environment has.
 
-    `target` is the server of a cluster's chief where the run's mesh is over its tasks.
+    If the mesh is over the tasks of a cluster, `target` is the server of the chief; otherwise "".
     """
     asked = config.runtime
     bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
@@ -104,14 +104,14 @@ def training_graph(
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
-    """Returns whether an optimizer of a stack skips, or requires, not-finite values."""
+    """Returns whether an optimizer of a stack skips, or has to see, values that are not finite."""
     stacks = map(stages_of, optimizers)
     by_stages = any(skips_not_finite(some) or needs_not_finite(some) for some in stacks)
     return by_stages or any(map(skips_islands, optimizers))
 
 
 def skips_islands(opt: Any) -> bool:
-    """Returns whether an optimizer skips islands with gradients that are not finite."""
+    """Returns whether an optimizer leaves out islands with gradients that are not finite."""
     return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
 
@@ -119,11 +119,12 @@ class Runner(abc.ABC):
     """A runner of training steps and checkpoints, which restores its `Start` when entered.
 
     Attributes:
-      first_step: steps made before, known once it is entered.
+      first_step: the number of steps made before, known once the runner is entered.
       is_alone: whether this process works without other processes.
       steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
-      peak_flops: bfloat16 operations a second of all chips together; None where it is not known.
-      copies_slices: whether the saver has to copy slices to masters before it saves.
+      peak_flops: bfloat16 operations a second of all chips together; None if it is not known.
+      copies_slices: whether the saver first has to copy slices, which cores hold, to the variables
+        of a checkpoint.
     """
 
     first_step: int = 0
@@ -144,8 +145,9 @@ class Runner(abc.ABC):
     ):
         """Adds a saver and watches to the default graph, which has to be that of `graph`.
 
-        Checkpoints go to `model_dir`. `island` exchanges values after steps. `place` makes the
-        sessions, which begin with `start`; `hooks` are for sessions of a placement mesh.
+        Checkpoints go to `model_dir`. `island`, if this run is one, exchanges values with other
+        islands after steps. `place` makes the sessions, which begin with `start`; `hooks` are for
+        sessions of a placement mesh.
         """
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
@@ -209,10 +211,10 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def begin_save(self, step: int) -> Future[str]:
-        """Takes the values of a checkpoint, and writes it beside the steps that follow.
+        """Takes the values of a checkpoint, and writes them while the next steps run.
 
-        Returns a future of its path. All steps' results must have been read, and the checkpoint
-        before must have been written.
+        Returns a future of the path. The results of all steps must have been read, and the
+        checkpoint before must have been written.
         """
 
     def timeline(self) -> Timeline:
@@ -245,10 +247,10 @@ class Runner(abc.ABC):
             self._raw(self._copies.check)
 
     def exchange(self, step: int, last: int) -> int:
-        """Lets an island exchange values with others after a step; `last` is the run's last step.
+        """Lets an island exchange values with other islands after a step.
 
-        Returns the run's step, which for an island may be later: the step of the values that it
-        took.
+        `last` is the last step of the run. Returns the step at which the run is now: if the island
+        has taken newer values, their step.
         """
         if self._island is None:
             return step
@@ -282,7 +284,7 @@ class Runner(abc.ABC):
             self._island.save(f"{self._prefix}-{step}")
 
     def _leave(self, error: Any) -> None:
-        """Contributes what a stopped island has learned; after an error nothing."""
+        """Has a stopped island contribute what it has learned, unless there was an error."""
         island = self._island
         if island is None:
             return
@@ -390,7 +392,7 @@ class SimdProgramRunner(Runner):
 
     @contextlib.contextmanager
     def _naming_another_runtime(self) -> Iterator[None]:
-        """Turns the runtime's errors into a TrainingError that names a runtime for every model."""
+        """Turns a runtime error into a TrainingError that names a runtime for every model."""
         try:
             yield
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:

@@ -24,7 +24,7 @@ _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 class TimedRun:
     """A recorder of some steps of a run; it is called as `run` is.
 
-    It makes at least one `warm_up` step before: the first step compiles.
+    Before it records, it makes at least one `warm_up` step, because the first step compiles.
     """
 
     def __init__(self, steps: int, warm_up: int):
@@ -68,7 +68,7 @@ class TimedRun:
 
 
 def _make(runner: Runner, count: int, stop: Interruption) -> list[int]:
-    """Makes steps as training does; returns the updates in each, if they are counted."""
+    """Makes `count` steps as training does; returns the update count after each, if counted."""
     pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
     made = []
     for _ in range(count):

@@ -27,7 +27,10 @@ _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
 
 
 def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
-    """Returns one of `PARTS` for each row of the list of a training step's collectives, by name."""
+    """Returns for each collective of a training step the part of the step, one of `PARTS`.
+
+    The keys are the names of the rows of `report`.
+    """
     partial, reduced = [], []
     for grad in graph.gradients:
         lowered = graph.lowering.tensors[grad]
@@ -49,7 +52,10 @@ def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, st
 
 
 def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
-    """Returns the collectives that partial sums reach, and the operations between."""
+    """Returns the names of the operations that add up partial sums.
+
+    These are the collectives, given by `names`, that `tensors` reach, and the operations between.
+    """
     seen: set[str] = set()
     pending = list(tensors)
     while pending:
@@ -65,7 +71,7 @@ def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
 
 
 def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the tensors read from a variable, also in branches."""
+    """Returns the tensors that are read from the variable of `handle`, also inside branches."""
     while handle.op.type in _PASSES_HANDLES:
         handle = handle.op.inputs[0]
     handles, values = [handle], []
@@ -79,7 +85,10 @@ def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
-    """Returns the operations that tensors depend on, back to the first that fails `passes`."""
+    """Returns the names of the operations that tensors depend on.
+
+    Inputs of an operation for which `passes` returns false are not followed.
+    """
     seen: set[str] = set()
     pending = [tensor.op for tensor in tensors]
     while pending:
@@ -97,9 +106,14 @@ _PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer"
 class TrafficRow(NamedTuple):
     """Collectives, or copies ("transfer"), of one kind along a group of mesh axes.
 
-    The row belongs to a `part` of the step, "" if unknown; with `on_updates` only update steps have
-    it. `groups` counts collectives that are made together once, and `bytes_per_core` is what a core
-    sends, or a device receives, in one update step.
+    Attributes:
+      operation: the kind.
+      group: the mesh axes.
+      part: the part of the step; "" if unknown.
+      on_updates: whether only update steps have these collectives.
+      operations: how many there are.
+      groups: the same, with collectives that are made together counted once.
+      bytes_per_core: what a core sends, or a device receives, in one update step.
     """
 
     operation: str
@@ -114,8 +128,9 @@ class TrafficRow(NamedTuple):
 class Traffic(NamedTuple):
     """The bytes per core of a training step, without and with an update, by their parts.
 
-    `scalars` are the totals by the names that summaries have, empty if `is_complete` is false:
-    functions, such as an update that is one call, are not examined.
+    `scalars` are the totals by the names that they have in summaries. They are empty if
+    `is_complete` is false: then the step calls functions, which are not examined (an update may be
+    one call).
     """
 
     every_step: int
@@ -128,7 +143,7 @@ class Traffic(NamedTuple):
 def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
     """Lists the mesh traffic of a training step in the default graph, without running it.
 
-    `program` is None on a placement mesh. Returns None where totals cannot be known, as on a mesh
+    `program` is None on a placement mesh. Returns None if totals cannot be known, as on a mesh
     whose processors share a device.
     """
     try:
@@ -147,7 +162,7 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
 def _totals(
     report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
 ) -> Traffic:
-    """Returns the totals of a report, the largest first."""
+    """Returns the totals of a report, the largest first. `parts` has the part of each row."""
     kinds: dict[tuple[str, str, str, bool], list[simd.CommunicationRow]] = {}
     for row in report.rows:
         key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)

@@ -43,11 +43,11 @@ class TrainGraph(NamedTuple):
       step: int64 scalar; fetching it makes a training step and returns the number of steps made.
       examples: the variable `EXAMPLES`, int64 scalar.
       fields: tensors to show beside the loss, by name.
-      reported: tensors for summaries, by name: the learning rate where the config has one, and the
+      reported: tensors for summaries, by name: the learning rate if the config has one, and the
         optimizers' reports (`mtf_gradsync.reported`).
-      update_step: int scalar, updates made by the end of the step; None where no optimizer counts.
-      in_sums: int scalar, the gradients that wait in sums for an update after the step; None
-        likewise.
+      update_step: int scalar, updates made by the end of the step; None if no optimizer counts.
+      in_sums: int scalar, the gradients that are accumulated, but not applied, after the step; None
+        if no optimizer accumulates.
       num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
       optimizers: the optimizer that was made and those inside it, outermost first.
@@ -70,10 +70,11 @@ class TrainGraph(NamedTuple):
 def build_train_graph(
     place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
 ) -> TrainGraph:
-    """Adds a job's model, gradients and update to the default graph, for a runtime.
+    """Adds a job's model, gradients and update to the default graph.
 
-    `features` are int tensors ``[batch_size, length]`` by feature name; None for placeholders. The
-    step counter is built outside of a SIMD program, as TPUs want it.
+    `place` is where the step runs: on devices, or as a SIMD program on cores. `features` are int
+    tensors ``[batch_size, length]`` by feature name; None for placeholders. The step counter is
+    built outside of a SIMD program, as TPUs want it.
     """
     features = features or placeholders(job)
     global_step = tf.train.get_or_create_global_step()
@@ -224,11 +225,11 @@ def forward_loss(job: TrainingJob) -> mtf.Tensor:
 
 
 def steps_per_update(optimizers: Sequence[Any]) -> int:
-    """Returns the period, in steps, of everything that a stack of optimizers does.
+    """Returns after how many steps the kinds of steps that a stack makes repeat.
 
-    The period is the microbatch steps of an update, or the inner steps of an outer update. It is 1
-    if the number changes during training, and if a stack has both, since it then makes more than
-    two kinds of steps.
+    These are the microbatch steps of an update, or the inner steps of an outer update. The result
+    is 1 if their number changes during training. It is also 1 if a stack has both, since it then
+    makes more than two kinds of steps.
     """
     periods = []
     for one in optimizers:
@@ -292,7 +293,7 @@ def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
 
 
 def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
-    """Returns the optimizers' reported values, and their count of updates."""
+    """Returns the values to show beside the loss, and the number of updates made."""
     fields: dict[str, Any] = {}
     update_step = None
     # An outer optimizer's fields replace those of the same name.

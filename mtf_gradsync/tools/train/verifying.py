@@ -23,7 +23,7 @@ _STEP = 960
 
 
 class _StepSpec(NamedTuple):
-    """The fields of a model_fn's spec that are read."""
+    """The result of a model_fn, with the fields that `mtf_gradsync.verify` reads."""
 
     loss: tf.Tensor
     train_op: tf.Operation
@@ -90,7 +90,7 @@ def verify_config(
 
 
 def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> TrainingJob:
-    """Returns the job of a config on another mesh, with another batch."""
+    """Returns the job of a config, with the mesh and the batch replaced by others."""
     return resolve_job(
         dataclasses.replace(
             config,
