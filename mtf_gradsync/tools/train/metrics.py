@@ -75,7 +75,7 @@ class Progress:
             print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
 
     def tokens_per_second(self) -> float:
-        """Returns the rate since this was last asked, without pauses; 0 where nothing was timed."""
+        """Returns the tokens per second since the last call, without pauses; 0 for no time."""
         return self._rate.since_last_asked()
 
     def message(self, text: str) -> None:
@@ -86,7 +86,10 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def pause(self) -> None:
-        """Excludes the time until the next step (an evaluation, a checkpoint) from the rate."""
+        """Excludes the time until the next step from the rate of tokens.
+
+        It is called for an evaluation or a checkpoint.
+        """
         self._rate.pause()
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ def run(
 
 
 class _Lines(logging.Handler):
-    """A log handler that passes each different message of this package to `say` once."""
+    """A log handler that passes each different message of the training package to `say` once."""
 
     def __init__(self, say: Callable[[str], None]):
         super().__init__()

@@ -81,8 +81,9 @@ def compile_config(
 ) -> Any:
     """Compiles the training step of gin's configuration by `mtf_gradsync.xla.compile_for_tpu`.
 
-    With compare_with_bare, the innermost optimizer alone is estimated, too. The step counter and
-    the learning rate that follows from it stay outside the program, on the host, as with
+    With compare_with_bare, a step with the innermost optimizer alone is estimated, too. For
+    topology, save_hlo and update_not_split see `mtf_gradsync.xla.compile_for_tpu`. The step counter
+    and the learning rate that follows from it stay outside the program, on the host, as with
     TPUEstimator.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.

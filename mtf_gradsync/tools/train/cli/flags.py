@@ -13,7 +13,10 @@ from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingErro
 
 
 def output_path(flag: str, name: str | None) -> Path | None:
-    """Returns the path of a file to write, None for no name; raises if it cannot be written."""
+    """Returns the path of a file to write; None if no file is named.
+
+    `name` is the value of the command's `flag`. Raises if the file cannot be written.
+    """
     if not name:
         return None
     path = Path(name)
@@ -38,12 +41,18 @@ def output_path(flag: str, name: str | None) -> Path | None:
 
 
 def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds --json, whose file `write_output` writes."""
+    """Adds the flag --json, whose file `write_output` writes.
+
+    `what` says in the help what the file has.
+    """
     parser.add_argument("--json", metavar="FILE", help=f"{what}; - is standard output")
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, what: str, picture: str) -> None:
-    """Adds --json and --png, whose files `write_found` writes."""
+    """Adds the flags --json and --png, whose files `write_found` writes.
+
+    `what` and `picture` say in the help what the two files have.
+    """
     add_json_argument(parser, what)
     parser.add_argument("--png", metavar="FILE", help=picture)
 
@@ -58,7 +67,10 @@ def write_found(paths: Sequence[Path | None], text: str, draw: Callable[[Path], 
 
 
 def write_output(flag: str, path: Path | None, text: str) -> None:
-    """Writes what a command has found to the file of a flag, if there is one, in one step."""
+    """Writes what a command has found to the file of a flag, atomically.
+
+    Without a path it writes nothing.
+    """
     if path is None:
         return
     # A device cannot be replaced.
@@ -78,7 +90,7 @@ def write_output(flag: str, path: Path | None, text: str) -> None:
 def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
     """Returns the `output_path` of each flag; raises if two flags name the same file.
 
-    The paths of --png and --plot have to be named as pictures.
+    Files of --png and --plot need names that are those of pictures.
     """
     paths = {flag: output_path(flag, name) for flag, name in names.items()}
     flags: dict[Path, str] = {}
@@ -95,7 +107,7 @@ def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
 
 
 def make_output_folder(flag: str, name: str | None) -> None:
-    """Makes a folder to write files to, unless no name is given; raises if it cannot be made."""
+    """Makes the folder that a flag names, if any; raises if it cannot be made."""
     if not name:
         return
     try:
@@ -108,7 +120,7 @@ def make_output_folder(flag: str, name: str | None) -> None:
 
 @contextlib.contextmanager
 def named_write_errors(flag: str, path: Path) -> Iterator[None]:
-    """Turns an OSError of the block, of a full disk say, into a TrainingError with the flag."""
+    """Turns an OSError of the block, such as a full disk, into a TrainingError with the flag."""
     try:
         yield
     except OSError as error:
@@ -153,7 +165,10 @@ def add_gin_arguments(parser: Any) -> None:
 
 
 def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], int]:
-    """Returns a type of arguments for argparse: whole numbers from `least` on."""
+    """Returns an argument type for argparse: a whole number of `least` or more.
+
+    With `below` the number also has to be less than that.
+    """
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least or (below and int(text) >= below):
@@ -167,7 +182,7 @@ def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], in
 
 
 def number(text: str) -> float:
-    """Returns the number in a text, of 0 or more; for another text argparse reports an error."""
+    """Parses a number of 0 or more, as an argument type; argparse reports an error."""
     try:
         value = float(text)
     except ValueError:

@@ -109,7 +109,10 @@ def _name_of_run(text: str) -> str:
 
 
 def _on_text(config: str, name: str, command: str, files: Sequence[str]) -> str:
-    """Returns a config that trains on text files, which are read once to check them."""
+    """Returns a config that trains on text files.
+
+    The files are read once, to check that they are texts of sufficient length.
+    """
     documents = read_files(files, "--text")
     included = "".join(_examples().values())
     (length,) = re.findall(r'^train\.run\.sequence_length = .*"targets": (\d+)', included, re.M)

@@ -143,7 +143,7 @@ def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
 
 
 def _watch(folder: Folder, seconds: float) -> None:
-    """Prints the status over the screen's content, and waits."""
+    """Replaces the screen's content by the status of a folder, and waits for some seconds."""
     clear = "\033[2J\033[H" if sys.stdout.isatty() else ""
     try:
         print(f"{clear}{read_status(folder).table()}", flush=True)
@@ -153,7 +153,7 @@ def _watch(folder: Folder, seconds: float) -> None:
 
 
 def _export(folder: Folder, directory: Path, version: int | None, run: str | None) -> int:
-    """Writes the values of a version as a checkpoint of TensorFlow, with a run's config."""
+    """Writes the values of a version as a TensorFlow checkpoint, beside the config of a run."""
     from mtf_gradsync.tools.islands.versions import export_version
 
     config = Path(config_of_run(run)).read_text(encoding="utf-8") if run else ""

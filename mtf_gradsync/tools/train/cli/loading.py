@@ -28,7 +28,7 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 def import_package(verbosity: int) -> None:
-    """Imports ``mtf_gradsync``, unless the command was started with it imported.
+    """Imports ``mtf_gradsync``, unless it is imported already.
 
     With a verbosity below 0, and no lower TF_CPP_MIN_LOG_LEVEL in the environment, TensorFlow's C++
     code logs fatal errors only.
@@ -51,7 +51,7 @@ def import_package(verbosity: int) -> None:
 
 @contextlib.contextmanager
 def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
-    """Prints a line on a terminal if the block takes longer."""
+    """Prints a line on a terminal if the block takes longer than `seconds`."""
     if not (sys.stderr and sys.stderr.isatty()):
         yield
         return
@@ -72,9 +72,10 @@ def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_lines_of_c() -> Iterator[None]:
-    """Hides what C++ code prints, which TensorFlow 2.17 and later do before a log level is set.
+    """Hides what C++ code prints inside the block.
 
-    If the block raises, the hidden lines are printed; if it ends the process, Python says where.
+    TensorFlow 2.17 and later print lines before a log level is set. If the block raises, the hidden
+    lines are printed; if the block ends the process, Python's fault handler says where.
     """
     try:
         real = os.dup(2)
@@ -105,9 +106,10 @@ def _without_lines_of_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Iterator[None]:
-    """Prepares TensorFlow for a mesh program and loads gin's configuration, `before` first.
+    """Prepares TensorFlow for a mesh program, and loads gin's configuration for the block.
 
-    Errors that the config's own functions raise leave the block as a `ConfigError`.
+    The files in `before` are loaded before those of the flags. Errors that the config's own
+    functions raise inside the block become a `ConfigError`.
     """
     paths = names_in(args.gin_location_prefix)
     files = [*before, *names_in(args.gin_file)]

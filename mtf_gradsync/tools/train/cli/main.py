@@ -88,7 +88,7 @@ _NO_FAULT = (errno.EDQUOT, errno.EIO, errno.ENOSPC)
 
 
 def _as_line(error: Exception) -> str:
-    """Returns an error's message; for an error of the system its reason and file."""
+    """Returns an error's message; for an OSError its reason and file."""
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[:80]!r} is no text that can be written as {error.encoding}"
     if not isinstance(error, OSError) or not error.strerror:
@@ -101,8 +101,9 @@ def _as_line(error: Exception) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line of the process, or of `argv`, and returns the exit code.
 
-    It is 0 when done, 1 when failed, 2 for bad arguments or config, 128 + n stopped by signal n.
-    The system's error about a name or text is one line, too.
+    The code is 0 if the command has done its work, 1 if it has failed, 2 for bad arguments or a bad
+    config, and 128 + n if signal n has stopped it. An error of the system about a file, or of a
+    text's encoding, is reported in one line, as other errors are.
     """
     for stream in (sys.stdout, sys.stderr):
         # Names of files need not be text, and samples may have letters that a terminal does not.

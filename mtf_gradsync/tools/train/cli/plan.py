@@ -229,9 +229,10 @@ def plan_config(
 ) -> Any:
     """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
 
-    Without mesh_shapes it takes all factorizations over the axes of the config's mesh, without
-    layouts the config's. `begins` is called when all is imported and checked. `more` are price,
-    dcn_bandwidth and inner_steps of `mtf_gradsync.plan`.
+    Without mesh_shapes it takes all factorizations over the axes of the config's mesh. Without
+    layouts it takes the layout of the config. `begins` is called once all modules are imported and
+    the arguments are checked. `more` has price, dcn_bandwidth and inner_steps of
+    `mtf_gradsync.plan`.
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync.extension import tf
@@ -290,7 +291,7 @@ def plan_config(
 
 
 def _as_text(layout: Any) -> str:
-    """Returns layout rules as text, from text or from pairs of names."""
+    """Returns layout rules as text; they may be given as text, or as pairs of names."""
     if isinstance(layout, str):
         return layout
     try:

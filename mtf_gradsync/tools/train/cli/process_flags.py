@@ -19,7 +19,7 @@ _PROCESS = ("coordinator", "num_processes", "process_id")
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say which processes there are, and which of them this one is."""
+    """Adds the flags that name all processes of a run, and which of them this one is."""
     group = parser.add_argument_group(
         "several processes",
         "A placement mesh over tf.train.Servers: give --cluster_spec, --job_name and\n"
@@ -90,9 +90,9 @@ def run_by_flags(
     settings: Mapping[str, int] | None = None,
     first_does: str = "",
 ) -> Any:
-    """Calls `work` like `run`: alone, or on all processes that the flags or TF_CONFIG name.
+    """Calls `work` as `run` is called: alone, or on all processes of the flags or TF_CONFIG.
 
-    model_dir may be None only in a single process; `settings` and `first_does` are those of
+    model_dir may be None only in a single process. For `settings` and `first_does` see
     `run_on_processes`.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
@@ -115,9 +115,9 @@ def run_by_flags(
 
 
 def _task_of_flags(args: argparse.Namespace) -> Task | None:
-    """Returns this process's task, from the flags or else from TF_CONFIG.
+    """Returns this process's task, from the flags, or from TF_CONFIG if there are no flags.
 
-    For a run in one process it returns None.
+    The result is None for a run in one process.
     """
     from mtf_gradsync.runtimes.cluster import task_of_environment, task_of_spec
 
@@ -138,7 +138,10 @@ def _task_of_flags(args: argparse.Namespace) -> Task | None:
 
 
 def _process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns the flags of a process of XLA devices by name, or None if there are no such flags."""
+    """Returns the flags that make this process one of several with XLA devices, by name.
+
+    The result is None if such flags are not given.
+    """
     values = _all_or_none(args, _PROCESS)
     if values is None:
         return None

@@ -1,7 +1,7 @@
 """Draws the batches of a training run outside of the training step, and checks them.
 
-A session of its own draws a batch, which is then fed to the step. So an error while drawing is
-reported as one of the data, on every runtime, and nothing of the step has run yet.
+A separate session draws a batch, which is then fed to the step. An error in drawing is therefore
+reported as an error of the data, on every runtime, before any part of the step has run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtf_gradsync.tools.train.data.datasets import MODEL_FEATURES, mapped
 
 
 class DataError(TrainingError):
-    """The error of a step without a batch, or with a batch that the model cannot train on."""
+    """The error of a step that has no batch, or a batch that the model cannot train on."""
 
 
 _FUNCTION = "train.run.train_dataset_fn"
@@ -62,17 +62,19 @@ class TrainingBatches:
     ):
         """Makes the data set, of single examples: vectors of integers by feature name.
 
-        A make_dataset that takes an argument `start` gets an int64 scalar, and returns the examples
-        from that number on, counted from 0, without end. For any other data set, a run that goes on
-        draws and drops the earlier examples, with a progress bar.
-
-        Examples are those of `part`. A make_dataset with arguments `part` and `parts` gets them and
-        returns its part; of any other data set, repeated, every `parts`-th example is taken.
-
-        Features that are not `wanted` are dropped. feature_length returns the length of a feature,
-        and vocab_sizes has the number of ids of each that holds ids. `seed` is the seed of
-        TensorFlow operations without their own, so that a data set is shuffled in the same order
-        each time.
+        Args:
+          make_dataset: returns the data set. If it takes an argument `start`, an int64 scalar, it
+            has to return the examples from that number on, counted from 0, without end. For any
+            other data set, a run that goes on draws and drops the earlier examples, with a progress
+            bar. If it takes the arguments `part` and `parts`, it has to return that part of its
+            examples. Of any other data set, repeated, every `parts`-th example is taken.
+          batch_size: the number of examples in a batch.
+          feature_length: returns the length of a feature.
+          vocab_sizes: the number of ids of each feature that holds ids.
+          wanted: returns whether the model reads a feature; other features are dropped.
+          seed: the seed of TensorFlow operations without their own, so that a data set is shuffled
+            in the same order each time.
+          part: the part of the data to take examples from.
         """
         self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
         self._first = self._step = self._examples = 0
@@ -140,7 +142,7 @@ class TrainingBatches:
         self._begun = False
 
     def next(self) -> dict[tf.Tensor, np.ndarray]:
-        """Draws the next step's batch, as a feed dict of the placeholders made last.
+        """Draws the next step's batch, as a feed dict of the placeholders that were made last.
 
         It raises DataError if there is no batch, or the model cannot train on it.
         """
@@ -163,7 +165,7 @@ class TrainingBatches:
         return {feed: features[name].astype(np.int32) for name, feed in self._feeds.items()}
 
     def _after_skipped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the examples after the skipped ones; counts all that are drawn."""
+        """Returns the examples after those to skip; a variable counts all that are drawn."""
         self._drawn = drawn = tf.get_variable(
             "mtf_gradsync/drawn",
             [],
@@ -180,7 +182,10 @@ class TrainingBatches:
         return mapped(dataset, counted).skip(self._skipped)
 
     def _first_of_session(self) -> Any:
-        """Draws the first batch; if that takes long, shows how many examples are skipped so far."""
+        """Draws the session's first batch.
+
+        If that takes long, it shows how many examples are skipped so far.
+        """
         if self._drawn is None or not self._examples:
             return self._session.run(self._next)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -197,10 +202,11 @@ class TrainingBatches:
             return batch.result()
 
     def first_examples(self) -> list[str]:
-        """Returns short hashes of the first examples of the data set, of a few or of one batch.
+        """Returns short hashes of the first few examples of the data set.
 
-        Before a session's first batch a few examples are drawn for it; afterwards they are that
-        batch's, if it was the run's first. The list is empty if examples cannot be drawn.
+        Before the first batch of a session, a few examples are drawn for them. Later they are
+        hashes of that batch, if it was the first of the run. The list is empty if examples cannot
+        be drawn.
         """
         if not self._first_examples and not self._begun:
             examples, self._examples = self._examples, 0

@@ -58,7 +58,7 @@ def python_topics(
       held_out_every: about one topic in this many is held out.
       start: the number of the first window of "train"; an int64 tf scalar, or a number.
       part: with `parts`, gives every `parts`-th window of "train", from number `part` on; `start`
-        counts those.
+        then counts the windows of this part.
       parts: see `part`.
 
     Returns:
@@ -82,7 +82,7 @@ def text_files(
     part: int = 0,
     parts: int = 1,
 ) -> tf.data.Dataset:
-    """Returns language-model examples from text files; otherwise as `python_topics`.
+    """Returns language-model examples from text files, in windows as those of `python_topics`.
 
     Args:
       sequence_length: length of each feature; "targets" is used.
@@ -90,11 +90,11 @@ def text_files(
       dataset_split: "train" or "validation".
       files: names of UTF-8 text files, each one document.
       seed: seed of the random windows.
-      held_out_every: about one file in this many is held out; of few files, or of unequal lengths,
-        the last part of each.
+      held_out_every: about one file in this many is held out. If files are few, or of unequal
+        lengths, the last part of each file is held out instead.
       start: the number of the first window of "train"; an int64 tf scalar, or a number.
       part: with `parts`, gives every `parts`-th window of "train", from number `part` on; `start`
-        counts those.
+        then counts the windows of this part.
       parts: see `part`.
 
     Returns:
@@ -116,12 +116,12 @@ def text_windows(
     part: int = 0,
     parts: int = 1,
 ) -> tf.data.Dataset:
-    """Cuts documents, with an end-of-document id after each, into ``{"targets": int32[length]}``.
+    """Cuts documents into examples ``{"targets": int32[length]}``.
 
-    The length is that of "targets" in sequence_length. The split "train" has random windows without
-    end: the windows of number `part`, `part + parts` and so on, from the one at `start` on. Any
-      other has all windows once, side by side. Documents are UTF-8; the vocabulary encodes long
-      ones piece by piece, cut behind lines.
+    The length is that of "targets" in sequence_length. An end-of-document id follows each document.
+    The split "train" has random windows without end: the windows of number `part`, `part + parts`
+    and so on, from the one at `start` on. Any other split has all windows once, side by side.
+    Documents are UTF-8; the vocabulary encodes long documents piece by piece, cut behind lines.
     """
     length = sequence_length["targets"]
     ids = _ids(documents, vocabulary)
@@ -142,7 +142,7 @@ _IN_A_FILE = 4 << 20
 def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
     """Returns the ids of all documents, in the smallest type that holds the vocabulary's.
 
-    If there are many, the array is a memory-mapped file, which vanishes with it.
+    A large array is a memory-mapped file, which is deleted together with the array.
     """
     dtype = np.min_scalar_type(vocabulary.vocab_size - 1)
 
@@ -181,7 +181,10 @@ def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
 
 
 def _reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function from where a window begins to its ids, padded at the end of all."""
+    """Returns a function that takes the place where a window begins and returns its `length` ids.
+
+    A window that goes beyond the last id is padded.
+    """
 
     def of_file(begin: int) -> np.ndarray:
         window = np.full([length], PAD_ID, np.int32)
@@ -215,7 +218,7 @@ def _random_windows(
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """Returns `dataset.map` of a function without AutoGraph, which takes half a second."""
+    """Returns `dataset.map` of a function, without AutoGraph, which would take half a second."""
     return dataset.map(tf.autograph.experimental.do_not_convert(function))
 
 
@@ -227,8 +230,8 @@ def read_batches(
 ) -> list[dict[str, np.ndarray]]:
     """Reads a data set of single examples as batches of arrays ``[batch_size, length]``.
 
-    The last batch is filled up with padding. max_batches of None reads to the end; `name` is the
-    binding that errors name.
+    The last batch is filled up with padding. If max_batches is None, it reads to the end of the
+    data. `name` is what error messages call the data set: the binding that gives it.
     """
     batches: list[dict[str, np.ndarray]] = []
     with tf.Graph().as_default():

@@ -90,7 +90,7 @@ def _beginning_of_character(text: bytes, at: int) -> int:
 
 
 def check_length(documents: Mapping[str, bytes], held_out_every: int, sequence_length: int) -> None:
-    """Raises a ConfigError if both splits of a text do not have a sequence of bytes each."""
+    """Raises a ConfigError unless each split of the documents has enough for one sequence."""
     for split in ("train", "validation"):
         texts = split_documents(documents, split, held_out_every)
         tokens = sum(len(text) + 1 for text in texts)  # 1: the end of a document
@@ -121,11 +121,11 @@ def _named(documents: Mapping[str, bytes]) -> str:
 def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: int) -> list[bytes]:
     """Returns the documents of the split "train" or "validation", in the order of their names.
 
-    Whether a document is held out, about one in held_out_every, depends on its name alone. If the
+    A document's name alone decides whether it is held out; about one in held_out_every is. If the
     held-out documents would be less than half or more than twice ``1 / held_out_every`` of the text
     (few documents, or of unequal lengths), the last part of each document is held out instead, from
     the nearest paragraph or line on. Documents quote each other, so paragraphs of the held-out part
-    are removed from the training text. The lengths of both are logged. Documents are UTF-8.
+    are removed from the training text. The lengths of both splits are logged. Documents are UTF-8.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f'dataset_split must be "train" or "validation", got {split!r}')
@@ -177,7 +177,7 @@ _Part = Tuple[bytes, int, int]
 def _divided(
     documents: Mapping[str, bytes], held_out_every: int
 ) -> tuple[list[_Part], list[_Part]]:
-    """Returns the texts to train on, and those that are held out."""
+    """Returns the texts to train on, and the texts that are held out."""
     names = sorted(documents)
     chosen = {name for name in names if zlib.crc32(name.encode()) % held_out_every == 0}
     share, total = 1 / held_out_every, sum(map(len, documents.values()))
@@ -192,10 +192,10 @@ def _divided(
 
 
 def _cut_of(text: bytes, held_out_every: int) -> int:
-    """Returns where the last part of a text begins.
+    """Returns where the last part of a text begins, the part that is held out.
 
-    The last part is ``1 / held_out_every`` of the text, or up to half more or less, so that it
-    begins with a paragraph, or at least with a line.
+    That part is ``1 / held_out_every`` of the text, or up to half more or less, so that it begins
+    with a paragraph, or at least with a line.
     """
     length = len(text) // held_out_every
     target = len(text) - length
