@@ -13,7 +13,7 @@ from mtf_gradsync.extension import load_configurables
 
 
 def bindings() -> dict[tuple[str, str, str], Any]:
-    """Returns gin's bindings, not evaluated: (scope, configurable, parameter) -> value."""
+    """Returns the values that gin has bound, not evaluated, by (scope, configurable, parameter)."""
     return {
         (scope, selector, parameter): value
         for (scope, selector), values in gin.config._CONFIG.items()
@@ -32,13 +32,13 @@ def called_in(name: str) -> list[str]:
 
 
 def take(selector: str) -> dict[str, Any]:
-    """Returns and unbinds the bindings of a configurable's parameters that have no scope."""
+    """Unbinds the parameters of a configurable that are bound without a scope; returns them."""
     return gin.config._CONFIG.pop(("", selector), {})
 
 
 @contextlib.contextmanager
 def bound(lines: Iterable[str]) -> Iterator[None]:
-    """Has these lines of a gin file override the configuration inside of the block."""
+    """Binds these lines of a gin file inside the block; afterwards the old bindings return."""
     before = {key: dict(values) for key, values in gin.config._CONFIG.items()}
     try:
         with gin.unlock_config():
@@ -70,7 +70,7 @@ _written: tuple[set[tuple[str, str, str]], set[tuple[str, str]]] = (set(), set()
 
 
 def note_written(texts: Iterable[str]) -> None:
-    """Notes the texts of bindings that the user wrote or named, for `unread`."""
+    """Stores which bindings the user wrote or named, for a later call of `unread`."""
     global _written
     keys = [key for text in texts for key in _KEY.findall(text)]
     _written = set(bindings()), {(selector.split(".")[-1], name) for selector, name in keys}
@@ -79,8 +79,9 @@ def note_written(texts: Iterable[str]) -> None:
 def unread() -> list[str]:
     """Returns the names of the bindings, except macros, that no call has read yet.
 
-    Where `note_written` was called for this configuration, bindings of optimizers that are not in
-    its texts are left out: they come from an included file, and the texts choose another optimizer.
+    If `note_written` was called for this configuration, it leaves out bindings of optimizers that
+    the texts given to `note_written` do not have: they come from an included file, and the texts
+    choose another optimizer.
     """
     there, written = _written
     is_noted = set(bindings()) == there
@@ -113,7 +114,7 @@ _KEY = re.compile(r"^\s*(?:[\w/]+/)?([\w.]+)\.(\w+)\s*=", re.MULTILINE)
 
 
 def bindings_in(text: str) -> dict[str, str]:
-    """Returns names and one-line values in a text of `gin.operative_config_str`."""
+    """Returns the bindings in a text of `gin.operative_config_str`: one-line values by name."""
     # A long value begins with a backslash, in the next line.
     return {name: " ".join(value.lstrip("\\").split()) for name, value in _BINDING.findall(text)}
 
@@ -123,7 +124,7 @@ _BINDING = re.compile(r"^([^\s#=]+) = (.*(?:\n[ \])}].*)*)", re.MULTILINE)
 
 
 def registered() -> dict[str, list[str]]:
-    """Returns the parameters of all configurables that gin knows, by full name."""
+    """Returns the parameters of each configurable that gin knows, by its full name."""
     load_configurables()
     found = {}
     for name, entry in gin.config._REGISTRY.items():

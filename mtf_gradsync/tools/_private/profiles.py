@@ -1,4 +1,4 @@
-"""Begin, end and reading of profiles of TensorFlow and jax, by private names."""
+"""Begins, ends and reads profiles of TensorFlow and jax, by their private names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, Iterator
 def profile_data(serialized: bytes) -> Any:
     """Parses a serialized ``XSpace``, as jax's profiler writes it, into a ``ProfileData`` of jax.
 
-    jax 0.4 has no such class; there the result has the attributes that this package reads. Raises a
-    ValueError where the bytes are something else.
+    Jax 0.4 has no such class; with it the result is an object with the attributes that this package
+    reads. Raises a ValueError if the bytes are no ``XSpace``.
     """
     from google.protobuf.message import DecodeError
     from jax import profiler
@@ -31,10 +31,10 @@ def profile_data(serialized: bytes) -> Any:
 
 
 def _with_types(data: Any) -> Any:
-    """Returns a ``ProfileData`` of jax after registering the types of its iterators.
+    """Registers the types of the iterators of a ``ProfileData`` of jax, and returns it.
 
-    Each type is made on its first use, and Python 3.12 and later warn of it. Where warnings are
-    errors, that error ends the process, as it is raised in C++.
+    Each type is made on its first use, and Python 3.12 and later then give a warning. If warnings
+    are errors, this one would end the process, because it is raised in C++. Here it is ignored.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -48,7 +48,7 @@ def _with_types(data: Any) -> Any:
 
 
 def _plane(plane: Any) -> Any:
-    """Returns a plane of an ``XSpace`` with the attributes that planes of ``ProfileData`` have."""
+    """Converts a plane of an ``XSpace`` to an object with the attributes of jax's planes."""
 
     def stats(of: Any) -> Iterator[tuple[str, Any]]:
         for stat in of.stats:
@@ -74,7 +74,7 @@ def _plane(plane: Any) -> Any:
 
 
 class Profiler:
-    """A profiler of jax's devices, without the frames of Python."""
+    """A profiler of jax's devices, which does not record the calls of Python functions."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -105,7 +105,7 @@ class Profiler:
     def stop(self) -> bytes:
         """Ends the profile; returns a serialized ``XSpace``, empty if jax wrote none.
 
-        Raises RuntimeError when it has not begun.
+        Raises RuntimeError if no profile was begun.
         """
         import jax
 

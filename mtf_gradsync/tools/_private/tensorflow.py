@@ -1,4 +1,4 @@
-"""Parts of TensorFlow without a public name that tools use, one function each."""
+"""Private names of TensorFlow that tools use, one function for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from mtf_gradsync.extension import tf
 def singular_monitored_session(
     creator: tf.train.SessionCreator, hooks: Sequence[Any]
 ) -> tf.train.SingularMonitoredSession:
-    """Returns a monitored session of a creator's session that does not restart itself."""
+    """Returns a monitored session that does not restart itself after an error.
+
+    `creator` makes the session inside it.
+    """
 
     class Singular(tf.train.SingularMonitoredSession):
         def __init__(self) -> None:
@@ -22,7 +25,10 @@ def singular_monitored_session(
 
 
 def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
-    """Returns the operations that open a graph's version 2 summary writers (their input 0)."""
+    """Returns the operations of a graph that open its version 2 summary writers.
+
+    Input 0 of such an operation is the writer.
+    """
     return graph.get_collection("_SUMMARY_WRITER_V2")
 
 

@@ -192,7 +192,7 @@ class Estimator(_TensorFlows):
         return call
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Returns the directory of the summaries of `evaluate`, with its argument `name`."""
+        """Returns the directory of the summaries that `evaluate` writes with this `name`."""
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     def latest_checkpoint(self) -> str | None:
@@ -412,7 +412,7 @@ class Estimator(_TensorFlows):
     # Shared by these methods.
 
     def _graph(self) -> Any:
-        """Returns the default graph of one call, as a context manager."""
+        """Returns a context manager that makes a new graph the default, for one call."""
         graph = tf.Graph()
         seed = self._setting("tf_random_seed")
         if seed is not None:
@@ -423,9 +423,9 @@ class Estimator(_TensorFlows):
     def _build(
         self, input_fn: Callable[..., Any], mode: str, start: Start
     ) -> tuple[OnDevices | OnCores, Any, Any, list[Any]]:
-        """Builds a step; returns where it runs, the spec, its scaffold, and its input's hooks.
+        """Builds a step; returns where it runs, the spec, its scaffold, and the hooks of its input.
 
-        Without a checkpoint to start from, variables get the values to warm start from.
+        If `start` has no checkpoint, variables get the values to warm start from.
         """
         settings = None if start.path else self._warm_start
         if settings:
@@ -441,14 +441,14 @@ class Estimator(_TensorFlows):
         return getattr(self.config, name, None)
 
     def _start(self, path: str | None) -> Start:
-        """Returns the checkpoint at `path`, or the newest, or where a warm start begins."""
+        """Returns where to start: the checkpoint at `path`, or the newest one, or a warm start."""
         path = path or self.latest_checkpoint()
         if not path and self._warm_start:
             return Start()
         return Start(self._checkpoint(path), with_averages=self._with_averages)
 
     def _checkpoint(self, path: str | None = None) -> str:
-        """Returns `path`, or the newest checkpoint's; raises ValueError if there is none."""
+        """Returns `path`, or the newest checkpoint's path; raises ValueError if there is none."""
         path = path or self.latest_checkpoint()
         if not path:
             raise ValueError(
@@ -458,7 +458,7 @@ class Estimator(_TensorFlows):
         return path
 
     def _step_saved(self) -> int:
-        """Returns the step of the newest checkpoint, 0 without one, after checking its files.
+        """Returns the step of the newest checkpoint, after checking its files; 0 if there is none.
 
         A checkpoint in another directory, or in a remote one, is not checked.
         """
@@ -476,9 +476,10 @@ def _check_positive(**numbers: int | None) -> None:
 
 
 def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:
-    """Returns the name of the runtime, by default of the one that use_tpu asks for.
+    """Returns the name of the runtime that the arguments ask for.
 
-    Raises ValueError if there is no such runtime, it cannot run here, or it needs num_cores.
+    Without `runtime` it follows from use_tpu. Raises ValueError if there is no such runtime, it
+    cannot run here, or it needs num_cores.
     """
     chosen = runtime or ("xla" if use_tpu else "placement_mesh")
     if chosen in ("cpu_replicas", "xla") and not num_cores:

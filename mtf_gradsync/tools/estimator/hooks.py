@@ -23,7 +23,10 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 
 
 def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.train.Saver:
-    """Adds a saver to the default graph that keeps as many checkpoints as a RunConfig says."""
+    """Adds a saver to the default graph that keeps as many checkpoints as a RunConfig says.
+
+    `lowering` and `variables` are arguments of `RunSaver`: what it saves.
+    """
     saver = RunSaver(
         *lowering,
         **variables,
@@ -52,8 +55,8 @@ def training_hooks(
 ) -> list[Any]:
     """Returns the hooks to train with, besides the caller's: the spec's, loggers and savers.
 
-    `listeners` are added to the hook that saves checkpoints; without such a hook they are a
-    ValueError.
+    `given` are the caller's hooks. `listeners` are added to the hook that saves checkpoints. If no
+    hook saves checkpoints, `listeners` raise a ValueError.
     """
     made: list[Any] = [tf.train.NanTensorHook(spec.loss)]
     every = getattr(config, "log_step_count_steps", None)
@@ -124,16 +127,16 @@ class MeanLossHook(tf.train.SessionRunHook):
         self._began = time.monotonic()
 
     def begin(self) -> None:
-        """Finds the global step."""
+        """Finds the global step in the graph."""
         self._fetches["step"] = tf.train.get_global_step()
 
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs:
-        """Asks for the loss."""
+        """Adds the loss to the fetches of a step."""
         del run_context
         return tf.train.SessionRunArgs(self._fetches)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Adds the loss, and logs a line when there are enough."""
+        """Adds a step's loss to the mean; logs a line after `every_n_iter` steps."""
         del run_context
         values = run_values.results
         measured = Measured(float(values["loss"]), weight=float(values.get("weight", 1.0)))
@@ -162,12 +165,12 @@ def write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
 
 
 class HostFunction:
-    """A function of a step's `tensors`, called with the values that a session returned for them."""
+    """A function that runs on the host, on the values that a session returned for `tensors`."""
 
     def __init__(self, call: Sequence[Any]):
-        """Builds the graph of `call`: a pair of a function and its tensors, a list or a dict.
+        """Builds the graph of `call`, a pair of a function and its tensors, in a list or a dict.
 
-        TPUEstimatorSpec's eval_metrics and host_call are such pairs.
+        The eval_metrics and the host_call of a TPUEstimatorSpec are such pairs.
         """
         if not isinstance(call, (list, tuple)) or len(call) != 2 or not callable(call[0]):
             raise ValueError(
@@ -194,7 +197,7 @@ class HostFunction:
         self._session.run(initialize)
 
     def run(self, fetches: Any, values: Any = ()) -> Any:
-        """Runs operations of the function's graph, on the values of a step's tensors."""
+        """Runs operations of the function's graph, and feeds it the values of a step's tensors."""
         return self._session.run(fetches, dict(zip(self._inputs, tf.nest.flatten(values))))
 
     def close(self) -> None:
@@ -211,7 +214,7 @@ class HostCallHook(tf.train.SessionRunHook):
         self._host: HostFunction | None = None
 
     def begin(self) -> None:
-        """Builds the function's graph."""
+        """Builds the graph of the host_call."""
         try:
             self._host = HostFunction(self._call)
         except Exception as error:
@@ -223,18 +226,18 @@ class HostCallHook(tf.train.SessionRunHook):
             )
 
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs | None:
-        """Asks for the tensors."""
+        """Adds the tensors of the host_call to the fetches of a step."""
         del run_context
         return self._host and tf.train.SessionRunArgs(self._host.tensors)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Calls the function."""
+        """Runs the host_call on the step's values of its tensors."""
         del run_context
         if self._host:
             self._host.run(self._host.result, run_values.results)
 
     def end(self, session: Any) -> None:
-        """Frees the graph."""
+        """Writes the summaries that are left, and frees the graph."""
         del session
         if self._host:
             self._host.close()
@@ -265,7 +268,7 @@ class Evaluation:
     def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
         """Runs the steps; returns the mean "loss", the metrics, and "global_step", by name.
 
-        With `steps` of None it runs until the input ends.
+        If `steps` is None it runs until the input ends.
         """
 
         def without_hooks(fetches: Any) -> Any:

@@ -280,10 +280,10 @@ class SpecBuilder:
 
 
 def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) -> tuple[Any, Any]:
-    """Returns the mesh over the cores of a TPU program, and the placer of its master copies.
+    """Returns the mesh over the cores of a TPU program, and the placer of master copies.
 
-    `context` is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
-    ``params["context"]``.
+    Master copies are the variables as checkpoints hold them. `context` is what TPUEstimator, or a
+    program of `mtf_gradsync.simd`, puts into ``params["context"]``.
     """
     if shape.size != context.num_replicas:
         raise ValueError(
@@ -312,7 +312,11 @@ def _outside_programs() -> Any:
 
 
 def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
-    """Returns the operation that copies initialized masters to the slices."""
+    """Returns the operation that initializes the slices, the parts that processors hold.
+
+    It copies the variables of the checkpoint (masters), which have to be initialized, to the
+    slices.
+    """
     return tf.group(tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices())
 
 
@@ -322,7 +326,10 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Gathers mtf tensors, so that each processor has all elements; keeps tf tensors."""
+    """Returns tensors by name in a form in which each processor has all elements.
+
+    Mtf tensors are gathered for that; tf tensors stay as they are.
+    """
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
         for name, x in (tensors or {}).items()
@@ -337,7 +344,7 @@ def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, t
 
 
 def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
-    """Returns the bytes that devices receive in a step, by name; {} where they are not known."""
+    """Returns the bytes that devices receive in a step, by name; {} if they are not known."""
     skips = schedules_updates(stages_of(optimizer))
     if skips and has_calls(tf.get_default_graph()):
         return {}
@@ -350,9 +357,9 @@ def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) ->
 def _write_on_host(
     scalars: Mapping[str, tf.Tensor], model_dir: str | None
 ) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
-    """Returns a host_call that writes summaries of the float32 scalars of a TPU program.
+    """Returns a host_call that writes float32 scalars of a TPU program as summaries.
 
-    The host_call is None if there is no directory to write to: TPUEstimator would wait for it.
+    If model_dir is None it returns None: TPUEstimator would wait for such a host_call.
     """
     if not model_dir:
         return None

@@ -1,4 +1,4 @@
-"""Calls an input_fn and a model_fn as TensorFlow's Estimators do, and uses the spec they give.
+"""Calls an input_fn and a model_fn as TensorFlow's Estimators do, and uses the resulting spec.
 
 A step is built for a runtime; predictions are split into examples; a model is written as a
 SavedModel, which loads without this package and without a mesh's devices.
@@ -21,10 +21,11 @@ from mtf_gradsync.tools.estimator.hooks import add_saver
 
 
 class ModelFn(NamedTuple):
-    """A model_fn, and the params that it gets besides the caller's.
+    """A model_fn, and what is added to the caller's params before it gets them.
 
-    `batch_sizes` has the value of params["batch_size"] for each mode, None for no change. With
-    `is_for_tpu` params always get "use_tpu", as from TPUEstimator, otherwise only in a program.
+    `batch_sizes` has the value of params["batch_size"] for each mode; None adds none. If
+    `is_for_tpu` is set, params always get "use_tpu", as TPUEstimator adds it. Otherwise they get it
+    only in a SIMD program.
     """
 
     function: Callable[..., Any]
@@ -41,7 +42,8 @@ class ModelFn(NamedTuple):
     ) -> tuple[Any, tf.train.Scaffold | None, list[Any]]:
         """Builds a step in the default graph, for the mode "train", "eval" or "infer".
 
-        Returns the spec, its scaffold, and hooks that the input needs.
+        `place` is where the step runs. Returns the spec, its scaffold, and the hooks that the input
+        needs.
         """
         is_program = isinstance(place, OnCores)
         # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
@@ -67,11 +69,11 @@ class ModelFn(NamedTuple):
     def spec(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
-        """Returns the spec and its scaffold, on devices, for a model that is exported."""
+        """Returns the spec and its scaffold for a model to export, which runs on devices."""
         return self._call(features, labels, mode, self._params(params, None, False), config)
 
     def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
-        """Returns a copy of the params with the additions of TPUEstimator."""
+        """Returns a copy of the params, with the items that TPUEstimator would add."""
         params = copy.deepcopy(params) if params is not None else {}
         batch_size = self.batch_sizes.get(mode or "")
         if batch_size is not None:
@@ -139,7 +141,10 @@ def features_and_labels(
 
 @contextlib.contextmanager
 def naming_uneven_batches(input_fn: Callable[..., Any]) -> Iterator[None]:
-    """Turns errors of batches of another size into a ValueError that says what to do."""
+    """Turns the error of a batch of another size into a ValueError that says what to do.
+
+    `input_fn` gives the batches, and is named in the message.
+    """
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -182,7 +187,7 @@ def warm_start_settings(given: Any) -> tuple[Any, ...] | None:
 def checkpoint_to_warm_start(path: str) -> str:
     """Returns the path of the checkpoint to start from; `path` may be its directory.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is no checkpoint.
     """
     found = tf.train.latest_checkpoint(path) if tf.io.gfile.isdir(path) else path
     if not found or not tf.train.checkpoint_exists(found):
@@ -191,9 +196,10 @@ def checkpoint_to_warm_start(path: str) -> str:
 
 
 def warm_start(settings: Sequence[Any]) -> None:
-    """Replaces initial values of the default graph's variables, by `warm_start_settings`.
+    """Has the default graph's variables begin with values of another checkpoint.
 
-    Slices are no variables of a checkpoint: they are copied from the masters. Raises ValueError if
+    `settings` are the result of `warm_start_settings`. Slices, the parts of variables that
+    processors hold, are in no checkpoint: they are copied from the variables. Raises ValueError if
     the settings choose no variable.
     """
     path, chosen, vocabularies, earlier_names = settings
@@ -215,7 +221,7 @@ def warm_start(settings: Sequence[Any]) -> None:
 
 
 def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
-    """Calls `fn` with those arguments that its signature names, as Estimator does."""
+    """Calls `fn` with those of the arguments that its signature names, as Estimator does."""
     # Arguments that a partial function has already are not replaced.
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
     names = set(inspect.signature(fn).parameters) - held
@@ -223,7 +229,7 @@ def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
 
 
 def _set_items(params: Any, **items: Any) -> None:
-    """Adds items to params, which are a dict or something with attributes."""
+    """Adds items to params, which are a dict, or an object whose attributes are set."""
     for name, value in items.items():
         try:
             if hasattr(params, "__setitem__"):
@@ -238,9 +244,10 @@ def _set_items(params: Any, **items: Any) -> None:
 
 
 def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Returns the predictions with the given keys, as a dict; for None all predictions.
+    """Returns those predictions that have the given keys, as a dict; for None all predictions.
 
-    Raises ValueError for a key that the model, or a single tensor, does not have.
+    Raises ValueError for a key that the model does not have, and for any key if the model predicts
+    a single tensor.
     """
     if keys is None:
         return predictions
@@ -253,7 +260,7 @@ def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
 
 
 def examples(batch: Any) -> Iterator[Any]:
-    """Yields the rows of a batch: arrays of one array, dicts of a dict of arrays.
+    """Yields the examples of a batch: rows of an array, or dicts of rows for a dict of arrays.
 
     Raises ValueError if arrays in a dict differ in length.
     """
@@ -282,7 +289,7 @@ def write_saved_model(
     """Writes the default graph with a checkpoint's values to a new directory; returns its path.
 
     The directory is in `base` and named by the time in seconds, so that newer names sort last. A
-    server feeds `inputs`, and runs the scaffold's local_init_op where it loads the model. For
+    server feeds `inputs`, and runs the scaffold's local_init_op when it loads the model. For
     assets_extra and as_text see `Estimator.export_saved_model`.
     """
     while tf.io.gfile.exists(directory := os.path.join(base, str(int(time.time())))):

@@ -80,7 +80,7 @@ def train_loop(
         loop = _Loop(runner, graph, config, tokens_per_step, recorder, on_checkpoint, on_first_step)
 
         def train_to(last: int) -> int | None:
-            """Makes steps; returns the signal that stopped all processes, if there was one."""
+            """Makes steps up to `last`; returns the signal that stopped all processes, or None."""
             while loop.step < last and not loop.is_at_end and not runner.should_stop():
                 stopped_by = runner.agreed_stop(stop.received)
                 if stopped_by is not None:

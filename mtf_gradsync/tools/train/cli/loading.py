@@ -28,7 +28,7 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 def import_package(verbosity: int) -> None:
-    """Imports ``mtf_gradsync``, unless it is imported already.
+    """Imports the whole of ``mtf_gradsync``, unless this is done already.
 
     With a verbosity below 0, and no lower TF_CPP_MIN_LOG_LEVEL in the environment, TensorFlow's C++
     code logs fatal errors only.
