@@ -27,7 +27,11 @@ class Ran(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """An operation's run in a profile, with `where` and `execution` as the profile names them."""
+    """A run of an operation, as a profile has it.
+
+    `where` is the profile's name for the device, and `execution` its name for the run of the
+    program; None if the profile does not say.
+    """
 
     where: Any
     execution: Any
@@ -39,8 +43,9 @@ class _Found(NamedTuple):
 def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
     """Finds the runs of a program's operations in a profile (``jax.profiler.ProfileData``).
 
-    The runs are in no order. `ordinals` are the platform's numbers of the devices of this process's
-    cores. Events of waiting threads, and events that only mark the end of others, are no runs.
+    `module` is the name of the compiled program. `ordinals` are the numbers that the platform gives
+    the devices of this process's cores. The runs are in no order. Events of waiting threads, and
+    events that only mark the end of others, are no runs.
     """
     planes = list(profile.planes)
     began = [t for p in planes for name, t in p.stats if name == "profile_start_time"]
@@ -56,7 +61,11 @@ def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran
 
 
 def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
-    """Yields a line's events in the order of their begin, with begin and end since the epoch."""
+    """Yields the events of a line in the order in which they begin.
+
+    With each event it yields the event's begin and end, in nanoseconds since the epoch. `start` is
+    the begin of the profile, to which some versions of jax relate times.
+    """
     for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
         # Versions differ: since the epoch, or since the profile began.
         begin = int(event.start_ns) + (0 if event.start_ns > 10**17 else start)
@@ -64,7 +73,7 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
 
 
 def _stats(event: Any) -> dict[str, Any]:
-    """Returns an event's statistics by name; the first value of a repeated name."""
+    """Returns an event's statistics by name; for a repeated name its first value."""
     found: dict[str, Any] = {}
     for name, value in event.stats:
         found.setdefault(name, value)
@@ -72,7 +81,10 @@ def _stats(event: Any) -> dict[str, Any]:
 
 
 def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
-    """Yields an accelerator's operations: GPUs have lines of streams, TPUs one of operations."""
+    """Yields the runs of operations on an accelerator.
+
+    GPUs have a line of events for each stream, TPUs one for operations.
+    """
     for line in plane.lines:
         if not _DEVICE_LINES.match(line.name):
             continue
@@ -86,7 +98,10 @@ def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
 
 
 def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
-    """Returns the operations of CPU devices: events of the threads that ran them."""
+    """Returns the runs of operations on CPU devices: events of the threads that ran them.
+
+    If the profile does not say which device an operation ran on, `_by_tasks` finds the device.
+    """
     ends: dict[Any, int] = {}
     pool = _ThreadPool()
     found: list[tuple[Any, Any, list[Any], _Found]] = []
@@ -132,7 +147,7 @@ def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
 
 
 class _ThreadPool:
-    """The tasks of a thread pool."""
+    """The tasks that ran in a thread pool: which task scheduled which, and when they ended."""
 
     def __init__(self) -> None:
         self.roots: set[Any] = set()  # the tasks that began a program on a device
@@ -142,23 +157,26 @@ class _ThreadPool:
         self._parts: dict[Any, list[Any]] = collections.defaultdict(list)
 
     def schedule(self, task: Any, by: Any, at: int, thread: Any) -> None:
-        """Notes that a task, or None for no task, has scheduled another."""
+        """Stores that the task `by` has scheduled `task`, at a time and in a thread.
+
+        `by` is None if no task has scheduled it.
+        """
         self._by[task], self.scheduled[task] = by, (at, thread)
         if by not in self._ended:
             self._parts[by].append(task)
 
     def end(self, task: Any, at: int) -> None:
-        """Notes when a task has ended, unless it had before."""
+        """Stores when a task has ended, unless an earlier end is stored."""
         self._ended.setdefault(task, at)
 
     def root_of(self, task: Any) -> Any:
-        """Returns the task that began the program that a task is part of."""
+        """Returns the task that began the program on a device of which `task` is a part."""
         while task is not None and task not in self.roots:
             task = self._by.get(task)
         return task
 
     def end_of(self, task: Any) -> int:
-        """Returns when a task and all tasks that it scheduled had ended."""
+        """Returns the time when a task and all tasks that it scheduled had ended."""
         last, pending = 0, [task]
         while pending:
             one = pending.pop()
@@ -173,11 +191,12 @@ _Place = tuple[int, int]  # number of a program's execution, and number of the d
 def _by_tasks(
     found: Sequence[_Found], task_of: Sequence[Any], pool: _ThreadPool, cores: int
 ) -> list[_Found]:
-    """Finds the device of each run by the tasks' schedule: jaxlib 0.4 does not write it down.
+    """Finds the device of each run of an operation from the tasks that ran it.
 
-    A program is begun on all devices in their order, by one task each. Where it has to wait, a task
-    of another device, or of a program before, goes on with it. As all devices run the same program,
-    a run that one task has too many of belongs to a device that misses it.
+    Profiles of jaxlib 0.4 do not name the device. A program is begun on all devices in their order,
+    by one task for each. If it has to wait on a device, a task of another device, or of an earlier
+    program, goes on with it. All devices run the same program, so if one task has more runs of an
+    operation than the others, the excess belongs to a device that lacks them.
     """
     if cores == 1:
         return [one._replace(where=0, execution=None) for one in found]
@@ -224,10 +243,12 @@ def _of_some_programs(
     began: dict[_Place, int],
     trusts_tasks: bool,
 ) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
-    """Returns the runs of an operation in a branch with likely places, and the branch's programs.
+    """Finds the programs in which an operation of a branch has run.
 
-    A run belongs to its task's program, unless the device's next program has begun before it. If
-    that is not known, or tasks are not trusted, it belongs to the last program that has begun.
+    Returns the runs of the operation, each with its likely place or None, and the programs. A place
+    is a program's execution and a device. A run belongs to the program of its task, unless the next
+    program of that device has begun before it. If the task's program is not known, or tasks are not
+    trusted, the run belongs to the last program that has begun.
     """
     likely, taken = [], set()
     in_order = sorted(began, key=began.__getitem__)
@@ -251,9 +272,11 @@ def _share_out(
     places: Sequence[_Place],
     by_place: dict[_Place, list[_Found]],
 ) -> None:
-    """Gives each place equally many runs of an operation, and first the runs likely its own.
+    """Gives each place equally many runs of an operation, and first its likely own runs.
 
-    Runs are in the order in which they began, each with its likely place.
+    A place is a program's execution and a device. `of_operation` has the runs in the order in which
+    they began, each with its likely place. `turns` is the number of runs for each of `places`; they
+    are added to by_place.
     """
     own: dict[_Place, list[_Found]] = {p: [] for p in places}
     others: list[_Found] = []
@@ -268,7 +291,7 @@ def _share_out(
 
 
 def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
-    """Returns the runs with the numbers of their cores and executions."""
+    """Returns the runs with numbers for cores and executions in place of names of the profile."""
     seen = {one.where for one in found}
     names = list(ordinals)
     if not seen <= set(names):
@@ -289,18 +312,22 @@ def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
 
 
 def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
-    """Returns the runs, except loops, branches and calls whose inner operations ran, too."""
+    """Returns the runs of operations, without loops, branches and calls.
+
+    `inside` has the operations in each of these. A loop, branch or call is kept if none of its
+    operations ran.
+    """
     seen = {one.operation for one in ran}
     around = {name for name, inner in inside.items() if inner & seen}
     return [one for one in ran if one.operation not in around]
 
 
 def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
-    """Returns the runs, each ended at the latest when the first user of its result begins.
+    """Returns the runs, each cut off when the first user of its result begins.
 
-    On CPU devices one thread begins an operation and others compute it; in a profile it ends only
-    when the first thread has noticed. `users` has names of operations -> names of those that take
-    their results.
+    On CPU devices one thread begins an operation and others compute it. In a profile the operation
+    ends only when the first thread has noticed that. `users` has, by the name of an operation, the
+    names of the operations that take its result.
     """
     seen = {one.operation for one in ran}
     begins: dict[tuple[int, int, str], list[int]] = collections.defaultdict(list)
@@ -320,7 +347,11 @@ def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
 
 
 def _first_seen(name: str, users: Mapping[str, set[str]], seen: set[str]) -> set[str]:
-    """Returns the users of an operation's result, also through operations that take no time."""
+    """Returns the first operations in a profile that use the result of an operation.
+
+    `seen` are the operations that the profile has. Others take no time: their users count as users
+    of the result.
+    """
     found: set[str] = set()
     passed: set[str] = set()
     pending = list(users.get(name, ()))

@@ -1,4 +1,4 @@
-"""The recording of one process's steps, and functions of all runtimes' recorders."""
+"""The recording of one process's steps, and functions that the recorders of all runtimes use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtf_gradsync.extension import STAND_INS, tf
 
 
 class TimelineError(RuntimeError):
-    """The error of steps whose times cannot be told; its message says what to do."""
+    """The error of steps whose times cannot be found; its message says what to do."""
 
 
 Kind = Literal["compute", "collective"]
@@ -30,9 +30,9 @@ class Event:
     Attributes:
       core: the core's number.
       name: the operation's name, in the model's graph if that is known.
-      kind: "compute", or "collective" for what takes values from other cores.
-      begin: when it began, in nanoseconds since the epoch.
-      end: when it ended.
+      kind: "compute", or "collective" for an operation that takes values from other cores.
+      begin: when the run began, in nanoseconds since the epoch.
+      end: when the run ended, in nanoseconds since the epoch.
     """
 
     core: int
@@ -47,9 +47,11 @@ class Collective:
     """The facts of a collective that are known from the program.
 
     Attributes:
-      bytes_per_core: what a core puts in, or receives on a placement mesh; None where unknown.
+      bytes_per_core: bytes that a core puts in (on a placement mesh: bytes that it receives); None
+        if unknown.
       variables: the variables whose values its result goes into; None if unknown.
-      is_conditional: whether it is in a branch, as sums of an update are that some steps skip.
+      is_conditional: whether the collective is in a branch; sums of an update are in one if some
+        steps skip the update.
     """
 
     bytes_per_core: int | None = None
@@ -59,12 +61,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step, from the end of the one before to its own end.
+    """A step, from the end of the step before to its own end.
 
     Attributes:
       begin: the begin, in nanoseconds since the epoch.
       end: the end, in nanoseconds since the epoch.
-      is_update: whether it updated the variables; None where that is not known.
+      is_update: whether the step updated the variables; None if that is not known.
     """
 
     begin: int
@@ -95,7 +97,7 @@ class Recording:
       runtime: "placement_mesh", "cpu_replicas" or "xla".
       process: the process's number.
       cores: names of its cores by their numbers.
-      steps: in order; each begins where the one before ends.
+      steps: the steps, in order; each begins where the step before ends.
       events: the operations of its cores.
       collectives: the program's collectives, by the names of their events.
       calls: the work of its host.
@@ -110,7 +112,7 @@ class Recording:
     calls: tuple[Call, ...] = ()
 
     def to_json(self) -> str:
-        """Returns the recording as text, for `from_json` on another machine."""
+        """Returns the recording as JSON text, which `from_json` reads on any machine."""
         content: dict[str, Any] = {"format": _FORMAT}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -126,7 +128,7 @@ class Recording:
         """Returns the recording in a text of `to_json`.
 
         Raises:
-          TimelineError: when it is no such text.
+          TimelineError: when the text is something else.
         """
         try:
             content = json.loads(text)
@@ -152,12 +154,15 @@ class Recording:
 
 
 def model_name(name: str) -> str:
-    """Returns an operation's name without the processor's part of it."""
+    """Returns an operation's name in the model: without the parts that name a processor."""
     return _PARALLEL.sub("", name).lstrip("/") or name
 
 
 def check_recorded(recording: Recording, advice: str) -> Recording:
-    """Checks that a recording has operations of every core; its error ends with `advice`."""
+    """Returns a recording if it has steps, and operations of every core.
+
+    Otherwise it raises TimelineError, whose text ends with `advice` on what to do.
+    """
     if not recording.steps:
         raise TimelineError(
             "No step was made while the timeline was recorded. Make some inside the `with` block, "
@@ -177,7 +182,7 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces a method inside the block by what `make` returns for it."""
+    """Replaces the method `name` of `owner` inside the block by what `make` returns for it."""
     # Not None where another recording has replaced it.
     own = vars(owner).get(name)
     setattr(owner, name, make(getattr(owner, name)))
@@ -191,12 +196,12 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def now() -> int:
-    """Returns the nanoseconds since the epoch, as profiles count."""
+    """Returns the current time in nanoseconds since the epoch, as profiles count it."""
     return time.time_ns()
 
 
 def timed(calls: list[Call], name: str, work: Callable[[], Any]) -> Any:
-    """Returns what `work` returns, and adds its time to the host's calls."""
+    """Calls `work`, returns its result, and adds its time to `calls`, the work of the host."""
     began = now()
     try:
         return work()
@@ -210,10 +215,10 @@ def steps_until(
     events: Iterable[Event],
     of_updates: AbstractSet[str],
 ) -> tuple[Step, ...]:
-    """Returns the steps that end at `ends`, the first from `begin` on.
+    """Returns the steps that end at the times `ends`; the first step begins at `begin`.
 
-    A step updated the variables if it ran one of `of_updates`. Without `of_updates` that is not
-    known.
+    A step has updated the variables if an event that begins in it is one of the operations
+    `of_updates`. If `of_updates` is empty, the steps do not say whether they are updates.
     """
     moments = [begin, *sorted(ends)]
     at = sorted(e.begin for e in events if e.name in of_updates)
@@ -226,9 +231,10 @@ def steps_until(
 
 
 def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
-    """Returns the collectives in branches whose results go into trained variables.
+    """Returns the collectives that only steps with an update make.
 
-    A wrapper's own values do not count: it may sum some of them in steps without an update.
+    These are the collectives in branches whose results go into trained variables. Variables of a
+    wrapper itself do not count: it may sum some of them in steps without an update.
     """
     keys = tf.GraphKeys
     collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)

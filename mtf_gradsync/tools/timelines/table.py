@@ -24,9 +24,9 @@ class CoreTimes:
     Attributes:
       core: the core's name; "all" for the mean over the cores.
       step: how long a step is.
-      compute: the time in which an operation of the core runs that is no collective.
-      collectives: the time in which a collective of the core runs, hidden or not.
-      exposed: the time in which a collective of the core runs, and nothing else on it.
+      compute: the time in which the core runs an operation that is no collective.
+      collectives: the time in which the core runs a collective, alone or beside other operations.
+      exposed: the time in which the core runs a collective and nothing else.
       host: the time in which no core of the process runs anything: all wait for the host.
       idle: the time in which this core runs nothing, but another core of the process does.
     """
@@ -45,10 +45,10 @@ class OperationTimes:
     """The time of an operation in an average step.
 
     Attributes:
-      name: the operation's.
+      name: the operation's name.
       kind: "compute" or "collective".
-      milliseconds: how long it takes a core, all its runs together.
-      runs: how often a core runs it.
+      milliseconds: how long a core takes for all runs of the operation in a step.
+      runs: how often a core runs the operation in a step.
     """
 
     name: str
@@ -62,13 +62,13 @@ class CollectiveTimes:
     """The time of a collective in an average step.
 
     Attributes:
-      name: the operation's.
-      bytes_per_core: what a core puts in at each run, or receives on a placement mesh; None where
-        unknown.
+      name: the collective's name.
+      bytes_per_core: bytes that a core puts in at each run (on a placement mesh: bytes that it
+        receives); None if unknown.
       variables: the variables whose values its result goes into; None if unknown.
-      milliseconds: how long it takes a core, all its runs together.
+      milliseconds: how long a core takes for all runs of the collective in a step.
       exposed: the part of this time in which the core runs nothing else.
-      runs: how often a core runs it.
+      runs: how often a core runs the collective in a step.
     """
 
     name: str
@@ -85,13 +85,13 @@ class Table:
 
     Attributes:
       runtime: "placement_mesh", "cpu_replicas" or "xla".
-      steps: how many were recorded.
-      update_steps: how many of them updated the variables; None where that is not known.
-      cores: the cores of all processes.
+      steps: how many steps were recorded.
+      update_steps: how many of them updated the variables; None if that is not known.
+      cores: the times of the cores of all processes.
       total: the mean over the cores.
-      update: the mean over the cores in steps that updated the variables; None where not all
-        steps are alike, or that is not known.
-      other: likewise, in steps that did not.
+      update: the mean over the cores in steps that updated the variables; None if the steps are all
+        of one kind, or their kind is not known.
+      other: the same for steps that did not update the variables.
       operations: the ten that take longest.
       collectives: the ten with the most bytes.
     """
@@ -112,7 +112,7 @@ class Table:
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """Returns the table in a text of `to_json`, which may have more attributes.
+        """Returns the table in a text of `to_json`; other attributes in the text are ignored.
 
         Raises:
           TimelineError: when the text is something else.
@@ -144,7 +144,7 @@ Interval = Tuple[int, int]
 
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals: in order, none touching another.
+    """Returns the union of intervals, as intervals in order that do not touch each other.
 
     Examples:
       >>> covered([(3, 5), (1, 4), (7, 8)])
@@ -198,7 +198,10 @@ def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
 
 
 def tabulate_times(recordings: Sequence[Recording]) -> Table:
-    """Returns the table of where the time went, from a checked recording of each process."""
+    """Returns the table of where the time went.
+
+    `recordings` has one of each process; `check_recorded` has passed all of them.
+    """
     spent = [_Spent(recording) for recording in recordings]
     cores = tuple(times for one in spent for times in one.times(one.recording.steps))
     known = [step.is_update for step in recordings[0].steps]
@@ -217,7 +220,7 @@ def tabulate_times(recordings: Sequence[Recording]) -> Table:
 
 
 class _Spent:
-    """The intervals of each core's work, in which each moment counts once."""
+    """The intervals in which each core worked; times at which several operations ran count once."""
 
     def __init__(self, recording: Recording):
         self.recording = recording
@@ -232,7 +235,7 @@ class _Spent:
         self._any = covered(i for busy in self._busy.values() for i in busy)
 
     def times(self, steps: Sequence[Step]) -> list[CoreTimes]:
-        """Returns each core's times, as means over some steps."""
+        """Returns the times of each core, as means over `steps`."""
         return [self._times_of(steps, core) for core in self.recording.cores]
 
     def _times_of(self, steps: Sequence[Step], core: int) -> CoreTimes:
@@ -334,7 +337,7 @@ def _core_steps(recordings: Sequence[Recording]) -> int:
 
 
 def _lines(table: Table) -> list[str]:
-    """Returns the table as text."""
+    """Returns the lines of the table as text."""
     updates = table.update_steps
     kinds = "" if updates is None else f", {updates} of them with an update"
     lines = [f"{table.steps} steps{kinds}; milliseconds of an average step", ""]

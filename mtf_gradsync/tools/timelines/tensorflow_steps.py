@@ -42,8 +42,8 @@ _Read = Tuple[Dict[int, str], List[List[Event]], Dict[str, Collective]]
 def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager[list[Recording]]:
     """Returns a context manager that records steps on CPU replicas.
 
-    The cores are parts of one graph. `lowering` names the variables. The list that the context
-    manager gives has the recording after the block.
+    The context manager gives a list, which has the recording after the block. The cores are parts
+    of one graph. `lowering` has the variables, for the names in the recording.
     """
     emulated = session.emulated
 
@@ -79,10 +79,10 @@ def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager
 
 
 def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]]:
-    """Returns a context manager that records steps of a placement mesh; see `record_replicas`.
+    """Returns a context manager that records steps of a placement mesh.
 
-    The mesh's cores are the devices that the operations name. `is_remote` says whether the steps
-    run on a ``tf.train.Server``.
+    It gives a list, as that of `record_replicas` does. The cores are the devices that operations of
+    the session's graph name. `is_remote` says whether the steps run on a ``tf.train.Server``.
     """
     graph = session.graph
 
@@ -130,7 +130,11 @@ def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]
 def _recorded(
     session: Any, graph: tf.Graph, runtime: str, level: str, read: Callable[[Sequence[Any]], _Read]
 ) -> Iterator[list[Recording]]:
-    """Has a ``tf.Session`` trace each ``run`` inside the block; `read` parses the trace."""
+    """Records the steps of a ``tf.Session``: traces each call of ``run`` inside the block.
+
+    The list that it yields has the recording after the block. `level` names TensorFlow's level of
+    traces, and `read` returns the cores, events and collectives that traces show.
+    """
     runs: list[tuple[int, Any]] = []  # the end of each, and its statistics
     calls: list[Call] = []
 
@@ -167,7 +171,10 @@ def _recorded(
 
 
 def _times(node: Any) -> tuple[int, int] | None:
-    """Returns when an operation began and ended; None if it did not run, as in a false branch."""
+    """Returns when an operation began and ended.
+
+    The result is None if it did not run, as an operation in a branch that was not taken.
+    """
     begin = node.all_start_nanos or node.all_start_micros * 1000
     first = node.op_start_rel_nanos or node.op_start_rel_micros * 1000
     last = node.op_end_rel_nanos or node.op_end_rel_micros * 1000
@@ -175,14 +182,17 @@ def _times(node: Any) -> tuple[int, int] | None:
 
 
 def _within(name: str, collectives: dict[str, Collective]) -> str:
-    """Returns the collective that an operation of the emulated graph belongs to, or ""."""
+    """Returns the collective of which an operation of the emulated graph is a part, or ""."""
     while name and name not in collectives:
         name = name.rpartition("/")[0]
     return name
 
 
 def _joined_bytes(operation: tf.Operation) -> int | None:
-    """Returns the bytes that an operation joins from other devices; None for other operations."""
+    """Returns the bytes that an operation takes from other devices to join or copy them.
+
+    The result is None for an operation that is no such collective.
+    """
     if operation.type.startswith(_OWN_COLLECTIVES):
         return bytes_of(t for t in operation.inputs if t.dtype not in _NO_NUMBERS)
     if not operation.device or operation.type not in _JOINS | _COPIES:
@@ -197,7 +207,7 @@ def _joined_bytes(operation: tf.Operation) -> int | None:
 
 
 def _short(device: str) -> str:
-    """Returns a device's short name, for people."""
+    """Returns a short name of a device to show to people."""
     spec = tf.DeviceSpec.from_string(device)
     task = "" if spec.job in (None, "localhost") else f"{spec.job} {spec.task} "
     return f"{task}{spec.device_type}:{spec.device_index}"

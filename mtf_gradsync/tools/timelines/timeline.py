@@ -28,8 +28,8 @@ class Written(NamedTuple):
 
     Attributes:
       path: the file.
-      events: how many runs of operations it shows.
-      dropped: how many of the shortest runs it leaves out, so that it is not too large.
+      events: how many runs of operations the trace shows.
+      dropped: how many of the shortest runs it leaves out, so that the file is not too large.
       dropped_calls: how many calls of hosts it leaves out.
       dropped_steps: how many marks of steps it leaves out, in the middle of the recording.
     """
@@ -56,9 +56,10 @@ def write_trace(
 ) -> Written:
     """Writes the recordings of processes as one trace in Chrome's trace event format.
 
-    Every core is a group of tracks: operations, those that run at the same time beside each other,
-    and collectives. A track of each process shows the steps, another what its host did. See
-    `Timeline.save` for the file.
+    Every core is a group of tracks: tracks of operations, several if operations run at the same
+    time, and tracks of collectives. Each process has a track that shows its steps, and a track that
+    shows what its host did. For what is left out of a file that would be too large, see
+    `Timeline.save`.
 
     Raises:
       ValueError: when `most_bytes` are fewer than those of an empty trace.
@@ -100,7 +101,7 @@ def _content(rows: Sequence[str], dropped: Sequence[int]) -> bytes:
 
 
 def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
-    """Yields the events that name the tracks of processes, and the groups of cores' tracks."""
+    """Yields the trace events that name the tracks of processes and each core's group of tracks."""
     for recording in recordings:
         pid = _host_pid(recording)
         several = f" of process {recording.process}" if len(recordings) > 1 else ""
@@ -111,7 +112,7 @@ def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
 
 
 def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Returns the events that mark steps; steps in the middle of the recording come last."""
+    """Returns the trace events that mark steps; steps in the middle of the recording come last."""
     found = []
     first = _first(recordings)
     for recording in recordings:
@@ -124,7 +125,7 @@ def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
 
 
 def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Returns the events of the hosts' work, the shortest last."""
+    """Returns the trace events of the hosts' work, the shortest last."""
     first = _first(recordings)
     found = [(_host_pid(recording), call) for recording in recordings for call in recording.calls]
     found.sort(key=lambda pair: pair[1].begin - pair[1].end)
@@ -134,7 +135,10 @@ def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
 def _timed(
     recordings: Sequence[Recording],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the events of operations, the shortest last, and those that name their tracks."""
+    """Returns the trace events of operations, and those that name the operations' tracks.
+
+    The shortest operations come last.
+    """
     found: list[tuple[int, dict[str, Any]]] = []
     tracks: list[dict[str, Any]] = []
     first = _first(recordings)
@@ -162,7 +166,10 @@ def _timed(
 
 
 def _lane(ends: list[int], event: Event) -> int:
-    """Returns the first lane that is free when an event begins, and occupies it."""
+    """Returns the number of the track that shows an event: the first that is free when it begins.
+
+    `ends` has the time until which each track is in use, and is updated.
+    """
     for lane, end in enumerate(ends):
         if end <= event.begin:
             ends[lane] = event.end
@@ -172,7 +179,7 @@ def _lane(ends: list[int], event: Event) -> int:
 
 
 def _tid(kind: str, lane: int) -> int:
-    """Returns a track's number: tracks of collectives come after tracks of operations."""
+    """Returns a track's number in a trace: collectives have tracks after those of operations."""
     return lane + (_COLLECTIVES if kind == "collective" else _COMPUTE)
 
 
@@ -194,7 +201,10 @@ def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> d
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Returns microseconds that a reader who rounds down takes for the same nanoseconds."""
+    """Returns nanoseconds as microseconds, for a trace.
+
+    A reader that rounds the result down to whole nanoseconds gets the same number again.
+    """
     number = nanoseconds / 1000
     return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
 
@@ -261,7 +271,10 @@ class Timeline:
     def __init__(
         self, recorder: ContextManager[list[Recording]] | None, path: str | Path | None = None
     ):
-        """Takes a context manager that records, and gives the list of recordings."""
+        """Takes the context manager that records, and the file to write a trace to.
+
+        The context manager gives a list, which has the recordings after the block.
+        """
         self._recorder, self._path = recorder, path
         self._running: ContextManager[list[Recording]] | None = None
         self._recordings: list[Recording] = []
@@ -269,7 +282,7 @@ class Timeline:
 
     @classmethod
     def of(cls, recordings: Sequence[Recording]) -> Timeline:
-        """Returns a timeline of given recordings, one of each process.
+        """Returns a timeline of recordings that were made before, one of each process.
 
         Args:
           recordings: recordings of processes that made the same steps; their clocks have to agree.
@@ -305,7 +318,10 @@ class Timeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends the recording; raises TimelineError if it has no step, or no core's operations."""
+        """Ends the recording.
+
+        Raises TimelineError if no step was recorded, or if a core has no operation.
+        """
         recorder, self._running = self._running, None
         assert recorder is not None
         recorder.__exit__(kind, error, trace)
@@ -313,11 +329,11 @@ class Timeline:
             self.save(self._path)
 
     def mark_updates(self, updates: Sequence[int]) -> None:
-        """Marks the steps that updated the variables, where the program counts updates.
+        """Marks the steps that updated the variables, for programs that count their updates.
 
         Args:
-          updates: the updates made before the first step, then by the end of each step. Lists of
-            another length are ignored.
+          updates: the number of updates made before the first step, then the number by the end of
+            each step. A list of another length is ignored.
         """
 
         def marked(recording: Recording) -> Recording:
@@ -354,12 +370,13 @@ class Timeline:
         """Writes a trace that https://ui.perfetto.dev and chrome://tracing open.
 
         Args:
-          path: the file; compressed where it ends in ".gz".
-          most_bytes: how large it may be. The shortest operations are dropped for it; where that is
-            not enough, the shortest calls of the host, then marks of steps in the middle.
+          path: the file; it is compressed if the name ends in ".gz".
+          most_bytes: the largest size of the file. To keep to it, the shortest operations are left
+            out, then also the shortest calls of the host, then marks of steps in the middle.
 
         Returns:
-          The path, the number of operations shown, and of those left out; ``print`` shows them.
+          The path, the number of operations shown, and the numbers of what is left out; ``print``
+            shows them.
 
         Raises:
           TimelineError: before the end of the block.
@@ -370,7 +387,7 @@ class Timeline:
 
 
 def _recording(session: Any, lowering: Any) -> ContextManager[list[Recording]]:
-    """Returns the context manager that records the steps of a session."""
+    """Returns a context manager that records the steps of a session, by its type."""
     # Not above: programs that record nothing need not wait for these.
     from mtf_gradsync.runtimes.sessions import ProgramSession
     from mtf_gradsync.runtimes.simd.program import CpuReplicaSession

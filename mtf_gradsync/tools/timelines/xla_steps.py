@@ -47,10 +47,11 @@ _ADVICE = (
 
 @contextlib.contextmanager
 def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
-    """Has jax profile the devices inside the block, and notes each ``dispatch`` of a session.
+    """Records the steps of a session on XLA devices: jax profiles the devices inside the block.
 
-    `lowering` names the variables. The list that it yields has the recordings of all processes
-    after the block.
+    The list that it yields has the recordings of all processes after the block. Each ``dispatch``
+    of the session is noted as a call of the host. `lowering` has the variables, for the names in
+    the recordings.
     """
     profiler = Profiler()
     pending: list[Dispatched] = []
@@ -113,7 +114,7 @@ def _start(profiler: Profiler) -> None:
 
 
 def _profile(profiler: Profiler) -> Any:
-    """Ends a profile and reads it."""
+    """Ends a profile of jax and returns it, parsed."""
     try:
         profile = profiler.stop()
     except RuntimeError as error:  # jax 0.4 tells only now that another profiler runs
@@ -135,7 +136,16 @@ def _recording(
     ends: list[int],
     calls: Sequence[Call],
 ) -> Recording:
-    """Returns the recording in a profile; `ends` are when the results of steps were there."""
+    """Returns the recording of this process's steps, from a profile of jax.
+
+    Args:
+      session: the session that made the steps.
+      lowering: has the variables, for the names in the recording.
+      profile: the parsed profile.
+      begin: when the first step began.
+      ends: when the result of each step was there.
+      calls: the work of the host.
+    """
     cores = session.cores
     rows = list_collectives(session.program, lowering=lowering).rows
     operations = operations_of(
@@ -175,13 +185,13 @@ def _recording(
 
 
 def _ordinal(device: Any) -> int:
-    """Returns a device's number in a profile."""
+    """Returns the number by which a profile names a device."""
     found = getattr(device, "local_hardware_id", None)
     return device.id if found is None or device.platform == "cpu" else found
 
 
 def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
-    """Returns the recordings of all processes, on each process."""
+    """Exchanges the recordings of all processes, and returns all of them on each process."""
     cores = session.cores
     mine = np.frombuffer(recording.to_json().encode(), np.uint8)
     count = len(cores.local)
@@ -220,9 +230,10 @@ class Operations(NamedTuple):
 def operations_of(
     programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
 ) -> Operations:
-    """Reads compiled programs; `rows` lists their collectives.
+    """Returns what compiled programs say of their operations.
 
-    A program is a serialized ``HloModuleProto``, with the core's program that it was made of.
+    Each of `programs` is a serialized ``HloModuleProto``, with the program of a core that it was
+    compiled from. `rows` lists the collectives.
     """
     found = Operations({}, set(), {}, {}, {})
     by_name = {row.name: row for row in rows}
@@ -252,7 +263,7 @@ def operations_of(
 
 
 def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
-    """Returns an operation's name in the model's graph."""
+    """Returns an operation's name in the model's graph; for merged ones the first, and a count."""
     names = [model_name(part) for part in _parts(name, nodes)]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
@@ -264,7 +275,10 @@ def _parts(name: str, nodes: AbstractSet[str] = frozenset()) -> list[str]:
 
 
 def _node(name: str, nodes: AbstractSet[str]) -> str:
-    """Returns the node in a name that begins with branches and loops: cond/cond_1/node."""
+    """Returns the node of the graph that a name ends with, after its branches and loops.
+
+    The name cond/cond_1/node gives node.
+    """
     rest = name
     while rest and rest not in nodes:
         rest = rest.partition("/")[2]
