@@ -103,20 +103,21 @@ class GradientAccumulationOptimizer(ReportsSkips):
     On microbatch steps without an update the inner optimizer does not run, variables and slots do
     not change, and no gradients are reduced if they accumulate locally.
 
-    Gradients accumulate in one of three places. "local": each shard adds up its own partial sums,
+    Gradients accumulate in one of three ways. "local": each shard adds up its own partial sums,
     which are reduced once for each update; the mesh must be known when the graph is built.
-    "synced": gradients are reduced on each microbatch step. "sharded": gradients are reduced on
-    each microbatch step, and each replica receives and adds up its part only, in 1/num_shards of
-    the memory (ZeRO-2); with `ShardedUpdateOptimizer` inside, the update goes on from the parts,
-    and without it the sums are gathered for the update. The log says once which place it is.
+    "synced": gradients are reduced on each microbatch step, and then added up. "sharded": gradients
+    are reduced on each microbatch step, and each replica receives and adds up only its part of
+    them, in 1/num_shards of the memory (ZeRO-2). With `ShardedUpdateOptimizer` inside, the update
+    uses these parts; without it, the sums are gathered for the update. The log says once which of
+    the three it is.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/mini_step`,
     `<name>/update_step`, `<name>/skipped`, with max_steps_without_update `<name>/waiting`, and with
     weights `<name>/weight`, the sum of the weights in the accumulators.
 
     Attributes:
-      accumulate: where gradients accumulate, "local", "synced" or "sharded"; None if that is
-        decided when they are applied.
+      accumulate: how gradients accumulate, "local", "synced" or "sharded"; None if the choice is
+        made when gradients are applied.
       backward_passes_per_step: microbatch steps for each update, as given.
 
     References:
@@ -171,23 +172,26 @@ class GradientAccumulationOptimizer(ReportsSkips):
             arguments for the mesh or checkpoints have no effect. A subclass takes mesh optimizers
             only.
           backward_passes_per_step: microbatch steps for each update: a whole number of 1 or more,
-            or a function from the update step (mtf int32 scalar) to one. A function is evaluated
-            when an accumulation begins; the number does not change before the update. A tensor that
-            is less than 1 is an error of the step.
+            or a function from the number of updates so far (mtf int32 scalar) to such a number. An
+            accumulation uses one number from its begin to its update. If a function returns a
+            tensor that is less than 1, the step fails.
           average_aggregated_gradients: whether to divide the sum by its number of microbatch steps.
-          should_skip_update_fn: a function from the list of gradients to a boolean mtf scalar,
-            whether to skip the microbatch step: `skip_not_finite`, `skip_large_updates(norm)`,
-            `skip_spikes()`, or your own. A skipped microbatch step does not count. None skips
-            nothing: a NaN then stays in the sum until the update.
-          accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
-            With weights, float32 takes the place of float16, whose range is too small.
+          should_skip_update_fn: decides whether to skip a microbatch step: a function from the
+            list of its gradients to a boolean mtf scalar, such as `skip_not_finite`,
+            `skip_large_updates(norm)`, `skip_spikes()`, or your own. A skipped microbatch step adds
+            nothing to the sum and does not count. None skips nothing: a NaN then stays in the sum
+            until the update.
+          accumulator_dtype: the dtype of accumulators; None takes the gradient's dtype, but at
+            least float32. If gradients have weights, float32 is used instead of float16, whose
+            range is too small.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             new accumulation, and local sums need no master copy on the host.
-          accumulate: "local", "synced" or "sharded". None takes "local" if the mesh is known when
-            gradients are applied: given, or the only one that the program has made for this graph
-            by then; if not, or if a wrapper around this one reduces on every step, "synced".
-          sparse_as_dense: only with an optimizer of `tf.compat.v1.train`: turn `tf.IndexedSlices`
-            into dense gradients. Gradients of mesh variables are always dense.
+          accumulate: "local", "synced" or "sharded", as above. None takes "local" if the mesh is
+            known when gradients are applied: it is given, or it is the only mesh that the program
+            has made for this graph by then. Otherwise, and if a wrapper around this one reduces on
+            every step, None takes "synced".
+          sparse_as_dense: whether to turn `tf.IndexedSlices` into dense gradients; only with an
+            optimizer of `tf.compat.v1.train`. Gradients of mesh variables are always dense.
           allreduce_fn: only with an optimizer of `tf.compat.v1.train`; see
             `compat_v1.GradientAccumulationOptimizer`.
           name: name of the wrapper, prefix of its counters.
@@ -201,13 +205,13 @@ class GradientAccumulationOptimizer(ReportsSkips):
           reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
             "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
             rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
-          max_steps_without_update: most microbatch steps in a row without an update, with
-            should_skip_update_fn, or with weights, where there is no data; one more raises an error
-            that names variables and shards (see `NoUpdateError`). None for no limit.
-          flush: a boolean scalar, a tf or mtf tensor or variable, or a function without arguments
-            that makes one when gradients are applied: whether to update on this step even if the
-            sums have fewer microbatch steps, as on the last step of a training. If that step is
-            skipped, the update has the steps before it. None never updates early.
+          max_steps_without_update: the largest number of microbatch steps in a row without an
+            update, because should_skip_update_fn skips them or their weights are 0. One more raises
+            an error that names variables and shards (see `NoUpdateError`). None for no limit.
+          flush: whether to update on this step even if the sums have fewer microbatch steps, as on
+            the last step of a training: a boolean scalar (a tf or mtf tensor or variable), or a
+            function without arguments that makes one when gradients are applied. If the step is
+            skipped, the update has the microbatch steps before it. None never updates early.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -267,12 +271,12 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
     @property
     def axes(self) -> ReplicaAxes | None:
-        """The `ReplicaAxes` that were given, or found when gradients were applied, or None."""
+        """The replica axes, as given, or as found when gradients were applied; None if neither."""
         return self._given_axes or vars(self).get("_found_axes")
 
     @property
     def accumulate(self) -> Accumulate | None:
-        """Where gradients accumulate; None before that is decided, when they are applied."""
+        """How gradients accumulate; None until the choice is made, when gradients are applied."""
         return self._given_place or self._place_now
 
     def stages(self, place: Place) -> list[Stage]:
@@ -298,7 +302,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def _shapes_of_parts(
         self, axes: ReplicaAxes, variables: Sequence[mtf.Variable]
     ) -> Mapping[mtf.Variable, mtf.Shape]:
-        """Returns the shapes of variables' parts, if the update needs all of each sum."""
+        """Returns the shapes of replicas' parts of sums; {} if replicas share one memory."""
         if share_copies(axes):
             return {}
         sums = {v: self._slots.get(v, ACCUMULATOR) for v in variables}
@@ -309,27 +313,27 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
     @property
     def mini_step(self) -> mtf.Variable | None:
-        """The microbatch steps in the sum so far; None if nothing accumulates (yet)."""
+        """The number of microbatch steps in the sum so far; None if nothing accumulates (yet)."""
         return self.state and self.state.mini_step
 
     @property
     def update_step(self) -> mtf.Variable | None:
-        """The updates made so far (int32); None before gradients were applied."""
+        """The number of updates made so far (int32); None before gradients were applied."""
         return self.state and self.state.update_step
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """`update_step` after the step that fetches it; None if every step updates."""
+        """The value of `update_step` after the step that fetches it; None if every step updates."""
         return self._now and self._now.update_step
 
     @property
     def in_sums_now(self) -> mtf.Tensor | None:
-        """`mini_step` after the step that fetches it; None if every step updates."""
+        """The value of `mini_step` after the step that fetches it; None if every step updates."""
         return self._now and self._now.mini_step
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """The microbatch steps skipped so far (int32); None before gradients were applied."""
+        """The number of microbatch steps skipped (int32); None before gradients were applied."""
         return self.state and self.state.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -353,7 +357,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
             )
 
     def _dtype_of_products(self) -> tf.DType | None:
-        """Returns the dtype of sums of gradients times weights: float16's range is too small."""
+        """Returns the dtype for sums of gradients times weights: float32 instead of float16."""
         if self._dtype != tf.float16:
             return self._dtype
         warn_once(
@@ -376,7 +380,8 @@ _MIXED_WARNING = (
 class _Accumulate(Stage):
     """The stage that adds up gradients, and passes on the sums when an update is due.
 
-    `why` says, for the log, why gradients do not accumulate in a better place.
+    `where` says how they accumulate: "local", "synced" or "sharded". `why` says, for the log, why
+    they cannot accumulate in a way that costs less; "" for none.
     """
 
     wrapper: GradientAccumulationOptimizer
@@ -435,7 +440,7 @@ class _Accumulate(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Logs where gradients accumulate; raises ValueError if no sum can be in parts."""
+        """Logs how gradients accumulate; raises ValueError if sharded sums cannot be split."""
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
             parts = self._parts
@@ -613,7 +618,7 @@ class _Accumulate(Stage):
 
 
 def _why_synced(place: Place, is_known: bool) -> str:
-    """Returns, for the log, why gradients cannot accumulate on each shard; "" if they can.
+    """Returns, for the log, why each shard cannot add up its own gradients; "" if it can.
 
     `is_known` says whether the replica axes are known.
     """

@@ -27,14 +27,15 @@ class AdamWOptimizer(InnerOptimizer):
         variable -= learning_rate * (step + weight_decay_rate * variable)
 
     Arguments are named as those of `mtf.optimize.AdamWeightDecayOptimizer`, which has no bias
-    correction: its first steps are (1 - beta_1) / sqrt(1 - beta_2) times as large, 3.2 with the
-    default betas. It works inside every wrapper, and without one.
+    correction: the first steps of that optimizer are (1 - beta_1) / sqrt(1 - beta_2) times as
+    large, 3.2 times with the default betas. `AdamWOptimizer` works inside every wrapper, and
+    without a wrapper.
 
     State, by name: `<variable>/adam_m` and `<variable>/adam_v`, laid out like the variable and at
     least float32 (or as `slot_dtype` says), and `<variable>/adam_t`, the int32 number of updates of
-    the variable. The first two have the names and values of `AdamWeightDecayOptimizer`, so that its
-    checkpoints can be restored: t is then the number of updates in the checkpoint, or, if it has
-    none, there is no correction.
+    the variable. adam_m and adam_v have the names and values of `AdamWeightDecayOptimizer`, so that
+    checkpoints of that optimizer can be restored: t is then the number of updates that the
+    checkpoint counts. If it counts none, there is no bias correction.
 
     References:
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
@@ -57,10 +58,10 @@ class AdamWOptimizer(InnerOptimizer):
         Args:
           learning_rate: a number of 0 or more, or a scalar tf or mtf tensor or variable, such as a
             schedule of `get_update_step`, which is checked in each step.
-          weight_decay_rate: the part of its value, times the learning rate, that a variable loses
-            in an update; 0 or more. 0 is Adam.
+          weight_decay_rate: the weight decay, 0 or more: in an update a variable loses this part
+            of its value, times the learning rate. 0 is Adam.
           beta_1: decay of the mean of gradients, from 0 up to 1 (not included).
-          beta_2: decay of the mean of their squares, likewise.
+          beta_2: decay of the mean of squares of gradients, from 0 up to 1 (not included).
           epsilon: a number added to the square root, 0 or more.
           exclude_from_weight_decay: regular expressions; variables whose name matches one
             (`re.search`) do not decay. None excludes no variable.

@@ -36,11 +36,11 @@ AVERAGE = "ExponentialMovingAverage"
 
 
 class NoAveragesError(ValueError):
-    """The error of a graph or checkpoint without moving averages of its variables."""
+    """The error that a graph or a checkpoint has no moving averages of variables."""
 
 
 def check_averages_kept() -> None:
-    """Raises NoAveragesError if the default graph, with its training step, has no averages."""
+    """Raises NoAveragesError if the training step in the default graph keeps no moving averages."""
     variables = tf.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
     if not any(variable.op.name.endswith(f"/{AVERAGE}") for variable in variables):
         raise NoAveragesError(
@@ -54,8 +54,8 @@ def check_averages_kept() -> None:
 def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
     """Yields the path of a temporary checkpoint with averages in place of the variables.
 
-    The copy has only these variables; variables without an average keep their own values. It has
-    the file name of `path`, and is deleted when the block ends.
+    The temporary checkpoint has only `variables`; a variable without an average keeps its own
+    value. The file name is that of `path`. The checkpoint is deleted when the block ends.
 
     Raises:
       NoAveragesError: the checkpoint has no average of any of the variables.
@@ -83,7 +83,7 @@ def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
 
 
 class AverageRule(NamedTuple):
-    """The rule of moving averages; see the arguments of `AverageOptimizer`."""
+    """The settings of moving averages; see the arguments of `AverageOptimizer`."""
 
     decay: Any
     num_updates: Any = None
@@ -96,7 +96,7 @@ _DECAYS, _COUNTS = Bounds(0.0, 1.0), Bounds(0.0, math.inf)
 def check_averages(
     variable_averages: Any, variables_to_average: Sequence[mtf.Variable] | None
 ) -> tuple[AverageRule, list[mtf.Variable]]:
-    """Returns the rule and the variables to average, checked; no variables without averages."""
+    """Returns checked settings and the variables to average; no variables for arguments None."""
     if (variable_averages is None) != (variables_to_average is None):
         raise ValueError(
             "variable_averages and variables_to_average must be given together, got "
@@ -111,10 +111,11 @@ def check_averages(
 def rule_of(
     argument: str, average: Any, num_updates: Any = None, zero_debias: Any = False
 ) -> AverageRule:
-    """Returns the rule of `average`: a decay or a `tf.train.ExponentialMovingAverage`.
+    """Returns the settings that `average` has, a decay or a `tf.train.ExponentialMovingAverage`.
 
     Raises:
-      ValueError: the decay is out of range, or settings contradict each other. It names `argument`.
+      ValueError: the decay is out of range, or settings contradict each other. The error calls
+        `average` by the name `argument`.
       TypeError: a setting has the wrong type.
     """
     decay = average
@@ -149,17 +150,19 @@ def rule_of(
 
 
 def moving_average(variable: mtf.Variable) -> mtf.Variable:
-    """Returns the average of a variable, `<variable>/ExponentialMovingAverage`.
+    """Returns the moving average of a variable, `<variable>/ExponentialMovingAverage`.
 
-    It is made on the first call. Programs that evaluate without an optimizer restore it from a
-    checkpoint of training. Only `AverageOptimizer` and `SyncReplicasOptimizer` update it.
+    The first call in a graph makes the average. A program that evaluates without an optimizer can
+    so restore the average from a checkpoint of training. Only `AverageOptimizer` and
+    `SyncReplicasOptimizer` update an average.
 
     Args:
       variable: a mesh variable, or its value.
 
     Returns:
-      An `mtf.Variable` of the same shape, not trainable. Its value has the dtype of the variable's
-      value and can replace it; it is stored as float32 or wider, as small changes would be lost.
+      An `mtf.Variable` of the same shape, not trainable. Its value can stand in for the variable's
+      value, and has the same dtype. The average is stored as float32 or wider, because small
+      changes would be lost in narrower dtypes.
 
     Raises:
       TypeError: variable is not a mesh variable.
@@ -248,7 +251,7 @@ class MoveAverages(Stage):
         return writes
 
     def _weight(self, mesh: mtf.Mesh) -> float | mtf.Tensor:
-        """Returns the weight of a new value, a number or a float32 scalar."""
+        """Returns the weight of the newest value, 1 - decay: a number or a float32 scalar."""
         decay, num_updates, zero_debias = self.rule
         if not self._counts and num_updates is None and is_number(decay):
             return 1 - decay
@@ -278,7 +281,7 @@ class MoveAverages(Stage):
 
 
 def _debiased(decay: float, count: tf.Tensor) -> tf.Tensor:
-    """Returns the weight of the newest value in a mean without any initial value."""
+    """Returns the weight of the newest of `count` values in a mean without an initial value."""
     if not decay:
         return tf.ones_like(count)
     # 1 - decay^count, without the rounding of a power near 1.
@@ -299,7 +302,7 @@ def _move(average: Any, value: tf.Tensor, weight: float | tf.Tensor) -> tf.Opera
 
 
 class KeepsAverages(Wrapper):
-    """A wrapper with a stage `MoveAverages`."""
+    """A wrapper that keeps moving averages of variables, by a stage `MoveAverages`."""
 
     def average(self, var: mtf.Variable) -> mtf.Variable | None:
         """Returns the moving average of a variable, or None.
@@ -319,11 +322,11 @@ class KeepsAverages(Wrapper):
 class AverageOptimizer(KeepsAverages):
     """A wrapper that keeps moving averages of the variables that another optimizer updates.
 
-    Averages change after each update, with the new values, and not on steps without an update, in
-    any order with `GradientAccumulationOptimizer`, `SyncReplicasOptimizer` and
-    `LossScaleOptimizer`. Inside or around `OuterOptimizer` they average the outer values, and move
-    towards them after each update of the islands. An average begins with the value that its
-    variable has when training begins.
+    Averages change after each update, by the new values, and do not change on steps without an
+    update. This wrapper may be around or inside `GradientAccumulationOptimizer`,
+    `SyncReplicasOptimizer` and `LossScaleOptimizer`. With `OuterOptimizer` around or inside it,
+    averages are of the outer values, and move towards these after each update of the islands. An
+    average begins with the value that its variable has when training begins.
 
     State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it; with
     num_updates=True or zero_debias `<name>/update_step`, the counter of `get_update_step`.
@@ -368,12 +371,12 @@ class AverageOptimizer(KeepsAverages):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None for `FusedAllReduce()`.
-          num_updates: True, or a scalar tensor or variable with the number of updates so far, n,
-            for a decay of min(decay, (1 + n) / (10 + n)), so that averages forget the initial
-            values, even if the training is short for the decay. True counts updates, this one
-            included. None for the same decay always.
-          zero_debias: whether averages leave the initial value out: they begin with the value after
-            the first update. Not together with num_updates.
+          num_updates: the number n of updates so far, a scalar tensor or variable, or True to let
+            the wrapper count updates, with the one being made. The decay is then
+            min(decay, (1 + n) / (10 + n)), so that averages forget the initial values even in a
+            training that is short for the decay. None keeps the decay constant.
+          zero_debias: whether averages leave out the initial values of variables, and begin with
+            the values after the first update. Not together with num_updates.
 
         Raises:
           ValueError: decay is out of range, or arguments contradict each other.

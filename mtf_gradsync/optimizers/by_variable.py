@@ -24,10 +24,11 @@ class _Group(NamedTuple):
     """Variables that one optimizer updates.
 
     Attributes:
-      which: a regular expression for names, or a function of the variable; None for all others.
+      which: a regular expression that matches the names of the variables, or a function that
+        returns whether a variable belongs to the group; None for all variables without a group.
       opt: the optimizer; None for variables that are not updated.
-      clip_norm: the largest norm of the group's gradients together; None for any.
-      changes: the settings that differ from those of the other variables, for `describe`.
+      clip_norm: the norm to which the group's gradients together are clipped; None for no clip.
+      changes: the settings that differ from those of other variables, as text for `describe`.
     """
 
     which: Which | None
@@ -55,11 +56,11 @@ class _Group(NamedTuple):
 class ByVariable(mtf.optimize.Optimizer):
     """An optimizer that updates groups of variables by other settings or optimizers, or not at all.
 
-    A variable belongs to the first group that has it, and to `opt` if none has it. `ByVariable`
-    works inside every wrapper, and without one; wrappers go around it, not into its groups. Slots
-    have the names that each optimizer gives them, so that checkpoints can be restored with other
-    groups. Variables that no optimizer updates have no slots, and their gradients are neither
-    accumulated nor reduced.
+    A variable belongs to the first group that matches it. `opt` updates variables that no group
+    matches. `ByVariable` works inside every wrapper, and without a wrapper. Put wrappers around it,
+    not into its groups. Slots have the names that each optimizer gives them, so that checkpoints
+    can be restored with other groups. Variables that no optimizer updates have no slots, and their
+    gradients are neither accumulated nor reduced.
 
     References:
       `optax.multi_transform`; the parameter groups of `torch.optim`
@@ -83,13 +84,14 @@ class ByVariable(mtf.optimize.Optimizer):
         """Sets the groups.
 
         Args:
-          opt: the optimizer of all variables that no group has: a Mesh-TF optimizer, or a class or
-            factory of one, which groups then can call with other arguments.
-          groups: pairs (which, what) of variables and the settings of their update. Which: a
-            regular expression that matches their names (`re.search`), or a function that returns
-            whether a variable belongs to the group. What: a dictionary of arguments that differ
-            from those of `opt` ("learning_rate", "weight_decay_rate", ...; "clip_norm" clips the
-            gradients of the group by their norm), another optimizer, or None for no update.
+          opt: the optimizer of all variables without a group: a Mesh-TF optimizer, or a class or
+            factory of one. A class or factory can be called again for groups with other arguments.
+          groups: pairs (which, what): which variables, and how to update them. `which` is a regular
+            expression that matches the names of the variables (`re.search`), or a function that
+            returns whether a variable belongs to the group. `what` is a dictionary of arguments
+            that differ from those of `opt` ("learning_rate", "weight_decay_rate", ...), another
+            optimizer, or None for no update. In a dictionary, "clip_norm" is the norm to which the
+            group's gradients together are clipped.
           learning_rate: the learning rate for opt and the groups' classes or factories; only if opt
             is a class or factory.
           name: name in errors and warnings.
@@ -110,7 +112,7 @@ class ByVariable(mtf.optimize.Optimizer):
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """The optimizers of the groups and of all other variables, each once."""
+        """The optimizers of all groups, and `opt`, each once."""
         return tuple({id(g.opt): g.opt for g in self._all if g.opt is not None}.values())
 
     def optimizer_of(self, variable: mtf.Variable) -> Any:
@@ -161,8 +163,8 @@ class ByVariable(mtf.optimize.Optimizer):
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """Makes the update of one variable, as `apply_grads` does.
 
-        Raises ValueError for a variable of a group with `clip_norm`: the norm needs all gradients
-        at once.
+        Raises ValueError for a variable of a group with "clip_norm", because the norm is that of
+        all gradients of the group.
         """
         group = self._group_of(var)
         if group.clip_norm is not None:
@@ -173,7 +175,10 @@ class ByVariable(mtf.optimize.Optimizer):
         return self.apply_grads([grad], [var])
 
     def described(self, variables: Sequence[mtf.Variable]) -> list[tuple[Any, str, int]]:
-        """Returns, for `describe`, each group's optimizer, its other settings and its size."""
+        """Returns, for each group, the optimizer, its settings as text, and how many variables.
+
+        `describe` prints these. The text ends with the name of the group.
+        """
         of = [self._group_of(v) for v in variables]
         told = [(g.opt, f"{g.changes}: {g.name}", sum(its is g for its in of)) for g in self._all]
         return [one for one in told if one[2] or not variables]
@@ -217,7 +222,7 @@ class ByVariable(mtf.optimize.Optimizer):
         return _Group(which, self._checked(opt), clip_norm, told)
 
     def _made(self, opt: Any) -> Any:
-        """Returns the user's optimizer, made from a class or factory if it is one."""
+        """Returns the optimizer `opt`, or the one that the class or factory `opt` makes."""
         if not isinstance(opt, type) and hasattr(opt, "apply_grads"):
             return self._checked(opt)
         if self._learning_rate is NOT_GIVEN and callable(opt) and not isinstance(opt, type):

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: reduces gradients over the shards of a mesh, all of them together."""
+"""CrossShardOptimizer: reduces all gradients together over the shards of a mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Reduction = tf.losses.Reduction
 
 @dataclasses.dataclass(frozen=True)
 class _ReduceOverShards(Stage):
-    """The stage that reduces gradients; within groups of shards for variables with copies."""
+    """The stage that reduces gradients; those of shards' own copies of a variable within groups."""
 
     wrapper: CrossShardOptimizer
     place: Place
@@ -76,11 +76,12 @@ class CrossShardOptimizer(Wrapper):
 
     It is the mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. A gradient may be
 
-    - pending (what `mtf.gradients` returns) or already reduced, of its variable's shape: all
-      pending ones are reduced together;
+    - of its variable's shape, and pending (not yet reduced, as `mtf.gradients` returns it) or
+      already reduced: all pending gradients are reduced together;
     - per shard, of shape `[shard dims...] + var dims`: it is summed over the shard dims;
-    - of a variable that has the shard dims itself: every shard gets the sum over its group. Groups
-      for a variable that all shards share are a ValueError.
+    - of a variable that has the shard dims itself, so that each shard has its own copy: the shard
+      gets the sum over its group of shards. Groups and a variable that all shards share are a
+      ValueError.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer
@@ -177,7 +178,7 @@ class CrossShardOptimizer(Wrapper):
                     )
 
     def _sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
-        """Returns which shards' copies are summed together, in words; "" without copies."""
+        """Returns in words which shards sum gradients of their copies; "" without copies."""
         if not self._has_own_copy(variable, place):
             return ""
         dims = mtf.Shape(self._shard_dims(variable.shape, place))

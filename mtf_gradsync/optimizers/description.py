@@ -31,7 +31,8 @@ class DescribedLine(NamedTuple):
     """A line of a description.
 
     Attributes:
-      when: the steps, such as "every step"; "" for the same steps as the line before.
+      when: the steps on which the work is done, such as "every step"; "" for the same steps as the
+        line before.
       what: the work on these steps.
       wrapper: the name of the wrapper that does the work; "" for the innermost optimizer.
     """
@@ -42,10 +43,10 @@ class DescribedLine(NamedTuple):
 
 
 class Description(NamedTuple):
-    """The work of an optimizer in a step, in order; as a string, a table.
+    """The work of an optimizer in a step, in order. `str()` makes a table of it.
 
     Attributes:
-      lines: the lines.
+      lines: one line for each part of the work.
     """
 
     lines: tuple[DescribedLine, ...]
@@ -72,7 +73,8 @@ class Description(NamedTuple):
     def to_json(self) -> str:
         """Returns the lines as JSON text: a list of objects with `when`, `what` and `wrapper`.
 
-        Each has its own `when`, also where the table leaves it out.
+        Each object has its `when`, also if the table leaves it out because the line before has the
+        same.
         """
         when, rows = "", []
         for line in self.lines:
@@ -123,7 +125,7 @@ def describe(
 
 
 class _Told(NamedTuple):
-    """A line, its wrapper, and the steps on which the lines after it run."""
+    """A line, the name of its wrapper, and the steps on which later lines run; "" for the same."""
 
     line: Line
     wrapper: str
@@ -170,7 +172,7 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
 
 
 def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
-    """Returns the lines in the order of their work, each with its steps."""
+    """Returns the lines in the order in which the work is done, each with its steps."""
     first = [x for x in told if x.line.first]
     after = [x for x in reversed(told) if x.line.after]
     between = [x for x in told if x not in first and x not in after]
@@ -228,7 +230,11 @@ def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype:
 
 
 def _size(own: tf.DType, summed_in: Any, strategy: Any) -> int:
-    """Returns the bytes of a gradient's number as it is sent."""
+    """Returns the bytes of one number of a gradient as it is sent.
+
+    `own` is the gradient's dtype. `summed_in` is the dtype of the sums that are sent in its place:
+    "wide" for at least float32, None if there are none.
+    """
     size = own.size
     if summed_in is not None:
         size = max(size, 4) if summed_in == "wide" else summed_in.size

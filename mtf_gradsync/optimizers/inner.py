@@ -19,9 +19,10 @@ from mtf_gradsync.step import gated_update
 
 
 class InnerOptimizer(mtf.optimize.Optimizer):
-    """An optimizer that updates each variable by itself; a subclass has `_update`, maybe `_check`.
+    """The base class of optimizers that update each variable by itself.
 
-    Updates wait until all gradients exist and all variables are read, also without a wrapper.
+    A subclass defines `_update`, and can extend `_check`. Updates wait until all gradients are
+    computed and all variables are read, also without a wrapper.
 
     Attributes:
       rounding: how new values of bfloat16 variables and slots are rounded, "nearest" or
@@ -45,10 +46,10 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     def apply_grads(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
-        """Makes the updates of variables, which wait until all of them are read.
+        """Makes the updates of variables, which wait until all variables are read.
 
         Args:
-          grads: their gradients, None for no update.
+          grads: the gradients of the variables, None for no update.
           variables: the mesh variables.
 
         Returns:
@@ -87,7 +88,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         raise NotImplementedError
 
     def _slot(self, var: mtf.Variable, name: str) -> mtf.Variable:
-        """Makes a slot of zeros with the shape of its variable."""
+        """Returns a new slot `<var>/<name>` of zeros, with the variable's shape."""
         name, dtype = f"{var.name}/{name}", self.slot_dtype or wide_dtype(var)
         zeros = tf.zeros_initializer()
         return mtf.get_variable(
@@ -96,7 +97,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
 
 
 def wide_dtype(var: mtf.Variable) -> tf.DType:
-    """Returns the dtype of a variable's update and slots: at least float32."""
+    """Returns the dtype for a variable's update and slots: the variable's, but at least float32."""
     return var.slice_dtype if var.slice_dtype.size > 4 else tf.float32
 
 

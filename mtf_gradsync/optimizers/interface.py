@@ -26,8 +26,8 @@ class TrainOptimizerInterface:
 
     Attributes:
       loss_reduction: how `compute_gradients` joins losses of shards, `tf.losses.Reduction.MEAN` or
-        `.SUM`. None leaves the choice to the rest of the stack; if all wrappers have None, it is
-        the mean.
+        `.SUM`. None leaves the choice to the other wrappers of the stack. If all wrappers have
+        None, losses are averaged.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TrainOptimizerInterface:
         """Raises ValueError for variables that cannot be updated."""
 
     def _check_step(self, global_step: Any, name: Any) -> None:
-        """Raises TypeError or ValueError for a step that cannot count updates, or a wrong name."""
+        """Raises TypeError or ValueError if global_step cannot count updates, or name is wrong."""
         arguments.check_step(global_step)
         if name is not None:
             check_name(name)
@@ -62,18 +62,20 @@ class TrainOptimizerInterface:
         var_list: Sequence[mtf.Variable] | None = None,
         weights: Any = None,
     ) -> arguments.GradsAndVars:
-        """Differentiates a loss, or the mean of one loss for each shard.
+        """Returns the gradients of a loss, or of the mean of shards' losses, with variables.
 
-        Losses are summed if the stack has a `CrossShardOptimizer` with `reduction=SUM`. Which
-        wrapper is the outermost, and which ones know the shards, makes no difference.
+        Losses of shards are summed instead if the stack has a `CrossShardOptimizer` with
+        `reduction=SUM`. The result does not depend on which wrapper is the outermost, nor on which
+        wrappers were given the mesh.
 
         Args:
-          loss: an mtf tensor; a scalar, or with its shard dims one loss per shard.
+          loss: an mtf tensor: a scalar, or a tensor with the shard dims, which has one loss for
+            each shard.
           var_list: mesh variables; None takes the trainable variables of the loss's graph.
-          weights: how much the loss, a mean, stands for, such as a number of tokens: an mtf scalar,
-            or with the shard dims a number for each shard (a tf scalar or a number, too). The stack
-            then makes weighted means (over shards, microbatch steps, islands); `apply_gradients`
-            remembers the weights. None for equal weights.
+          weights: how much the loss, a mean, stands for, such as a number of tokens: a number, a tf
+            scalar or an mtf scalar, or an mtf tensor with the shard dims, which has one number for
+            each shard. The means over shards, microbatch steps and islands are then weighted.
+            `apply_gradients` finds the weights by the gradients. None for equal weights.
 
         Returns:
           A list of (gradient or None, variable).
@@ -187,11 +189,12 @@ class TrainOptimizerInterface:
         weights: Any = None,
         **kwargs: Any,
     ) -> list[mtf.Operation]:
-        """Applies the gradient of one variable, in one step with all other pairs of the graph.
+        """Applies the gradient of one variable, together with all other such pairs of the graph.
 
-        The step of all pairs is built when the graph is lowered, or when an attribute of the step
-        is read. Later pairs make another step, with a warning; so does a second pair of a variable,
-        a pair in another variable scope, and one with other arguments.
+        The calls in a graph gather pairs (gradient, variable). One step for all of them is built
+        when the graph is lowered, or when the program reads an attribute that the step sets. A pair
+        begins another step, with a warning, if it comes after that, or if its variable has a pair
+        already, or if it comes in another variable scope or with other arguments.
 
         Args:
           grad: a gradient, or None.
@@ -201,7 +204,7 @@ class TrainOptimizerInterface:
           **kwargs: as for `apply_grads`, the same for all pairs.
 
         Returns:
-          A list of one mtf operation, which stands for the whole step in
+          A list of one mtf operation, which stands for the whole step if it is given to
           `lowering.lowered_operation`; empty if the gradient is None.
         """
         own = OwnArguments(args, kwargs)
@@ -236,7 +239,7 @@ class TrainOptimizerInterface:
             pairs.build_if_here()
 
     def _check_no_groups(self) -> None:
-        """Raises ValueError for weights, if the stack sums within groups of shards."""
+        """Raises ValueError, as there are weights, if the stack sums within groups of shards."""
         grouped = next((w for w in self._wrappers() if w._groups), None)
         if grouped is not None:
             raise ValueError(
@@ -245,7 +248,7 @@ class TrainOptimizerInterface:
             )
 
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
-        """Returns the share of each shard's loss in the loss of the stack's update."""
+        """Returns the factor of shards' losses: 1/num_shards (1/group size with groups), or 1."""
         wrappers, names = self._wrappers(), self._stack_shard_names()
         dims = mtf.Shape([d for d in loss.shape.dims if d.name in names])
         _warn_of_other_dims(type(self).__name__, loss.shape, names, wrappers)
@@ -271,7 +274,7 @@ def _check_loss(loss: Any) -> None:
 def _warn_of_other_dims(
     kind: str, shape: mtf.Shape, names: Sequence[str], wrappers: Sequence[Any]
 ) -> None:
-    """Warns once of a loss whose other dimensions may be those of shards."""
+    """Warns once if dimensions of a loss may be shard dims, but none of `names` names them."""
     shards = [d.name for d in shape.dims if d.name in names]
     # No warning for a scalar if CrossShardOptimizer was given no mesh, as in most programs.
     is_given = any(w.loss_reduction and (w.axes is not None or w._groups) for w in wrappers)
@@ -305,7 +308,7 @@ def _warn_of_other_dims(
 
 
 class _Pairs(DeferredUpdate):
-    """The gradients and variables of one wrapper and graph, whose step is built later."""
+    """The pairs given to a wrapper's `apply_grad` in one graph, whose step is built later."""
 
     def __init__(self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, own: OwnArguments):
         super().__init__(StepPlan.of(graph))
@@ -321,7 +324,7 @@ class _Pairs(DeferredUpdate):
         return self in self.plan.deferred
 
     def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
-        """Returns whether a pair can be part of the same step."""
+        """Returns whether the step can take a pair of `variable`, given with arguments `own`."""
         return (
             variable not in self._pairs
             and self._where == self._here()
@@ -330,7 +333,7 @@ class _Pairs(DeferredUpdate):
         )
 
     def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
-        """Adds a pair; returns the operation that stands for the step."""
+        """Adds a pair to the step; returns, as a list, the operation that stands for the step."""
         self._pairs[variable] = grad
         if grad is None:
             return []
@@ -338,7 +341,7 @@ class _Pairs(DeferredUpdate):
         return [self.stand_ins[-1]]
 
     def build_if_here(self) -> None:
-        """Builds the step if it belongs to the scope and branch that are being built."""
+        """Builds the step if its pairs were given in the tf graph and branch that are open now."""
         if self.is_waiting and self._where == self._here():
             self.build()
 
@@ -357,9 +360,10 @@ class _Pairs(DeferredUpdate):
 
 
 def _identities(own: OwnArguments) -> dict[Any, Any]:
-    """Returns keys of arguments, to compare them without their ``__eq__``.
+    """Returns values that are equal if the arguments of two calls are the same.
 
-    The keys are equal for the same objects, equal strings, and equal numbers of one type.
+    They are equal for the same objects, equal strings, and equal numbers of one type. The
+    ``__eq__`` of other arguments, such as tensors, is not called.
     """
     values = [*enumerate(own.positional), *own.named.items()]
     plain = (bool, int, float, str)

@@ -37,7 +37,7 @@ from mtf_gradsync.step import Gate, StepPlan, values_after
 
 
 class ScaleRule(NamedTuple):
-    """The rule by which a loss scale changes; see the arguments of `LossScaleOptimizer`."""
+    """The settings by which a loss scale changes; see the arguments of `LossScaleOptimizer`."""
 
     is_dynamic: bool
     initial: float
@@ -52,9 +52,10 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       scale: float32, the loss scale; None if it is fixed.
-      good_steps: int32, updates in a row with finite gradients since it changed; None if fixed.
-      skipped: int32, steps skipped so far.
-      waiting: int32, steps skipped since the last update; None without a limit.
+      good_steps: int32, the number of updates in a row with finite gradients since the scale
+        changed; None if the scale is fixed.
+      skipped: int32, the number of steps skipped so far.
+      waiting: int32, the number of steps since the last update; None without a limit.
     """
 
     scale: Any
@@ -69,7 +70,7 @@ class LossScaleState(NamedTuple):
 
 
 def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) -> LossScaleState:
-    """Makes the variables, `<name>/<field>`, which checkpoints hold."""
+    """Makes the scale and its counters, variables `<name>/<field>`, which checkpoints hold."""
     scale = good_steps = None
     if rule.is_dynamic:
         scale = named_state(mesh, f"{name}/scale", dtype=tf.float32, start=rule.initial)
@@ -81,10 +82,10 @@ def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) ->
 def after_step(
     before: LossScaleState, finite: mtf.Tensor, has_data: mtf.Tensor | None, rule: ScaleRule
 ) -> LossScaleState:
-    """Returns the variables' new values.
+    """Returns the values of the scale and its counters after a step.
 
-    `finite`, a boolean scalar, says if all gradients are finite, and `has_data` if the step has
-    data; None if it always has. A step without data does not change the scale.
+    `finite`, a boolean scalar, says whether all gradients are finite. `has_data` says whether the
+    step has data; None if every step has. A step without data does not change the scale.
     """
     updated = finite if has_data is None else mtf.logical_and(finite, has_data)
     known = [] if has_data is None else [has_data]
@@ -131,18 +132,20 @@ class LossScaleOptimizer(ReportsSkips):
 
     This keeps small gradients of narrow dtypes (float16) from becoming zero. A step with a gradient
     that is not finite, on any shard, is skipped: variables and slots do not change, and a global
-    step that is given to `apply_gradients` does not advance. A dynamic scale is then divided by
-    `multiplier`; after `growth_steps` updates without a skipped step it is multiplied by it.
+    step that is given to `apply_gradients` does not advance. A skipped step also divides a dynamic
+    scale by `multiplier`; `growth_steps` updates without a skipped step multiply the scale by it.
 
-    The loss keeps its value; the scale multiplies the seed of `mtf.gradients`. So gradients may
-    come from `compute_gradients`, which returns them unscaled, or from `mtf.gradients`, also in
-    microbatches. Unscaled gradients are at least float32.
+    The loss tensor keeps its value, because the scale multiplies the gradient with which
+    `mtf.gradients` begins. So gradients may come from `compute_gradients`, which returns them
+    unscaled, or from `mtf.gradients`, also in microbatches. Unscaled gradients are at least
+    float32.
 
     Put it outside of wrappers that reduce and clip: `LossScaleOptimizer(CrossShardOptimizer(opt))`.
     Inside `GradientAccumulationOptimizer` it skips whole updates, with all of their microbatch
-    steps. Around optimizers that skip gradients that are not finite themselves
-    (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it only changes the scale. Shards
-    that `SyncReplicasOptimizer` skips do not count, as long as another one contributes.
+    steps. If an optimizer inside skips gradients that are not finite (`SyncReplicasOptimizer`;
+    accumulation with `skip_not_finite`), this wrapper only changes the scale. A gradient that is
+    not finite does not change it if `SyncReplicasOptimizer` skips that shard and another shard
+    contributes.
 
     State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`, and with
     max_steps_without_update `<name>/waiting`.
@@ -187,12 +190,12 @@ class LossScaleOptimizer(ReportsSkips):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          loss_scale: "dynamic", or a fixed number greater than 0; steps are skipped with both.
+          loss_scale: "dynamic", or a fixed number greater than 0. A fixed scale skips steps, too.
           initial_scale: the first value of a dynamic scale.
           growth_steps: the number of updates in a row without a skipped step after which a dynamic
             scale grows; 2**31 - 1, the largest value, means never.
-          multiplier: the factor by which it grows and shrinks, greater than 1. Powers of two add no
-            rounding.
+          multiplier: the factor by which a dynamic scale grows and shrinks, greater than 1. A power
+            of two adds no rounding.
           min_scale: the smallest value of a dynamic scale.
           max_scale: the largest value of a dynamic scale.
           name: name of the wrapper, prefix of its state.
@@ -239,12 +242,12 @@ class LossScaleOptimizer(ReportsSkips):
 
     @property
     def good_steps(self) -> mtf.Variable | None:
-        """The updates since the scale changed (int32); None if it is fixed or not made yet."""
+        """The number of updates since the scale changed (int32); None if fixed or not made yet."""
         return self.state and self.state.good_steps
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """The steps skipped so far (int32); None before gradients were computed or applied."""
+        """The number of skipped steps (int32); None before gradients were computed or applied."""
         return self.state and self.state.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -256,7 +259,7 @@ class LossScaleOptimizer(ReportsSkips):
         }
 
     def _values_now(self) -> LossScaleState | None:
-        """Returns the state after a step."""
+        """Returns the scale and its counters after a step; None before there is a step."""
         if self._now is None and self.state is not None and self._writes:
             # A branch of the step writes the values, which have to be read outside of it.
             values = iter(values_after(self.state.present, self._writes))
@@ -273,9 +276,10 @@ class LossScaleOptimizer(ReportsSkips):
         return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
 
     def _check_arguments_scaled(self, own: OwnArguments) -> None:
-        """Raises ValueError for an argument computed from the scale: it would unscale twice.
+        """Raises ValueError if an argument for the innermost optimizer is made of the scale.
 
-        It cannot recognise a fixed scale, which is a number.
+        The innermost optimizer gets gradients without the scale, and would divide by it again. A
+        fixed scale is a number, and cannot be recognised.
         """
         scale = self.state and self.state.scale
         for name, tensor in own.tensors():
@@ -303,8 +307,9 @@ class _SkipNotFinite(Stage):
 
     Attributes:
       wrapper: the wrapper.
-      inside: the stages inside of it in a stack, also those inside optimizers of other libraries.
-      is_told: whether a stage inside knows which gradients count (`StepBuilder.tell_finite`).
+      inside: the stages inside it in a stack, also those inside optimizers of other libraries.
+      is_told: whether a stage inside finds out whether gradients are finite, because it knows which
+        shards it skips, and tells this stage (`StepBuilder.tell_finite`).
     """
 
     wrapper: LossScaleOptimizer
@@ -314,7 +319,7 @@ class _SkipNotFinite(Stage):
 
     @property
     def _is_beside(self) -> bool:
-        """Whether a stage inside skips steps that are not finite: then this changes the scale."""
+        """Whether a stage inside skips steps that are not finite, so that this one does not."""
         return any(stage.finite == "skips" for stage in self.inside)
 
     @property
@@ -399,9 +404,11 @@ class _SkipNotFinite(Stage):
         shards: tuple[ReplicaAxes | None, bool],
         step: StepBuilder,
     ) -> Gate | None:
-        """Writes the scale's state after the step, and reports a skipped step.
+        """Writes the values of the scale and its counters after the step; reports a skipped step.
 
-        Returns the gate of these writes, which is one for the tensors `held`, too.
+        `checked` are the gradients of which `finite` tells, and `gradients` the same ones before
+        they were reduced; `shards` says how the log numbers shards. Returns the gate (an operation
+        that holds back writes) of these writes, which waits for the tensors `held`, too.
         """
         wrapper = self.wrapper
         axes, of_shards_only = shards
@@ -446,7 +453,7 @@ class _SkipNotFinite(Stage):
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> ScaleRule:
-    """Returns the rule of the scale, from checked arguments."""
+    """Returns the settings of the scale; raises ValueError for a wrong argument."""
     is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
     initial, least, most = scales.values()
     given = scales if is_dynamic else {**scales, "loss_scale": loss_scale}

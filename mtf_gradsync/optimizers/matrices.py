@@ -14,9 +14,9 @@ class Matrix(NamedTuple):
     """A variable as a matrix, or as several matrices, by positions of its dimensions.
 
     Attributes:
-      inputs: the dimensions that the product sums over.
-      outputs: the dimensions that the product has in place of them.
-      copies: the dimensions that number matrices beside each other, such as experts.
+      inputs: the dimensions over which a product of activations and the matrix sums.
+      outputs: the dimensions that the product has in place of the inputs.
+      copies: the dimensions that number several matrices, such as experts.
     """
 
     inputs: tuple[int, ...]
@@ -25,10 +25,10 @@ class Matrix(NamedTuple):
 
 
 def matrix_of(variable: mtf.Variable) -> Matrix:
-    """Returns the matrix that a variable is in the model's first product with it.
+    """Returns which dimensions of a variable are inputs and outputs in the model's first product.
 
-    A variable that the graph has in no such product has its inputs first, as Mesh-TF's dense layers
-    have them: its first dimension are the inputs, the others together are the outputs.
+    If the graph has no product of activations and the variable, the first dimension is taken as the
+    input, and the others together as the outputs, as in Mesh-TF's dense layers.
     """
     found = _Uses.of(variable.graph).matrices.get(variable.name)
     return found or Matrix((0,), tuple(range(1, variable.shape.ndims)))
@@ -38,10 +38,11 @@ def matrix_of(variable: mtf.Variable) -> Matrix:
 def is_hidden_matrix(variable: mtf.Variable) -> bool:
     """Returns whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
 
-    These are variables of two or more dimensions that the model multiplies by activations, but for
-    tables that it looks rows up in, for what has a dimension of such a table (the last layer has
-    that of the vocabulary), and for names with "embedding", "softmax" or "logits" in them. If the
-    graph has no use of a variable yet, its name and shape decide.
+    Such a matrix is a variable of two or more dimensions that the model multiplies by activations.
+    Not among them are tables in which the model looks rows up (embeddings), variables with the
+    looked-up dimension of such a table (as the last layer has that of the vocabulary), and
+    variables with "embedding", "softmax" or "logits" in their names. If no operation of the graph
+    uses a variable yet, the name and the number of dimensions decide.
 
     Examples:
       >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)
@@ -66,8 +67,8 @@ class _Uses:
     """The first product of each variable in a graph.
 
     Attributes:
-      used: names of the variables that an operation takes.
-      matrices: what each variable is as a matrix, by name.
+      used: the names of variables that are an input of an operation.
+      matrices: each variable as a matrix, by the variable's name.
       looked_up: dimensions along which the model looks rows up, such as that of the vocabulary.
     """
 

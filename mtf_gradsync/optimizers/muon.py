@@ -1,4 +1,4 @@
-"""MuonOptimizer: momentum whose matrices are made orthogonal."""
+"""MuonOptimizer: updates matrices by momentum that is made orthogonal."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class MuonOptimizer(InnerOptimizer):
         size = sqrt(max(1, outputs / inputs))
         variable -= learning_rate * (size * x + weight_decay_rate * variable)
 
-    A matrix is a variable of two or more dimensions. The model's first product with it says which
-    of them are inputs, which are outputs, and which number matrices beside each other (experts),
-    each of which is made orthogonal by itself. Vectors, scalars, embeddings and the last layer need
-    another optimizer: see `ByVariable`. Arithmetic is in float32 at least. A matrix that the mesh
-    splits is gathered once for all steps, or stays split where the products of its shorter side are
-    fewer bytes.
+    Every variable of two or more dimensions is taken as a matrix. Which dimensions are inputs and
+    which are outputs follows from the model's first product with the variable. Other dimensions
+    number several matrices (experts), each of which is made orthogonal by itself. Vectors, scalars,
+    embeddings and the last layer need another optimizer: see `ByVariable`. Arithmetic is in float32
+    at least. A matrix that the mesh splits is gathered once for all Newton-Schulz steps. It stays
+    split if it is split along its longer side only and the products x x^T of all steps are fewer
+    bytes.
 
     State, by name: `<variable>/muon_m`, laid out like the variable and at least float32 (or as
-    `slot_dtype` says); with rounding="stochastic", where something is rounded,
+    `slot_dtype` says). With rounding="stochastic", if the variable or its slot is rounded, also
     `<variable>/rounding_t`, the int32 number of updates of the variable.
 
     References:
@@ -71,10 +72,10 @@ class MuonOptimizer(InnerOptimizer):
             checked in each step. An update of a square matrix has a spectral norm of about 1 times
             the rate: 0.02 is usual, where AdamW takes 0.001.
           momentum: decay of the mean of gradients, from 0 up to 1 (not included).
-          nesterov: whether an update takes the mean and, once more, the gradient.
+          nesterov: whether an update adds the gradient to the mean once more, as above.
           steps: the number of Newton-Schulz steps, 1 or more.
-          weight_decay_rate: the part of its value, times the learning rate, that a variable loses
-            in an update; 0 or more.
+          weight_decay_rate: the weight decay, 0 or more: in an update a variable loses this part
+            of its value, times the learning rate.
           rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
             "nearest", or "stochastic": up or down by chance, with the mean unchanged, so that small
             changes are not lost.
@@ -129,12 +130,12 @@ class MuonOptimizer(InnerOptimizer):
 
 
 def orthogonal(x: mtf.Tensor, steps: int, matrix: Matrix) -> mtf.Tensor:
-    """Returns a nearly orthogonal matrix close to a given one, by Newton-Schulz steps.
+    """Returns the nearly orthogonal matrix that Newton-Schulz steps make of a matrix.
 
     Args:
       x: a tensor of two or more dimensions.
       steps: the number of steps.
-      matrix: which of its dimensions are the two sides of a matrix, and which number matrices.
+      matrix: which dimensions of x are the two sides of a matrix, and which number matrices.
 
     Returns:
       A tensor of the same shape, with singular values between about 0.7 and 1.2; zeros for zeros.
@@ -173,11 +174,13 @@ def _renamed(
 
 
 def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], steps: int) -> bool:
-    """Returns whether a matrix stays split: along its longer side only, if that sends less.
+    """Returns whether a matrix stays split over the mesh, or is not split; if not, it is gathered.
 
-    A SIMD mesh gathers by a sum of tensors padded with zeros, and a sum sends about twice the
-    numbers of its result: those of the matrix, or in each step those of the product of its shorter
-    side with itself. A mesh that is not known yet may split anything.
+    It stays split if the mesh splits only its longer side, `along`, and that sends fewer numbers. A
+    SIMD mesh gathers by a sum of tensors padded with zeros, and a sum sends about twice the numbers
+    of its result. So gathering sends twice the numbers of the matrix, once. A matrix that stays
+    split sends, in each step, twice the numbers of the product x x^T of its shorter side, `side`.
+    False if the mesh is not known.
     """
     meshes = meshes_made()
     if len(meshes) != 1:

@@ -1,9 +1,10 @@
 """OuterOptimizer: islands of a mesh train separately, and outer steps synchronize them.
 
-Every island has its own values of variables and of the inner optimizer's slots, in the variables'
-slices. Variables `<variable>/island`, with a dimension for the islands, hold these slices and have
-masters for checkpoints (`mtf_gradsync.step.IslandVariables`). The model and the inner optimizer
-need no change. The variable's own master has the outer values, which evaluation and export read.
+Every island has its own values of variables and of the inner optimizer's slots: the slices that its
+processors hold. For checkpoints, variables `<variable>/island` take over these slices, with a
+dimension for the islands (`mtf_gradsync.step.IslandVariables`). The model and the inner optimizer
+need no change. A variable's own master (its value in checkpoints) has the outer values, which
+evaluation and export read.
 """
 
 from __future__ import annotations
@@ -133,15 +134,15 @@ class OuterSteps(OuterSettings, Stage):
 class OuterOptimizer(ReportsSkips):
     """A wrapper that trains islands separately, and synchronizes them every `inner_steps` updates.
 
-    Each island, a coordinate along the axes of `outer_dims`, updates its own values with gradients
-    of its part of the batch. After `inner_steps` updates the mean over the islands of the
-    difference of their values from the outer values is the gradient for SGD with momentum on the
-    outer values, which all islands then continue from. On other steps islands send each other no
-    gradients.
+    Each island, a coordinate along the axes of `outer_dims`, updates its own values of variables
+    with gradients of its part of the batch. After `inner_steps` updates there is an outer step: the
+    differences between outer values and islands' values, averaged over the islands, are the
+    gradient in an SGD step with momentum on the outer values. All islands continue from the new
+    outer values. On other steps islands send each other no gradients.
 
-    An island's gradient is scaled by num_islands, to estimate that of the whole batch, so that
-    learning rates need no change. Values that a program fetches (a loss, a norm) are of all islands
-    if Mesh-TF sums over the batch, otherwise of the first island.
+    An island's gradient is scaled by num_islands, to estimate the gradient of the whole batch, so
+    that learning rates need no change. A value that a program fetches (a loss, a norm) is that of
+    all islands if Mesh-TF sums it over the batch, otherwise that of the first island.
 
     State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
     `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
@@ -149,12 +150,12 @@ class OuterOptimizer(ReportsSkips):
     `<name>/weight` with a value for each island and fragment. The variable itself holds
     the outer values.
 
-    There may be a single island: then the steps are those of the inner optimizer, nothing is sent,
-    and every `inner_steps` updates an outer step sets the variables.
+    There may be a single island. Then the inner optimizer makes its usual updates, and after every
+    `inner_steps` updates an outer step sets the variables; islands send nothing.
 
     Attributes:
-      islands: the axes between islands, `ReplicaAxes`, which are none for a single island.
-      inside: the replica axes inside of an island; None for one island if no mesh is known.
+      islands: the axes between islands, `ReplicaAxes`; without any axis for a single island.
+      inside: the replica axes inside an island; None for a single island if no mesh is known.
 
     References:
       Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105; and with fragments,
@@ -199,15 +200,17 @@ class OuterOptimizer(ReportsSkips):
           outer_learning_rate: learning rate of the outer step, greater than 0.
           outer_momentum: momentum of the outer step, from 0 up to 1 (not included).
           nesterov: whether the momentum is Nesterov's. It has no effect with a momentum of 0.
-          fragments: the number F of equal parts of all values, of which one is synchronized every
-            inner_steps / F updates: no step sends more than 1/F of all values (with a reducer that
-            keeps state, up to a row of a variable more).
-          outer_dims: the names in batch_dims that are split over islands; None for all of them.
-            The others are split over the replicas inside an island. () for one island, which needs
-            no mesh.
+          fragments: the number F of equal parts into which all values are divided. Every
+            inner_steps / F updates one of them takes its outer step, so that no step sends more
+            than 1/F of all values (with a reducer that keeps state, up to a row of a variable
+            more).
+          outer_dims: the names in batch_dims whose dimensions are split over islands; None for all
+            of them. Other dimensions in batch_dims are split over the replicas inside an island.
+            () makes one island, which needs no mesh.
           leave_out_not_finite: whether an outer step skips islands with a loss, values or slots
-            that are not finite: these restart with the outer values and zeros in their slots.
-            Losses are of all microbatch steps since the last outer step, except inside loops.
+            that are not finite. A skipped island restarts with the outer values and with zeros in
+            its slots. The losses of all microbatch steps since the last outer step are checked,
+            except losses inside loops.
           name: name of the wrapper, prefix of its state.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
@@ -217,8 +220,8 @@ class OuterOptimizer(ReportsSkips):
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy between islands; None takes `FusedAllReduce()`. Inside an
             island, sums use the reducers of the wrappers inside.
-          max_steps_without_update: the most updates in a row during which every outer step skipped
-            all islands; one more raises an error that names variables and islands (see
+          max_steps_without_update: the largest number of updates in a row during which every outer
+            step skipped all islands. One more raises an error that names variables and islands (see
             `NoUpdateError`). It has an effect only with leave_out_not_finite. None for no limit.
 
         Raises:
@@ -301,7 +304,7 @@ class OuterOptimizer(ReportsSkips):
         ]
 
     def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
-        """Returns the variable that holds a variable's outer values; None before an update."""
+        """Returns the mtf variable with the outer values of `var`; None before an update."""
         return self._outer.get(var)
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -320,7 +323,7 @@ def _islands(
 ) -> tuple[ReplicaAxes, ReplicaAxes | None]:
     """Returns the replica axes between islands, and the replica axes inside an island.
 
-    `names` are outer_dims. Where islands would be one, the first has no axes.
+    `names` are outer_dims. If there is only one island, the first result has no axes.
     """
     if axes is None:
         return ReplicaAxes(mtf.Shape([]), mtf.LayoutRules([]), ()), None

@@ -1,4 +1,4 @@
-"""The steps of islands: each island's own gradients, and outer steps between their values."""
+"""The steps of islands: gradients of each island, and outer steps that join islands' values."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class OuterState(NamedTuple):
     """The counters of outer steps: mesh variables, or their values after a step.
 
     Attributes:
-      inner_step: int32 scalar, the updates that each island has made.
-      skipped: int32 `[islands...]`, outer steps that have skipped each island.
+      inner_step: int32 scalar, the number of updates that each island has made.
+      skipped: int32 `[islands...]`, the number of outer steps that have skipped the island.
       updated_at: int32 scalar, `inner_step` at the last outer step that did not skip all islands;
         None without a limit.
-      weight: float32 `[islands..., fragments]`, weights of the gradients of each island since the
-        last outer step of a fragment; None without weights.
+      weight: float32 `[islands..., fragments]`, the sum of the weights of an island's gradients
+        since the last outer step of the fragment; None without weights.
     """
 
     inner_step: mtf.Variable
@@ -62,18 +62,19 @@ class OuterSettings:
 
     Attributes:
       wrapper: the wrapper, which keeps the state.
-      islands: the axes between islands; one island has no axes.
-      inside: the replica axes inside of an island; None for one island without a known mesh.
-      all_axes: all replica axes, likewise.
+      islands: the axes between islands; without any axis for a single island.
+      inside: the replica axes inside an island; None for a single island without a known mesh.
+      all_axes: all replica axes; None for a single island without a known mesh.
       inner_steps: updates between two outer steps of a variable.
-      fragments: how many parts take turns.
+      fragments: the number of parts of all values, each with its own outer steps.
       learning_rate: the learning rate of the outer step.
       momentum: the momentum of the outer step.
       nesterov: whether the momentum is Nesterov's.
       skips_islands: whether an outer step skips islands with values that are not finite.
       reducer: the reduction strategy between islands.
       limit: max_steps_without_update, or None.
-      note_outer: keeps the holders of the variables' outer values, once a step is built.
+      note_outer: a function that is called once a step is built, with the mtf variables of the
+        outer values by variable.
     """
 
     wrapper: ReportsSkips
@@ -98,12 +99,12 @@ class OuterSettings:
 
     @property
     def plain_reducer(self) -> Strategy:
-        """The strategy for flags and counts, without compression."""
+        """The strategy to reduce flags and counts by, which compresses nothing."""
         return FusedAllReduce() if has_gradient_reduction(self.reducer) else self.reducer
 
 
 class StepsOfIslands:
-    """The islands' part of one step that is being built."""
+    """The work on islands and outer values in one step that is being built."""
 
     def __init__(self, settings: OuterSettings):
         self._settings, self._islands = settings, settings.islands
@@ -117,7 +118,7 @@ class StepsOfIslands:
         self._skips: Skips | None = None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """Returns the islands' gradients; makes their variables and the holders."""
+        """Returns the gradients of each island; makes the variables of islands and outer steps."""
         settings, islands, mesh = self._settings, self._islands, gradients.mesh
         self._variables = gradients.owners
         self._state: OuterState = step.plan.state(
@@ -171,7 +172,10 @@ class StepsOfIslands:
         return gradients
 
     def _of_islands(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """Returns each island's own gradients, and makes decisions common to all islands."""
+        """Returns the gradients of each island.
+
+        From here on, the step makes decisions (an update, a skip) for all islands together.
+        """
         settings, islands = self._settings, self._islands
 
         def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
@@ -192,9 +196,11 @@ class StepsOfIslands:
         return gradients.with_present(own, settings.form_inside)
 
     def _weights_of_islands(self, weights: Weights) -> tuple[mtf.Tensor, Weights]:
-        """Returns the factors from terms to islands' means, and the weights inside islands.
+        """Returns, from weights of shards, a factor for each island and the weights inside it.
 
-        The factors, `[islands...]`, are the weight of all islands over the weight of the island.
+        An island's term of the weighted mean over the batch, times its factor, is the mean over its
+        part of the batch. The factors, `[islands...]`, are the total weight of all islands divided
+        by the weight of the island; 0 for an island without data.
         """
         islands, axes = self._islands, self._settings.all_axes
         assert axes is not None  # or there would be one island
@@ -214,7 +220,7 @@ class StepsOfIslands:
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Makes the outer steps."""
+        """Makes the outer steps, which run in a branch after `updates` when they are due."""
         settings, graph = self._settings, step.plan.graph
         made = [v for v in graph.all_variables if v not in self._made_before]
         counts = [v for v in made if getattr(v, "restarts_with_slots", False)]
@@ -251,9 +257,10 @@ class StepsOfIslands:
     def _weights_of_rounds(
         self, dues: Sequence[mtf.Tensor], gate: Gate | None, step: StepBuilder
     ) -> list[mtf.Tensor]:
-        """Adds the update's weights; returns each island's weight for each fragment.
+        """Adds up weights; returns, for each fragment, the islands' weights since its outer step.
 
-        Where an outer step of the fragment is due, the next round begins with 0.
+        `dues` says for each fragment whether this step makes its outer step: then the variable with
+        the sums begins again with 0. Returns an empty list if gradients have no weights.
         """
         state, given = self._state.weight, step.passed_on[-1].weights
         if state is None or given is None:
@@ -268,7 +275,7 @@ class StepsOfIslands:
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Records the step for the wrapper, and returns the check of skips."""
+        """Records the step's state for the wrapper; returns the operation that checks its limit."""
         state, skips = self._state, self._skips
         made, skipped = map(mtf.anonymize, values_after(state[:2], operations))
         now = OuterState(made, skipped, None)
@@ -316,9 +323,9 @@ class StepsOfIslands:
     ) -> list[mtf.Operation]:
         """Makes the outer step of a fragment, from the values after `updates`.
 
-        `owners` are the variables and pieces of the fragment, and `weight` are the weights of the
-        islands, `[islands...]`; None for equal ones. Returns the assignments to variables,
-        outer values and momenta.
+        `owners` are the variables, and pieces of variables, in the fragment. `weight` are the
+        weights of the islands, `[islands...]`; None for equal weights. Returns the assignments to
+        variables, outer values and momenta.
         """
         settings = self._settings
         variables = [variable_of(x) for x in owners]
@@ -387,11 +394,11 @@ class StepsOfIslands:
         count: mtf.Tensor | None,
         step: StepBuilder,
     ) -> list[mtf.Tensor]:
-        """Returns the mean of `differences`, `[islands...] + owner dims`, over the islands.
+        """Returns the mean over the islands of `differences`, `[islands...] + owner dims`.
 
-        `count` is the number of islands that are not skipped, None for all; the differences of
-        skipped ones are zeros already. With weights, `count` is their sum, and differences are
-        multiplied by theirs.
+        `count` is the number of islands that are not skipped; None for all islands. Differences of
+        skipped islands are zeros already. If islands have weights, `count` is the sum of the
+        weights, and each island's differences are multiplied by its weight already.
         """
         settings, islands = self._settings, self._islands
         if not islands.shard_dims:
@@ -409,11 +416,11 @@ class StepsOfIslands:
         return [x * share for x in sums]
 
     def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
-        """Returns which values, slots and losses of islands are not finite.
+        """Returns flags of islands' values, slots and losses that are not finite.
 
-        The flags, `[islands..., values]`, are greater than 0 for values that are not finite.
-        Losses, the last column, count since the outer step before. Slots count, as Mesh-TF's
-        momentum reaches the variable one step later.
+        The flags, `[islands..., values]`, are greater than 0 for a value that is not finite. The
+        last column is for all losses since the last outer step. Slots are checked because in
+        Mesh-TF's momentum optimizer a NaN reaches the slot one step before the variable.
         """
         variables = [*self._variables, *self._float_slots()]
         values = list(step.value_after(variables, updates))
@@ -432,11 +439,12 @@ class StepsOfIslands:
         writes: Sequence[mtf.Operation],
         step: StepBuilder,
     ) -> None:
-        """Gives skipped islands the outer values, and slots of zeros; counts and reports them.
+        """Gives skipped islands the outer values and slots of zeros; counts and reports the skips.
 
-        `skip` is true for the skipped islands, `[islands...]`; `skipped` is 1 for them, else 0, of
-        the same shape but with all islands on each processor; `found` are the flags behind them.
-        `variables` are those to set to their outer values; values are read after `writes`.
+        `skip`, `[islands...]`, is true for skipped islands. `skipped` is 1 for them, else 0, with
+        the numbers of all islands on each processor. `found` are the flags of values that are not
+        finite. `variables` are the variables to set to their outer values, which are read after
+        `writes`.
         """
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped
@@ -459,10 +467,11 @@ class StepsOfIslands:
 def _at_pieces(
     kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
-    """Applies `CutOut` or `PutBack` to the values of owners that are pieces of variables.
+    """Cuts pieces of variables out of values, or puts new values of pieces back into values.
 
-    `values` are the inputs of `kind`, lists with a value for each owner. For an owner that is a
-    whole variable, the result has its value in the last list.
+    `kind` is `CutOut` or `PutBack`, and `values` are its inputs: lists with a value for each of
+    `owners`, which are pieces or whole variables. For a whole variable, the result is its value in
+    the last list.
     """
     result, pieces = (
         list(values[-1]),

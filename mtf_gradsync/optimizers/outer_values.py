@@ -1,4 +1,4 @@
-"""Values of islands: fragments that take turns, sums of outer steps, and kept values."""
+"""Values of islands: their fragments, the variables that hold them, and losses of islands."""
 
 from __future__ import annotations
 
@@ -48,14 +48,16 @@ def fragments_of(
 ) -> list[list[Owner]]:
     """Splits variables into fragments, each with an equal share of the bytes that a core sends.
 
-    Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo; layers are numbered by the
-    first number that ends a part of their variables' names. Other variables, and layers that would
-    make a fragment larger than its share, go to fragments with room, the largest first. A variable
-    for which no fragment has room is cut; a fragment has at most one piece of it.
+    Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo. The number of a layer is
+    found in the names of its variables (the first number at the end of a part of the name). Other
+    variables, and layers that would make a fragment larger than its share, go to fragments with
+    room, the largest variable first. A variable for which no fragment has room is cut into pieces,
+    at most one for each fragment.
 
-    No fragment is larger than a share, rounded up to a whole number. With `by_rows` variables are
+    No fragment is larger than its share, rounded up to a whole number. With `by_rows` variables are
     cut between rows, so that pieces of matrices are matrices: then a fragment may be larger, by
-    less than a row of a variable that is cut. Each fragment has the order of `variables`.
+    less than a row of a variable that is cut. A fragment lists variables, or `VariablePiece`, in
+    the order of `variables`.
     """
     shapes = {v: axes.slice_shape(v.shape) for v in variables}
     sizes = {v: math.prod(shape) for v, shape in shapes.items()}
@@ -102,10 +104,10 @@ def fragments_of(
 
 
 class SameSlices(GradientOperation):
-    """A reshape of tensors' slices, without communication.
+    """A reshape of tensors that each processor makes of its own slices, without communication.
 
-    It adds a dimension for the islands to tensors with a value for each island, or removes it: the
-    slices of the new shapes are of the same size.
+    It adds the dimensions of islands to the shape of tensors that have another value on each
+    island, or removes these dimensions. The slices keep their size.
     """
 
     def __init__(self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
@@ -119,7 +121,7 @@ class SameSlices(GradientOperation):
 
 
 class Agreed(GradientOperation):
-    """A boolean for all islands, combined from one of each."""
+    """A boolean for all islands, from one boolean of each: whether all are true, or any is."""
 
     def __init__(self, holds: mtf.Tensor, by_any: bool, islands: ReplicaAxes, strategy: Strategy):
         self._by_any, self._islands, self._strategy = by_any, islands, strategy
@@ -144,10 +146,10 @@ def differing_variables(
     sources: Iterable[mtf.Tensor],
     candidates: Collection[mtf.Variable],
 ) -> list[mtf.Variable]:
-    """Returns the candidates that are assigned different values on islands, in order.
+    """Returns the candidates to which islands assign different values, in order.
 
-    Values that depend on `sources` differ between islands. `operations` are those of the graph, in
-    order.
+    `sources` are tensors whose values differ between islands, and so does what is computed from
+    them. `operations` are all operations of the graph, in order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()
@@ -172,7 +174,7 @@ def differing_variables(
 
 
 class OuterVariable(mtf.Variable):
-    """The outer values of a variable: its master, which all islands share."""
+    """The outer values of a variable: the value of its master, which all islands share."""
 
     def __init__(self, variable: mtf.Variable):
         init_replacement(self, variable, None)
@@ -186,7 +188,7 @@ class OuterVariable(mtf.Variable):
 def hold_slots_by_islands(
     slots: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
 ) -> None:
-    """Gives slots a value for each island; checkpoints have the holders instead of the slots."""
+    """Gives slots a value for each island, in variables that replace the slots in checkpoints."""
     graph = tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
     for slot in slots:
@@ -203,11 +205,18 @@ def hold_by_islands(
     note: StateNote | None = None,
     mean_weight: str | None = None,
 ) -> mtf.Variable:
-    """Gives a variable, before its lowering, a value for each island; returns the holder.
+    """Returns a variable `<variable>/island` with a value of `variable` for each island.
 
-    All islands begin with the variable's initial value. With `mean_weight` the variable keeps its
-    own master, and islands begin with its value when training begins; as in `StateNote` it names
-    the weights of islands. `note` is that of the variable, if it has one.
+    From then on the slices of `variable` are those of the returned variable, the holder, so that
+    checkpoints have each island's value. It is called before `variable` is lowered.
+
+    Args:
+      variable: a mesh variable or a slot.
+      island_dims: the dimensions of islands, the first ones of the holder.
+      note: the note on how checkpoints of other runs are read into `variable`, if it has one.
+      mean_weight: the name of the variable with the weights of islands (see `StateNote`). With it
+        the variable keeps its own master, and islands begin with the variable's value when
+        training begins. None makes islands begin with the variable's initial value.
     """
     name, dims = f"{variable.name}/{ISLAND}", list(island_dims)
     shape = mtf.Shape([*dims, *variable.shape.dims])
@@ -247,14 +256,14 @@ def hold_by_islands(
 
 
 class LossesOfPeriod:
-    """A record of the islands with a loss that is not finite, since the last outer step.
+    """A record of which islands had a loss that is not finite since the last outer step.
 
-    Each island keeps the number of the last period with such a loss, so that nothing has to be
-    reset or sent between islands. Periods are numbered from 1.
+    Periods between outer steps are numbered from 1. Each island keeps the number of the last period
+    in which it had such a loss, so that nothing has to be reset or sent between islands.
 
     Attributes:
-      variable: `<owner>/bad_loss`, the number for each island, or 0.
-      last: its value after the step.
+      variable: `<owner>/bad_loss`, that number for each island; 0 if it had no such loss.
+      last: the value of the variable after the step.
     """
 
     def __init__(
@@ -281,5 +290,5 @@ class LossesOfPeriod:
         self.last = last
 
     def are_bad(self) -> mtf.Tensor:
-        """Returns 1 for each island with such a loss, else 0: float32 `[islands...]`."""
+        """Returns 1 for each island with such a loss in this period, else 0: `[islands...]`."""
         return mtf.cast(mtf.equal(self.last, self._period), tf.float32)

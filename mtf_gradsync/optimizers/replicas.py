@@ -20,17 +20,17 @@ _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 
 
 class ReplicaState(NamedTuple):
-    """The replicas' int32 counters: mesh variables, or their values after a step.
+    """The int32 counters of the replicas: mesh variables, or their values after a step.
 
     Attributes:
       local_step: `[shards...]`, the update step that each replica's next gradient is for, unless
         the program gives it.
-      made: `[shards...]`, contributions of each replica.
-      dropped: `[shards...]`, steps on which a replica did not contribute.
-      missed: `[shards...]`, steps without a contribution since the replica's last one.
-      count: contributions since the last update.
-      update_step: updates made, the global step that local steps are compared with.
-      waiting: steps since the last update.
+      made: `[shards...]`, the number of contributions of each replica.
+      dropped: `[shards...]`, the number of steps on which a replica did not contribute.
+      missed: `[shards...]`, the number of steps since the last contribution of a replica.
+      count: the number of contributions since the last update.
+      update_step: the number of updates made, which local steps are compared with.
+      waiting: the number of steps since the last update.
     """
 
     local_step: Any
@@ -43,10 +43,11 @@ class ReplicaState(NamedTuple):
 
 
 def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -> ReplicaState:
-    """Makes the variables, `<name>/<field>`, which checkpoints hold.
+    """Makes the counters, the variables `<name>/<field>`, which checkpoints hold.
 
-    On another number of shards a checkpoint's counts are added up or moved, and every replica
-    starts with the step of the last update; after a checkpoint without them, the global step.
+    If a checkpoint is from another number of shards, the counts of its shards are added up or moved
+    to other shards, and local_step is update_step for every replica. If a checkpoint has no
+    counters, update_step begins with its global step.
     """
     of_replicas = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
     # In a run without the wrapper every step was an update.
@@ -75,10 +76,11 @@ def after_step(
     count: mtf.Tensor,
     updated: mtf.Tensor,
 ) -> ReplicaState:
-    """Returns the variables' new values.
+    """Returns the counters' values after a step, from their values `before`.
 
-    `steps` are the local steps that the gradients are for, `count` has this step's contributions,
-    and `contributed`, `[shards...]`, and `updated` are 0 or 1 (int32).
+    `steps` are the update steps that the replicas' gradients are for, and `count` is the number of
+    contributions, with this step's. `contributed`, `[shards...]`, is 1 for replicas that
+    contributed in this step, else 0; `updated` is 1 if the step made an update, else 0 (int32).
     """
     update_step = before.update_step.value + updated
     return ReplicaState(
@@ -93,7 +95,7 @@ def after_step(
 
 
 class ReplicaSummaries(mtf.Operation):
-    """Scalar summaries, `<name>/replica_0` and so on, of counts that every processor has."""
+    """Scalar summaries of one count per replica, `<name>/replica_0` and so on."""
 
     def __init__(self, name: str, counts: mtf.Tensor):
         super().__init__([counts], name=name)
@@ -142,7 +144,7 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
 
 
 def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
-    """Raises ValueError for an mtf tensor of another mesh."""
+    """Raises ValueError if an argument, `value`, is an mtf tensor of another mesh than `mesh`."""
     if isinstance(value, (mtf.Tensor, mtf.Variable)) and value.mesh is not mesh:
         raise ValueError(
             f"{name}={value!r} is on another mesh than the variables; give a tensor on their mesh."
@@ -172,9 +174,13 @@ def fresh_replicas(
 ) -> tuple[mtf.Tensor, mtf.Tensor]:
     """Returns which replicas contribute, and which would if all gradients were finite.
 
-    Both are boolean, `[shard dims...]`, split over the replica axes. `own` are per-shard gradients,
-    and `reduced` are gradients of all replicas, in which a NaN drops all of them. `steps` is what
-    `steps_of_gradients` returned. A replica whose weight is 0 has no data.
+    Both are boolean, `[shard dims...]`, split over the replica axes. A replica contributes if its
+    gradient is finite and not stale, `contributes` is true for it (or None), and its weight is not
+    0 (which stands for no data).
+
+    `own` are per-shard gradients, and `reduced` are gradients that are summed over all replicas: a
+    NaN in one of these keeps all replicas from contributing. `steps` is what `steps_of_gradients`
+    returned, and a gradient is stale if its step is less than `update_step`.
     """
     dims = mtf.Shape(list(axes.shard_dims))
     # A processor has the whole of one, unless the layout splits it over a replica axis.
@@ -197,7 +203,7 @@ def fresh_replicas(
 
 
 def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:
-    """Returns a value per replica as an int32 mtf tensor of `shape`."""
+    """Returns one value per replica, of shape `shape`, as an int32 mtf tensor of shape `to`."""
     value = value.value if isinstance(value, mtf.Variable) else value
     if isinstance(value, mtf.Tensor):
         whole_numbers = mtf.cast(value, tf.int32)
@@ -237,7 +243,7 @@ class SyncReplicasHook(WatchHook):
         self._not_ready: Any = None
 
     def begin(self) -> None:
-        """Raises ValueError if no gradients were applied, or there are too few tokens."""
+        """Raises ValueError if no gradients were applied yet, or num_tokens is too small."""
         self._optimizer._check_applied("its hook is used")
         if self._is_chief:
             self._optimizer.get_init_tokens_op(self._num_tokens)
@@ -265,14 +271,14 @@ class SessionInterface(ReportsSkips):
     def make_session_run_hook(  # type: ignore[override]  # the arguments are TensorFlow's
         self, is_chief: bool, num_tokens: int = -1
     ) -> SyncReplicasHook:
-        """Makes a hook for the session.
+        """Returns a hook that checks that variables are initialized, and that updates are made.
 
-        Once the session exists, it checks that variables are initialized. On TPUs it raises
-        `NoUpdateError` after more than max_steps_without_update steps without an update; elsewhere
-        the step or the session does.
+        Once the session exists, the hook checks that variables are initialized. On TPUs the hook
+        raises `NoUpdateError` after more than max_steps_without_update steps without an update;
+        elsewhere the step or the session raises it.
 
         Args:
-          is_chief: whether num_tokens is checked.
+          is_chief: whether this process is the chief, which checks num_tokens.
           num_tokens: as for `get_init_tokens_op`.
 
         Returns:

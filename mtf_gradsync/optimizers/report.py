@@ -31,7 +31,7 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 def norm_of_reduced(grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
-    """Returns the norm of reduced gradients, without a new sum if clipping computed it."""
+    """Returns the norm of reduced gradients, from clipping if it has computed the norm."""
     clipping = clipping_of(grads)
     if clipping is not None and not clipping.norm.shape.ndims:
         return mtf.multiply(clipping.norm, clipping.factor)
@@ -41,11 +41,11 @@ def norm_of_reduced(grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tens
 def norms_of_shards(
     grads: Sequence[mtf.Tensor], axes: ReplicaAxes, strategy: Strategy
 ) -> tuple[mtf.Tensor | None, mtf.Tensor | None]:
-    """Returns the norms of per-shard gradients before and after clipping by shard.
+    """Returns the norms of each shard's gradients, before and after clipping by shard.
 
-    Each is `[shards...]`, the same on all processors; the second is None if gradients were not
-    clipped. Both are None if shards' terms are on several meshes or not recoverable, or only
-    recoverable by sending as much as the gradients.
+    Each is `[shards...]`, the same on all processors. The second is None if gradients were not
+    clipped by shard. Both are None if the gradients are on several meshes, or if each shard's term
+    of a gradient cannot be recovered, or only by sending more numbers than the gradients have.
     """
     if len({g.mesh for g in grads}) > 1:
         return None, None
@@ -88,10 +88,11 @@ def _size(tensors: Sequence[mtf.Tensor]) -> int:
 def _norms_of_terms(
     grads: Sequence[mtf.Tensor], apart: Apart, axes: ReplicaAxes, strategy: Strategy
 ) -> mtf.Tensor:
-    """Returns the norms of shards' terms, `[shards...]`, of recoverable gradients.
+    """Returns the norm of each shard's terms of recoverable gradients, `[shards...]`.
 
-    Of gradients that are made of sums every processor gets each shard's terms of the sums, and of
-    gradients that hold no shard's data each shard has an equal share.
+    A gradient may be computed from sums over the shards: then every processor gets each shard's
+    terms of these sums, and computes the gradient from them. Of a gradient that depends on no
+    shard's data, each shard has an equal share. `apart` says which gradients are which.
     """
     made, shared = apart.made_of_sums, [grads[i] for i in apart.shared]
     own = [g for i, g in enumerate(grads) if i not in made and i not in apart.shared]
@@ -116,7 +117,7 @@ def _norms_of_terms(
 
 
 def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
-    """Returns each shard's tensor, complete on every processor, in row-major order."""
+    """Returns one tensor for each shard, in row-major order; every processor gets all of them."""
     dims = list(axes.shard_dims)
     number = mtf.Dimension("terms", axes.num_shards)
     rest = [d for d in x.shape.dims if d not in dims]
@@ -126,10 +127,10 @@ def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
 
 
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
-    """Returns a branch's scalars from its last run, in float32.
+    """Returns the values that scalars of a branch had when the branch last ran, in float32.
 
-    A variable `name`, which is in no checkpoint, keeps the values. They are NaN before the branch
-    has run in this session.
+    A variable `name`, which is in no checkpoint, keeps the values from step to step. They are NaN
+    before the branch has run in this session.
     """
     dim = mtf.Dimension("reported", len(values) + 1)
     mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
@@ -155,8 +156,8 @@ class NoiseScale(NamedTuple):
     Attributes:
       value: float32 mtf scalar, in the unit of the batch size, after the step that it is fetched
         with. NaN before the first step.
-      updates: mtf operations to run with the optimizer's own, which update the moving averages.
-        None if the optimizer's operations include them.
+      updates: mtf operations that update the moving averages, to run together with the optimizer's
+        operations. None if the optimizer's operations include them.
     """
 
     value: mtf.Tensor
@@ -176,9 +177,9 @@ def gradient_noise_scale(
     Above about this batch size a larger batch saves few steps. The mean squared norm of the shards'
     gradients (of batch_size / num_shards examples each) is compared with that of their mean (of
     batch_size examples); the estimate is the ratio of two moving averages. It costs a pass over the
-    gradients for each norm, and reduces one number for each shard; the sums of gradients are those
-    of the optimizer. A step with gradients that are not finite does not count, nor does one with a
-    norm whose square float32 does not hold.
+    gradients for each norm, and reduces one number for each shard. The gradients themselves are not
+    reduced a second time. The moving averages leave out steps with gradients that are not finite,
+    and steps with a norm whose square is too large for float32.
 
     Call it once, after gradients were applied and before the graph is lowered. State, in
     checkpoints: `<name>/trace` and `<name>/squared_norm`.
@@ -243,7 +244,7 @@ def gradient_noise_scale(
 
 
 def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
-    """Returns the first reduction over shards in the step that a stack has built."""
+    """Returns the first reduction over shards in the step that `opt` has built, and its axes."""
     if not isinstance(opt, Wrapper):
         raise TypeError(
             f"gradient_noise_scale needs a wrapper that reduces gradients, got {opt!r}: wrap it, "
@@ -303,7 +304,10 @@ def _estimates(
 def _moved(
     average: mtf.Tensor, new: mtf.Tensor, estimates: Sequence[mtf.Tensor], decay: float
 ) -> mtf.Tensor:
-    """Updates a moving average that begins at 0; the bias cancels out in the ratio of two."""
+    """Returns a moving average after `new`, or unchanged if one of the estimates is not finite.
+
+    It begins at 0; this bias cancels out in the ratio of two such averages.
+    """
 
     def move(average: tf.Tensor, new: tf.Tensor, *estimates: tf.Tensor) -> tf.Tensor:
         counts = tf.reduce_all(tf.math.is_finite(tf.stack(estimates)))
@@ -313,11 +317,11 @@ def _moved(
 
 
 def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
-    """Returns norms and counts of the step that fetches them, by name.
+    """Returns tensors by name: norms and counts of the step in which they are fetched.
 
-    Call it once, after gradients were applied and before the graph is lowered; tensors that are not
-    fetched cost nothing. Norms cost a pass over the gradients and a reduction of a few numbers;
-    those that clipping has computed are used again. A stack has some of these names:
+    Call it once, after gradients were applied and before the graph is lowered. Tensors that are not
+    fetched cost nothing. A norm costs a pass over the gradients and a reduction of a few numbers,
+    unless clipping has computed it already. Which of these names there are depends on the stack:
 
     - `gradient_norm/applied`: norm of the reduced and clipped gradients that the innermost
     optimizer gets. - `gradient_norm/before_clipping`: norm of the reduced gradients before they
@@ -382,9 +386,9 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
 
 
 def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
-    """Returns the number of gradients that wait in a stack's sums, after the fetched step.
+    """Returns the number of gradients in each accumulator of a stack, after the fetched step.
 
-    It is an int32 scalar, 0 where nothing waits; None for a stack without such sums.
+    It is an int32 scalar, 0 if the accumulators are empty; None for a stack without accumulators.
     """
     stack = [opt, *opt.inner_stack()] if isinstance(opt, Wrapper) else [opt]
     found = [x for x in (getattr(one, "in_sums_now", None) for one in stack) if x is not None]

@@ -31,10 +31,11 @@ def per_update(
 ) -> Schedule:
     """Returns a learning-rate schedule that counts updates instead of microbatch steps.
 
-    In `GradientAccumulationOptimizer` with a constant K and nothing skipped, microbatch step `step`
-    belongs to update `step // K`. For a K that changes, its function is evaluated for all updates
-    of the run when the graph is built. If microbatch steps are skipped, base the schedule on
-    `get_update_step` instead (in `train`: `train.run.schedule_step = @get_update_step`).
+    In `GradientAccumulationOptimizer`, with K microbatch steps for each update and none skipped,
+    microbatch step `step` belongs to update `step // K`. If K is a function of the update step, the
+    function is evaluated for all updates of the run when the graph is built. If microbatch steps
+    are skipped, base the schedule on `get_update_step` instead (in `train`:
+    `train.run.schedule_step = @get_update_step`).
 
     In gin, with parentheses:
 
@@ -45,13 +46,13 @@ def per_update(
     Args:
       schedule: a function of `step` and `total_train_steps` as in
         `mesh_tensorflow.transformer.learning_rate_schedules`, a number, or a list of both to be
-        multiplied. Its own lengths (warm-up steps and the like) count updates.
-      backward_passes_per_step: K, microbatch steps for each update: what
-        `GradientAccumulationOptimizer` is given, a number or a function of the update step.
+        multiplied. Lengths in the schedule (warm-up steps and the like) count updates.
+      backward_passes_per_step: K, the number of microbatch steps for each update, as given to
+        `GradientAccumulationOptimizer`: a number or a function of the update step.
 
     Returns:
       A function of `step` and `total_train_steps`, which both count microbatch steps. If K is a
-      function, it needs `total_train_steps`; later steps have the last K.
+      function, `total_train_steps` is required, and steps after it have the last K.
 
     Raises:
       TypeError: schedule is neither a function, a number nor a list of them.
@@ -85,10 +86,11 @@ def per_update(
 def adafactor_decay_rate_per_update(
     backward_passes_per_step: int = gin.REQUIRED, exponent: float = 0.8, offset: int = 0
 ) -> tf.Tensor:
-    """Returns Adafactor's decay rate, by the number of updates instead of microbatch steps.
+    """Returns a decay rate for Adafactor that counts updates instead of microbatch steps.
 
-    Mesh-TF's default, `adafactor_decay_rate_pow`, is a function of the global step: with K
-    microbatch steps for each update the memory of second moments would be K times as long.
+    Mesh-TF's default, `adafactor_decay_rate_pow`, is a function of the global step, which counts
+    microbatch steps: with K of them for each update, second moments would be means over about
+    K^exponent times as many updates.
 
     In gin, with parentheses:
 
@@ -97,9 +99,9 @@ def adafactor_decay_rate_per_update(
 
     Args:
       backward_passes_per_step: K, microbatch steps for each update.
-      exponent: the memory grows as (number of updates)^exponent.
-      offset: the number of updates before the count starts. For fine-tuning, give the number of
-        updates that the restored checkpoint has had, so that the memory grows from the beginning.
+      exponent: second moments are means over about (number of updates)^exponent updates.
+      offset: the number of updates that are not counted. For fine-tuning, give the number of
+        updates in the restored checkpoint, so that the count begins anew.
 
     Returns:
       A float32 tf scalar, 1 - (t + 1)^-exponent, where t is the number of updates made so far, less
@@ -125,7 +127,8 @@ def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], A
     Args:
       schedule: a function of `step` and `total_train_steps` that returns a number or tf scalar.
       update_step: the number of updates so far, an mtf scalar.
-      updates: returns how many updates the run makes; called when the graph is lowered.
+      updates: a function that returns how many updates the run makes, which is total_train_steps
+        of the schedule. It is called when the graph is lowered.
     """
 
     def evaluate(step: tf.Tensor) -> tf.Tensor:
@@ -136,10 +139,11 @@ def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], A
 
 
 def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
-    """Logs a hint if the innermost optimizer's settings follow the TF global step.
+    """Logs a hint if a setting of the innermost optimizer is computed from the TF global step.
 
-    The training loop advances the global step on every microbatch step. Learning-rate schedules,
-    and Adafactor's default decay rate and learning rate, are functions of it.
+    The training loop advances the global step on every microbatch step, not on every update.
+    Learning-rate schedules, and Adafactor's default decay rate and learning rate, are functions of
+    the global step. `name` is the wrapper's.
     """
     global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
     if not global_steps:
@@ -169,7 +173,7 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
 
 
 def check_passes(passes: Any) -> Passes:
-    """Returns passes; raises ValueError if it is neither a whole number nor a function."""
+    """Returns backward_passes_per_step; raises ValueError unless it is a number or a function."""
     if isinstance(passes, type) or not callable(passes):
         return check_whole_number("backward_passes_per_step", passes, more=_OR_A_FUNCTION)
     return passes
@@ -178,9 +182,10 @@ def check_passes(passes: Any) -> Passes:
 def passes_at(passes: Passes, update_step: mtf.Tensor, owner: str) -> Any:
     """Returns the number of microbatch steps of the next update, an int or an int32 mtf scalar.
 
-    A function gets the update step, an int32 mtf scalar, or tf scalars if it fails with that. It
-    returns an int, an mtf scalar or a tf scalar. The step checks that a tensor is 1 or more; its
-    error names `owner`, a wrapper.
+    `passes` is backward_passes_per_step. A function is called with the update step as an int32 mtf
+    scalar or, if that fails, as a tf scalar on each processor. It may return an int, an mtf scalar
+    or a tf scalar. The training step checks that a tensor is 1 or more; the error names `owner`, a
+    wrapper.
     """
     if not callable(passes):
         return passes
@@ -199,8 +204,9 @@ def passes_at(passes: Passes, update_step: mtf.Tensor, owner: str) -> Any:
 def updates_before(steps: Sequence[Any], passes: Passes, total: int | None) -> list[Any]:
     """Returns the number of updates made before each of some microbatch steps.
 
-    No step is skipped. A step is a number, an integer tf tensor, or None, which stays None. If
-    `passes` is a function, `total` is the number of microbatch steps of the run.
+    The count is right if no microbatch step is skipped. A step is a number, an integer tf tensor,
+    or None, for which the result is None. `passes` is backward_passes_per_step; if it is a
+    function, `total` must be the number of microbatch steps of the run.
     """
     if not callable(passes):
         return [None if step is None else step // passes for step in steps]
@@ -228,7 +234,7 @@ def updates_before(steps: Sequence[Any], passes: Passes, total: int | None) -> l
 
 
 def _passes_of_updates(passes: Callable[[Any], Any], total: int) -> np.ndarray:
-    """Returns the microbatch steps of each update that begins within `total` steps."""
+    """Returns how many microbatch steps each update takes, for the first `total` or more."""
     found: list[np.ndarray] = []
     count = min(total + 1, 4096)
     with tf.Graph().as_default():
@@ -253,7 +259,7 @@ def _passes_of_updates(passes: Callable[[Any], Any], total: int) -> np.ndarray:
 
 
 class _Probe:
-    """An update step that raises an error if Python code branches on it."""
+    """A stand-in for the update step, which raises TypeError if Python code branches on it."""
 
     def _refuse(self, *_: Any) -> Any:
         raise TypeError
@@ -262,9 +268,10 @@ class _Probe:
 
 
 def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.Tensor | None:
-    """Calls a function with mtf update steps; returns None if it takes tf scalars.
+    """Returns `passes(update_step)` for an mtf tensor; None if the function needs a tf scalar.
 
-    Raises ValueError for a number that the function computed by comparing the tensor object.
+    Raises ValueError if the function returns a number that it has chosen by an `if` on the tensor,
+    whose value is not known then.
     """
     try:
         with StepPlan.of(update_step.graph).undone_on_error():
@@ -288,7 +295,7 @@ def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.
 
 
 def _of_tf(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
-    """Calls a function with a tf update step, on every processor."""
+    """Returns `passes(step)` for a tf scalar, an int32 tf scalar; called for every processor."""
     try:
         result = tf.convert_to_tensor(passes(step))
     except Exception as error:

@@ -48,7 +48,8 @@ def log_savings(
 ) -> None:
     """Logs how many bytes of slots a core holds, and whether that saves much memory.
 
-    `split` are the variables of which each replica updates its part.
+    `name` is the wrapper's, and `slots` are its optimizer's. Of `variables`, which get gradients,
+    each replica updates its part if they are in `split`, too.
     """
     if not slots and not split:
         return
@@ -99,7 +100,7 @@ def _core_bytes(axes: ReplicaAxes, variable: mtf.Variable) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _UpdateParts(Stage):
-    """The stage that updates parts of variables, and gathers the new values."""
+    """The stage that makes each replica update its part of variables, and gathers new values."""
 
     wrapper: ShardedUpdateOptimizer
     axes: ReplicaAxes
@@ -113,10 +114,10 @@ class _UpdateParts(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Raises ValueError if no variable can be split, or if one cannot be updated again.
+        """Raises ValueError if no variable can be split, or if a variable cannot be updated again.
 
-        Raises ValueError, too, for an argument that is a tensor with a dimension along which a
-        variable is split.
+        Raises ValueError, too, if an argument for the inner optimizer is a tensor with a dimension
+        along which a variable is split.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
@@ -183,17 +184,19 @@ class _UpdateParts(Stage):
 class ShardedUpdateOptimizer(Wrapper):
     """A wrapper that splits each variable's update and slots over the replicas (ZeRO-1).
 
-    Without it all replicas of a variable make the same update. With it each replica receives its
-    part of the reduced gradient (a reduce-scatter), the inner optimizer updates that part of the
-    variable, and the new values are gathered. Each core holds 1/num_shards of the slots.
+    Without this wrapper all replicas of a variable make the same update. With it each replica
+    receives its part of the reduced gradient (a reduce-scatter), the inner optimizer updates that
+    part of the variable, and the new values are gathered. Each core holds 1/num_shards of the
+    slots.
 
-    For each variable the inner optimizer receives a variable of the same name, with one dimension
-    split over the replica axes: the dimension whose parts fit best into a TPU's tiles (the first,
-    if several do). It may be any optimizer that updates each variable by itself. Variables that are
-    small, or have no such dimension, are not split.
+    In place of each variable the inner optimizer receives a variable of the same name, with one
+    dimension split over the replica axes: the dimension whose parts fit best into a TPU's tiles
+    (the first, if several do). The inner optimizer may be any that updates each variable by itself.
+    Variables that are small, or have no such dimension, are not split.
 
     The wrapper adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their
-    full shapes: a run with sharded updates continues one without, on any mesh, and the reverse.
+    full shapes. So a run with sharded updates can continue from a checkpoint without them, on any
+    mesh, and the reverse.
 
     References:
       Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
@@ -230,8 +233,8 @@ class ShardedUpdateOptimizer(Wrapper):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          min_size: variables of fewer elements are not split. None stands for 128, and then also
-            leaves whole the variables whose parts save few of a TPU's tiles.
+          min_size: variables of fewer elements are not split. With None these are variables of
+            fewer than 128 elements, and also variables whose parts save few of a TPU's tiles.
           name: name of the wrapper.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes; or give mesh_shape and layout. Without either they are those of
@@ -275,12 +278,12 @@ class ShardedUpdateOptimizer(Wrapper):
         """Returns the shape of a variable's parts.
 
         Args:
-          var: a variable. Before a step with its gradient was built, the answer is for a step with
-            gradients of all trainable variables of its graph.
+          var: a variable. If no step with its gradient was built yet, the answer is for a step with
+            gradients of all trainable variables of the graph.
 
         Returns:
-          The variable's shape, in which the dimensions that are split over the replicas have the
-          names of batch dimensions; None for a variable that is not split.
+          The variable's shape with other names for the dimensions that are split over the replicas:
+          those of batch dimensions. None for a variable that is not split.
         """
         together = dict.fromkeys([*var.graph.trainable_variables, var])
         return self._shapes_of_parts(list(together), self.axes).get(var)
@@ -305,7 +308,7 @@ class ShardedUpdateOptimizer(Wrapper):
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
-        """Returns a variable's part: always the same object, by which slots are found."""
+        """Returns a variable's part, the same object in each step, as slots are found by it."""
         new = PartOfVariable(variable, shape)
         part = self._parts.get(variable) or new
         part.__dict__.update(vars(new))
@@ -320,12 +323,12 @@ class ShardedUpdateOptimizer(Wrapper):
         self._with_gathered_slots = self._with_gathered_slots.union(with_gathered_slots)
 
     def _fixed_dims(self) -> set[str]:
-        """Returns the names of dimensions that inner optimizers look for in shapes."""
+        """Returns the names of dimensions that inner optimizers look for, which must not change."""
         inner = (opt for one in self.inner_stack() for opt in optimizers_of(one))
         return {name for opt in inner for name in dims_known_by_name(opt)}
 
     def _check_parts(self, given: Sequence[mtf.Variable], axes: ReplicaAxes) -> None:
-        """Raises ValueError if no variable can be split, or if one cannot be updated again."""
+        """Raises ValueError if no variable can be split, or a variable cannot be updated again."""
         again = [v.name for v in given if v in self._with_gathered_slots]
         if again:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The parts of variables that shards update: shapes, slots, and groups of small ones."""
+"""The parts of variables that shards update: their shapes, slots and assignments."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def shapes_of_parts(
     min_size: int | None = None,
     before: Mapping[mtf.Variable, mtf.Shape] = types.MappingProxyType({}),
 ) -> dict[mtf.Variable, mtf.Shape]:
-    """Returns the shapes of parts of the variables that get gradients in one step.
+    """Returns the shapes of replicas' parts of variables that get gradients in one step.
 
-    Variables that are not split are left out. The arguments are as for `shape_of_part`; a min_size
-    of None stands for `MIN_SIZE`, and also leaves whole the variables whose parts save few of a
-    TPU's tiles. `before` has the shapes by which variables were split, or left whole, in an earlier
-    step: they are split as they were, because their slots are.
+    Variables that are not split are left out. The arguments are as for `shape_of_part`, but a
+    min_size of None means `MIN_SIZE`, and that variables whose parts save few of a TPU's tiles are
+    not split either. `before` has the shapes of the parts of variables in an earlier step, and the
+    variable's own shape if it was not split: such variables are split in the same way again,
+    because their slots are.
     """
     least, slice_shape = MIN_SIZE if min_size is None else min_size, axes.slice_shape
     parts = {v: before[v] for v in variables if v in before and before[v] != v.shape}
@@ -68,10 +69,10 @@ def shapes_of_parts(
 
 
 def share_copies(axes: ReplicaAxes) -> bool:
-    """Returns whether a mesh's devices share one memory, and so each variable's one copy.
+    """Returns whether the mesh's devices share one memory, and all replicas one copy of a variable.
 
-    There `placement_mesh_impl` makes one update for all replicas of a variable: parts would only
-    add operations.
+    On such a mesh `placement_mesh_impl` makes one update for all replicas of a variable, so that
+    splitting the update would only add operations.
     """
     key = mesh_key(axes.mesh_shape, axes.layout)
     impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
@@ -84,7 +85,7 @@ def nothing_to_split(
     fixed_dims: Collection[str] = (),
     min_size: int = 0,
 ) -> str:
-    """Returns, for an error, why no variable can be split."""
+    """Returns, for an error, why none of the variables can be split over the replica axes."""
     lines = [
         f"\n  {v.name!r} of shape {v.shape.to_string} "
         f"{why_unsplit(v.shape, axes, fixed_dims, min_size)}"
@@ -101,13 +102,14 @@ def shape_of_part(
 ) -> mtf.Shape:
     """Returns a variable's shape with dimensions renamed so that the layout splits them.
 
-    For each replica axis that the layout does not split the variable over, one dimension takes the
-    name of the shard dim. It is the unsplit dimension, of a size that the axis divides, whose parts
-    take the fewest of a TPU's tiles; if several tie, the first, because parts along the first
-    dimension are contiguous in memory. Sizes and order do not change.
+    For each replica axis over which the layout does not split the variable, one dimension is given
+    the name of the shard dim along that axis. It is chosen from the dimensions that no axis splits
+    and whose size the axis divides: the one whose parts take the fewest of a TPU's tiles. If
+    several tie, it is the first, because parts along the first dimension are contiguous in memory.
+    Sizes and order of dimensions do not change.
 
-    A variable of fewer elements than `min_size`, or without such a dimension, keeps its shape, and
-    dimensions with a name in `fixed_dims` keep their name.
+    A variable of fewer elements than `min_size`, or without such a dimension, keeps its shape.
+    Dimensions whose name is in `fixed_dims` keep their name.
     """
     if shape.size < min_size:
         return shape
@@ -128,11 +130,12 @@ def shape_of_part(
 
 
 def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
-    """Returns whether a part saves over two thirds of what parts without padding would save.
+    """Returns whether a part saves over two thirds of what it would save without padding.
 
-    Both are shapes on one core: of its slice of a variable, and of its part of the slice. Savings
-    are counted in a TPU's tiles. If a part fills few of its tiles, it takes about as much memory
-    and time as the full slice, and the compiler copies the slice to another layout and back.
+    `full` is the shape of a core's slice of a variable, and `part` the shape of the core's part of
+    that slice. Savings are counted in a TPU's tiles. If a part leaves most of its tiles empty, it
+    takes about as much memory and time as the full slice, and the compiler copies the slice to
+    another layout and back.
     """
     of_full, of_part = tiles(full, part)
     numbers, numbers_of_part = math.prod(full), math.prod(part)
@@ -141,10 +144,10 @@ def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
 
 
 def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
-    """Returns the numbers of a TPU's tiles in a tensor and in a part, in the tensor's layout.
+    """Returns how many of a TPU's tiles a tensor takes, and a part of it in the same layout.
 
-    A TPU stores two of the dimensions in tiles of 8 x 128 numbers: the last two, unless others take
-    fewer tiles. Vectors are counted in numbers.
+    A TPU stores two of a tensor's dimensions in tiles of 8 x 128 numbers: the last two dimensions,
+    unless two others take fewer tiles. For vectors, numbers are counted in place of tiles.
     """
     if len(full) < 2:
         return math.prod(full), math.prod(part)
@@ -156,18 +159,21 @@ def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
 
 
 def _count(sizes: Sequence[int], columns: int, rows: int) -> int:
-    """Returns the number of tiles of a tensor, two of whose dimensions are in tiles."""
+    """Returns the number of tiles of a tensor, with dimensions `rows` and `columns` in tiles."""
     others = math.prod(sizes) // (sizes[columns] * sizes[rows])
     return others * math.ceil(sizes[rows] / _TILE[0]) * math.ceil(sizes[columns] / _TILE[1])
 
 
 class SlotShapes(NamedTuple):
-    """Two shapes of a slot, in which smaller dimensions replace one.
+    """Two shapes of a slot, in which several smaller dimensions take the place of one dimension.
 
-    The first of them has the size of the mesh axis that splits the dimension, and is split over it;
-    then there is one for each replica axis; the last has the remaining size. Reshaping the slot to
-    this shape moves no data. In `full` nothing splits the dimensions for the replica axes; in
-    `part` they have the names of the shard dims, so that the layout splits them.
+    The first of these has the size of the mesh axis that splits the dimension, and is split over
+    that axis. There follows one for each replica axis, and the last has the remaining size.
+    Reshaping the slot to such a shape moves no data.
+
+    Attributes:
+      full: the shape in which the dimensions for replica axes are not split.
+      part: the shape in which these have the names of shard dims, so that the layout splits them.
     """
 
     full: mtf.Shape
@@ -175,12 +181,12 @@ class SlotShapes(NamedTuple):
 
 
 def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotShapes | None:
-    """Returns shapes that split a dimension over the replica axes and over its own mesh axis.
+    """Returns shapes in which a split dimension of a slot is split over the replica axes, too.
 
     Mesh-TF splits a dimension over one mesh axis only, so that several dimensions have to take its
-    place. A variable cannot be reshaped like this, because optimizers read its shape; a slot that
-    is gathered for the update can. It is the first dimension that can be split like this; the
-    result is None if there is none, or the slot has fewer elements than `min_size`.
+    place. A variable cannot be reshaped like this, because optimizers read its shape, but a slot
+    can, if it is gathered for the update. The first dimension of a fitting size is split. None if
+    there is no such dimension, or the slot has fewer elements than `min_size`.
     """
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
     if not free or shape.size < min_size:
@@ -232,8 +238,11 @@ class PartOfVariable(mtf.Variable):
     """Each replica's part of a variable, as a variable of the same name and dtypes.
 
     Its shape is that of the full variable with some dimensions renamed, so that the layout splits
-    it, and slots of its shape, over the replica axes. The graph does not list it; `assign_gathered`
-    replaces it by the full variable in assignments.
+    the part, and slots of the same shape, over the replica axes. The graph does not list it, and
+    `assign_gathered` replaces it by the full variable in assignments.
+
+    Attributes:
+      full: the full variable.
     """
 
     def __init__(self, full: mtf.Variable, shape: mtf.Shape):
@@ -244,10 +253,10 @@ class PartOfVariable(mtf.Variable):
 def assign_gathered(
     updates: Sequence[mtf.Operation], parts: Mapping[mtf.Variable, PartOfVariable]
 ) -> None:
-    """Replaces assignments to parts by assignments of gathered values to the variables.
+    """Makes assignments to parts of variables assign gathered values to the full variables.
 
-    `parts` has each variable that is split, with its part; a ValueError says where an assigned
-    value does not have the shape of the part.
+    `updates` are the inner optimizer's operations, and `parts` has each variable that is split,
+    with its part. Raises ValueError if a value that is assigned to a part has another shape.
     """
     assignments = [u for u in updates if isinstance(u, mtf.Assign)]
     for update in assignments:
@@ -283,9 +292,9 @@ def assign_gathered(
 
 
 def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
-    """Makes an assignment of changes assign new values, if nothing else writes its variables.
+    """Makes `update` assign new values if it adds changes, and nothing else writes its variables.
 
-    If changes were gathered, a TPU would apply them in the layout of the gathered tensor: its
+    If changes were gathered, a TPU would add them in the layout of the gathered tensor: its
     compiler would copy the variable to that layout and back.
     """
     if update.assign_fn not in _CHANGES:
@@ -299,10 +308,11 @@ def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVa
 
 
 class NewValues(GradientOperation):
-    """The new values of variables, from the changes that an update assigns.
+    """The new values of variables, computed from the changes that an update adds to them.
 
-    Its lowering makes the update assign the new values. On placement meshes, and if other
-    assignments write the variables, too, it leaves the update as it is and returns the changes.
+    Its lowering makes the update assign the new values. On placement meshes, and if another
+    assignment also writes one of the variables, the update stays as it is, and the outputs of this
+    operation are the changes.
     """
 
     def __init__(self, update: mtf.Assign):
@@ -323,7 +333,7 @@ class NewValues(GradientOperation):
         self.set_outputs(lowering, results)
 
     def _is_only_writer(self) -> bool:
-        """Returns whether no other assignment writes these variables."""
+        """Returns whether no other assignment writes one of the variables."""
         others = (
             getattr(v, "original_names", [v.name])
             for op in self.graph.operations
@@ -348,11 +358,12 @@ def partition_slots(
     updates: Sequence[mtf.Operation],
     shapes_of: Callable[[mtf.Shape], SlotShapes | None],
 ) -> list[mtf.Operation]:
-    """Splits slots over the replicas; returns operations that gather their full values.
+    """Splits slots over the replicas; returns operations that gather the slots' full values.
 
-    The operations have to be lowered before the update, whose assignments are changed in place.
-    Only the update may read and write the slots. `shapes_of` gives the shapes by which to split a
-    slot of some shape, or None to keep it unsplit.
+    `updates` are the operations of the update, alone to read and write the slots. Its assignments
+    are changed to write parts of slots, and the returned operations have to be lowered before it.
+    `shapes_of` returns the shapes by which to split a slot of a given shape; None for a slot that
+    is not split.
     """
     writers: dict[mtf.Variable, list[Any]] = {}
     for update in updates:
@@ -386,9 +397,11 @@ def partition_slots(
 
 
 def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
-    """Moves operations to the end of their graph, so that independent sums are reduced together.
+    """Moves operations to the end of their graph, in an order that reduces many sums together.
 
-    Each comes after the operations that it depends on, and no other operation uses their outputs.
+    Sums that do not depend on each other are made before the first of them is used. Each operation
+    comes after those that it depends on. Operations outside of `operations` must not use their
+    outputs.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))

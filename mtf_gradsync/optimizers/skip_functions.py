@@ -1,4 +1,4 @@
-"""Functions that decide which microbatch steps accumulation skips."""
+"""Functions by which `GradientAccumulationOptimizer` decides which microbatch steps to skip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = List[Tuple[mtf.Variable, mtf.Tensor]]
 
 @gin.configurable(module="mtf_gradsync")
 def skip_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """Returns whether a gradient of any shard has a NaN or an infinity, to skip the step.
+    """Returns whether a gradient of any shard has a NaN or an infinity: the step is then skipped.
 
     Args:
       grads: the gradients of the microbatch step, per shard or reduced.
@@ -44,10 +44,10 @@ skip_not_finite.skips_not_finite = True
 class skip_large_updates:
     """A rule that skips steps whose gradients exceed a norm, or are not finite.
 
-    With gradients per shard (local accumulation) the norm is the square root of the sum of squares
-    over all shards' gradients, so that only a scalar is reduced. The norm of the reduced gradient
-    is at most sqrt(num_shards) times as large, and smaller where shards cancel: choose max_norm
-    for the place where gradients accumulate.
+    With gradients per shard (accumulate="local") the norm is the square root of the sum of squares
+    over all shards' gradients, so that only a scalar is reduced. With reduced gradients it is the
+    norm of the sum. This is at most sqrt(num_shards) times as large, and smaller if the shards'
+    gradients cancel: choose max_norm for the way in which gradients accumulate.
 
     References:
       optax.skip_large_updates
@@ -80,9 +80,10 @@ class skip_spikes:
     """A rule that skips steps whose gradients far exceed the usual norm, or are not finite.
 
     A step is a spike if the norm of its gradients is more than `deviations` standard deviations
-    above the mean of the last `window` norms. Norms of skipped steps do not count. The first
-    `window / 8` steps only count, so that there is something to compare with. After `window / 8`
-    spikes in a row the norms count as the new scale of the training: the mean then begins anew.
+    above the mean of the last `window` norms. Norms of skipped steps are not among these. In the
+    first `window / 8` steps, norms are collected, and only steps that are not finite are skipped.
+    After `window / 8` spikes in a row the norms are taken for the new scale of the training: the
+    mean then begins anew.
 
     With gradients per shard the norm is that of `skip_large_updates`. Islands of `OuterOptimizer`
     have norms of their own; a step that is a spike for one of them is skipped by all.
@@ -122,7 +123,7 @@ class skip_spikes:
     def decide(
         self, grads: Sequence[mtf.Tensor], reducer: Strategy, name: str
     ) -> tuple[mtf.Tensor, State]:
-        """Returns whether to skip a step, and the new state of the wrapper `name`."""
+        """Returns whether to skip a step, and the new values of the state of the wrapper `name`."""
         norm = global_norm(grads, reducer)
         mesh, dim = norm.mesh, mtf.Dimension("spike_window", self.window)
         ring = Ring(f"{name}/norms", f"{name}/num_norms", self.window)
@@ -181,9 +182,10 @@ def check_skip_fn(fn: Any) -> None:
 def says_skip(
     fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy, name: str
 ) -> tuple[mtf.Tensor, State]:
-    """Returns whether a checked function skips a microbatch step, and the new state.
+    """Returns whether `fn` skips the microbatch step of `grads`, and its state after the step.
 
-    `name` is the wrapper's, for the names of the state.
+    `fn` is a should_skip_update_fn, checked. The state are pairs of a variable and its new value;
+    the variables' names begin with `name`, the wrapper's name.
     """
     state: State = []
     if hasattr(fn, "decide"):

@@ -1,11 +1,12 @@
-"""Skipped updates of wrappers: log lines, and an error when a training only skips.
+"""Skipped updates of wrappers: log lines, and an error if a training only skips updates.
 
-A wrapper that skips makes a `Skips` for each step. Its branch for skipped steps records which
-gradients of which shards were not finite; a line of the log names them for the first skipped step,
-the second, the fourth and so on, and for the one at which a scale reaches its floor. After more
-than `max_steps_without_update` steps in a row without an update the step raises an error that names
-them. Placement meshes print and fail by themselves; a SIMD program cannot, so that the session that
-runs it logs and raises (`mtf_gradsync.step.Watched`).
+A wrapper that skips steps makes a `Skips` for each step that it builds. On skipped steps a variable
+records which gradients of which shards were not finite. A line in the log names these gradients for
+the first skipped step, the second, the fourth and so on, and for the step at which a loss scale
+reaches its smallest value. After more than `max_steps_without_update` steps in a row without an
+update, an error names the gradients. On placement meshes the step itself prints the line and raises
+the error. A SIMD program cannot do so, but the session that runs it does
+(`mtf_gradsync.step.Watched`).
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ _MOST_NAMED = 8
 
 
 class NoUpdateError(RuntimeError):
-    """The error of more than max_steps_without_update steps in a row without an update.
+    """The error that more than max_steps_without_update steps in a row made no update.
 
     Attributes:
       limit: max_steps_without_update.
-      replicas: the shards or islands, row by row, that had something that is not finite in the last
-        skipped step; for `SyncReplicasOptimizer` the replicas that did not contribute in the last
-        step.
+      replicas: the numbers, in row-major order, of shards or islands with a value that is not
+        finite in the last skipped step. `SyncReplicasOptimizer` lists the replicas that did not
+        contribute in the last step.
     """
 
     def __init__(self, limit: int, replicas: Iterable[int], text: str = ""):
@@ -61,7 +62,7 @@ def _no_update(owner: str, limit: int) -> str:
 
 
 def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
-    """Returns max_steps_without_update, checked; `why` says why at least `least` are needed."""
+    """Returns max_steps_without_update, checked; the error says `why` `least` are needed."""
     if limit is None:
         return None
     limit = check_whole_number("max_steps_without_update", limit)
@@ -71,25 +72,28 @@ def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
 
 
 def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable | None:
-    """Returns `<name>/waiting`, the steps in a row without an update; None without a limit."""
+    """Returns `<name>/waiting`, the counter of steps in a row without update; None if no limit."""
     return named_state(mesh, f"{name}/waiting") if limit else None
 
 
 def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
-    """Returns the value of `waiting_state` after a step; `updated` is 0 or 1 (int32)."""
+    """Returns the value of `waiting` after a step; `updated` is 1 if it made an update, else 0."""
     return (waiting.value + 1) * (1 - on_mesh(updated, waiting.mesh))
 
 
 class Words(NamedTuple):
-    """A wrapper's words for its skipped steps.
+    """The texts of a wrapper's messages about skipped steps.
+
+    The messages name what a matrix of flags marks as not finite (see `Skips.report`).
 
     Attributes:
-      line: a line of the log up to the names, without the wrapper's name.
-      names: names of the columns of flags: variables.
-      rows: names of the rows, such as "(shard 0)"; the first are shards or islands, in order.
-      none: the text of a line in which no flag is set.
-      last: the error's sentence up to the names.
-      only_rows: whether a line names the rows alone, by number.
+      line: the text of a log line between the wrapper's name and the names of flagged gradients.
+      names: the names of the matrix's columns, which are variables.
+      rows: the names of the matrix's rows, such as "(shard 0)". The first rows are the shards or
+        islands, in order.
+      none: the text of a log line in place of the names, if no flag is set.
+      last: the error's sentence about the last skipped step, up to the names.
+      only_rows: whether a log line has only the numbers of flagged rows.
     """
 
     line: str
@@ -101,7 +105,7 @@ class Words(NamedTuple):
 
 
 def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
-    """Returns the names of the rows of `not_finite_flags`, for `Words`."""
+    """Returns the names of the rows of flags that `not_finite_flags` makes, for `Words`."""
     if axes is None:
         return [_OF_ONE]
     return [*(f"(shard {number})" for number in range(axes.num_shards)), _OF_SUM, _OF_ONE]
@@ -114,11 +118,12 @@ def not_finite_flags(
     strategy: Strategy,
     of_shards_only: bool = True,
 ) -> list[mtf.Tensor]:
-    """Returns which gradients of which shards are not finite, for `Skips.report`.
+    """Returns flags for `Skips.report`: which gradients of which shards are not finite.
 
-    `given` are gradients in any form, and `sums` the same ones as they are checked; clipped
-    gradients are checked as they were before the clip, in which one NaN makes all gradients NaN.
-    Shards of gradients that are reduced are not known with `of_shards_only`.
+    `given` are gradients in any form, from which shards may be told apart, and `sums` are the same
+    gradients in the form in which the wrapper checks them. Of clipped gradients the values before
+    the clip are checked, because clipping turns one NaN into NaNs in all gradients. With
+    `of_shards_only` a reduced gradient has flags of no shard; without, it is that of all shards.
     """
     given, of_shards = given.unreduced or given, []
     if axes:
@@ -129,10 +134,11 @@ def not_finite_flags(
 
 
 class Skips:
-    """The skips of a wrapper in a step that is being built.
+    """The reports of a wrapper's skipped steps, in a step that is being built.
 
     Attributes:
-      watched: the operation at the end of the step; None before `end_of_step`.
+      watched: the operation that checks the limit at the end of the step; None before `end_of_step`
+        makes it.
     """
 
     def __init__(
@@ -149,15 +155,17 @@ class Skips:
 
         Args:
           owner: the wrapper's name.
-          words: the words of the messages; the names in `words` are of the flags that `report` is
-            given.
-          counts: the variable that counts what was skipped, a scalar or with one count for each
-            row; () if no line is logged.
-          waiting: a variable that counts the steps in a row without an update, or two whose
-            difference does.
+          words: the texts of the messages. Their names of rows and columns belong to the flags that
+            `report` is given.
+          counts: a list of one variable that counts skipped steps, a scalar or one count for each
+            shard or island; () if no line is logged.
+          waiting: a list of one variable, the number of steps in a row without an update, or of two
+            variables whose difference is this number; () if nothing counts them.
           limit: max_steps_without_update, or None.
-          floor: a variable and the value below which it cannot go, which lines mention.
-          missed: steps in a row that each replica has missed, for an error that lists the replicas.
+          floor: the loss scale's variable and smallest value, which messages mention when the scale
+            is there; None without a scale.
+          missed: a variable with the number of steps in a row that each replica has missed. The
+            error then lists the replicas that missed the last step. None for no such list.
         """
         self.owner, self.words, self.limit = owner, words, limit
         self.counts, self.waiting = list(counts), list(waiting if limit else ())
@@ -173,33 +181,34 @@ class Skips:
     def report(
         self, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor] = ()
     ) -> list[mtf.Operation]:
-        """Makes the operation of skipped steps that records flags and prints a line.
+        """Makes the operation, for skipped steps alone, that records flags and prints a line.
 
         Args:
-          found: flags, greater than 0 where something is not finite, the same on all processors:
-            `[rows..., names]`. If there are two, those of shards, less than 0 where they are not
-            known, and those of the sums: these make a row for names of which no shard has a flag,
-            and a row for those of which shards are not known.
-          now: the values of `counts` after the step, and of the floor's variable.
+          found: one or two tensors of flags, `[rows..., names]`, the same on all processors. A flag
+            is greater than 0 if the value is not finite, and less than 0 if that is not known. The
+            second tensor has the flags of sums over the shards. They are recorded in two more rows:
+            of sums that are not finite though each shard's gradient is, and of sums for which the
+            flags of shards are not known.
+          now: the values after the step of `counts` and, if there is one, of the floor's variable.
         """
         found, now = ([on_mesh(x, self.mesh) for x in some] for some in (found, now))
         return [_Report(self, found, now)]
 
     def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-        """Makes the operation that checks the limit, after all others of the step."""
+        """Makes the operation that checks the limit after `operations`, all others of the step."""
         now = [mtf.anonymize(x) for x in values_after(self.looked_at, operations)]
         self.watched = _Check(self, [v.value for v in self.looked_at], now, operations)
         return [self.watched]
 
     @property
     def looked_at(self) -> list[mtf.Variable]:
-        """The variables that show whether there is something to report."""
+        """The variables whose values show whether a step has something to report."""
         return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
 
     # What is told, as operations of TensorFlow; `_on_host` runs them where the step cannot.
 
     def line(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
-        """Returns a step's line, from the counts after it, the flags and the floor's value."""
+        """Returns a step's log line, from `counts` after it, the flags and the scale's value."""
         words = self.words
         if words.only_rows:
             named = _joined(_rows(tf.reduce_max(found, 1)))
@@ -215,7 +224,7 @@ class Skips:
         return tf.strings.join([*parts, *self._at_floor(floor)])
 
     def error_text(self, found: tf.Tensor, floor: Any, missed: tf.Tensor | None) -> tf.Tensor:
-        """Returns the error's text for too many steps without an update."""
+        """Returns the text of the error that too many steps in a row made no update."""
         assert self.limit is not None  # or there would be no error
         named = self._named(found)
         sentence = tf.strings.join([f" {self.words.last} ", named, "."])
@@ -228,7 +237,7 @@ class Skips:
         return tf.strings.join(parts)
 
     def _at_floor(self, floor: Any) -> list[tf.Tensor]:
-        """Returns the sentence about a variable that cannot go lower."""
+        """Returns the sentence that the loss scale is at its smallest value, or "", in a list."""
         if self.floor is None:
             return []
         lowest = self.floor[1]
@@ -248,7 +257,7 @@ class Skips:
 
 
 def _on_host(make: Callable[..., tf.Tensor], *values: Any) -> str:
-    """Returns the text that a function makes of tensors' values on the host."""
+    """Returns the text that `make` computes from values, run by TensorFlow on the host."""
     with tf.Graph().as_default():
         text = make(*(x if x is None else tf.constant(x) for x in values))
         with tf.Session(config=tf.ConfigProto(device_count={"GPU": 0})) as session:
@@ -270,7 +279,7 @@ def _joined(strings: tf.Tensor) -> tf.Tensor:
 
 
 class _Report(mtf.Operation):
-    """The operation that records flags of a skipped step; a placement mesh prints a line, too."""
+    """The operation that records flags of a skipped step, and on placement meshes prints a line."""
 
     def __init__(self, skips: Skips, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor]):
         super().__init__([*found, *now], name="report_skipped")
@@ -376,7 +385,7 @@ class _Check(Watched):
         return limit is not None and bool(self._steps_without(now) > limit)
 
     def _has_line(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """Returns whether a count has passed a power of two, or a scale has reached its floor."""
+        """Returns whether a count passed a power of two, or the scale reached its minimum."""
         skips = self._skips
         if before is None:
             return False
@@ -406,11 +415,11 @@ class _Check(Watched):
 
 
 class ReportsSkips(Wrapper):
-    """A wrapper that skips steps and reports that: in the step, by the session, or by a hook.
+    """A wrapper that skips some steps, and reports them: in the step, by the session, or by a hook.
 
     Attributes:
-      state: its mesh variables, a NamedTuple with None for those that it does not need; None before
-        gradients were applied.
+      state: the wrapper's mesh variables, a NamedTuple, in which a variable that is not needed is
+        None. The attribute is None before gradients were applied.
     """
 
     state = OfStep[Any](None)
@@ -422,7 +431,7 @@ class ReportsSkips(Wrapper):
         return super().variables() + [v for v in self.state or () if v is not None]
 
     def _note(self, state: Any, now: Any, skips: Skips | None) -> None:
-        """Keeps the state and skips of a step, once it is built."""
+        """Sets the state, its values after the step, and the skips, once the step is built."""
         self.state, self._now, self._skips = state, now, skips
 
     @property
@@ -439,11 +448,11 @@ class ReportsSkips(Wrapper):
         return self._skips.watched if self._skips and self._skips.limit else None
 
     def make_session_run_hook(self) -> WatchHook:
-        """Returns a hook that logs a step's skips and raises `NoUpdateError`.
+        """Returns a session hook that logs skipped steps and raises `NoUpdateError`, for TPUs.
 
-        It is for TPUs. On placement meshes the step itself prints and fails, and the sessions of
-        CPU replicas and XLA devices log and raise; the hook then does nothing. Its `begin` raises
-        ValueError if gradients were not applied before.
+        Elsewhere the hook does nothing: on placement meshes the step itself prints and fails, and
+        with CPU replicas and XLA devices the session logs and raises. The hook's `begin` raises
+        ValueError if no gradients were applied before.
         """
 
         def skip_report() -> Watched | None:

@@ -1,4 +1,4 @@
-"""SyncReplicasOptimizer: an update when enough shards have contributed a fresh gradient."""
+"""SyncReplicasOptimizer: makes an update once enough shards have contributed fresh gradients."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ from mtf_gradsync.reduce.compressed import WireDtype
 
 @gin.configurable(module="mtf_gradsync")
 class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
-    """A wrapper that averages fresh replicas' gradients, and applies them once there are enough.
+    """A wrapper that averages fresh gradients of replicas, and applies them once there are enough.
 
-    The replicas are the shards of the mesh, in lock step. A replica contributes unless its gradient
-    is stale (for an older step than the update step), is not finite, or a mask skips it. After
-    `replicas_to_aggregate` contributions, over one step or several, their average is applied once
-    and every replica's local step becomes the new update step. On other steps variables and slots
-    do not change.
+    The replicas are the shards of the mesh, which all take every step. In a step a replica
+    contributes its gradient unless this is stale (computed for an older update step), or is not
+    finite, or the mask `contributes` leaves the replica out. After `replicas_to_aggregate`
+    contributions, in one step or several, their average is applied once, and the local step of
+    every replica becomes the new update step. On other steps variables and slots do not change.
 
-    The loss is the mean over the replicas' losses: a scalar, or one loss for each replica with the
-    shard dims, which `compute_gradients` averages. A replica's term of the gradient, pending or per
-    shard, is 1/num_shards of its contribution: when all contribute, the update is that of the whole
-    batch.
+    The loss is the mean of the replicas' losses: a scalar, or a tensor with the shard dims, which
+    has one loss for each replica and which `compute_gradients` averages. So the gradient is a sum
+    of one term for each replica, and the term is 1/num_shards of the replica's contribution. When
+    all replicas contribute, the update is that of the whole batch.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
     `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
@@ -116,18 +116,19 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
           variables_to_average: the variables to average; only with variable_averages.
           use_locking: has no effect.
           name: name of the wrapper, prefix of its state.
-          contributes: which replicas may contribute in this step: booleans, as a tf tensor, array
-            or list of shape `[num_shards]` or of the shard dims' sizes, or as an mtf tensor of
-            shape `[shard dims...]`; None for all.
-          local_steps: the update step that each replica's gradient of this step is for: whole
-            numbers in the same forms. None takes `<name>/local_step`, which each update sets to the
-            new update step for all.
-          max_steps_without_update: most steps in a row without an update; one more raises an error
-            that lists the replicas that did not contribute, and their variables whose gradients are
-            not finite (see `NoUpdateError`). None for no limit.
-          accept_summed: whether to accept gradients in which replicas are mixed (by a clip by the
-            global norm, for example). Such gradients contain skipped replicas, too, and a NaN of
-            one replica drops all of them.
+          contributes: which replicas may contribute in this step, one boolean for each: a tf
+            tensor, array or list of shape `[num_shards]`, or of the sizes of the shard dims, or an
+            mtf tensor of shape `[shard dims...]`. None for all.
+          local_steps: the update step for which each replica has computed its gradient of this
+            step: whole numbers, in the same shapes. None takes the variable `<name>/local_step`,
+            which each update sets to the new update step for all replicas.
+          max_steps_without_update: the largest number of steps in a row without an update. One more
+            raises an error that lists the replicas that did not contribute, and the variables whose
+            gradients are not finite (see `NoUpdateError`). None for no limit.
+          accept_summed: whether to accept gradients that are reduced already, so that replicas are
+            mixed in them (the program has clipped them by the global norm, for example). Replicas
+            that do not contribute are then in the sum, too, and a NaN of one replica keeps all
+            replicas from contributing.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             they are those of the mesh that the program has made for this graph.
@@ -211,7 +212,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
         Args:
           grads_and_vars: pairs as `compute_gradients` returns them.
-          global_step: an mtf or tf variable, required, to add one to after an update alone.
+          global_step: an mtf or tf variable, required. Steps with an update add one to it.
           name: name of the operation that advances global_step; None takes the wrapper's name.
           weights: as for `apply_grads`.
           **kwargs: as for `apply_grads`.
@@ -234,12 +235,12 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """The updates made, after the step that fetches it; None before there is a step."""
+        """The number of updates, after the step that fetches it; None before there is a step."""
         return self._now and self._now.update_step
 
     @property
     def in_sums_now(self) -> mtf.Tensor | None:
-        """The contributions that wait for an update, after the step that fetches it."""
+        """The number of contributions since the last update, after the step that fetches it."""
         return self._now and self._now.count
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -261,7 +262,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
 @dataclasses.dataclass(frozen=True)
 class _AggregateReplicas(Stage):
-    """The stage that adds up fresh replicas' contributions, and passes on their average."""
+    """The stage that adds up contributions of replicas, and passes on the average of enough."""
 
     wrapper: SyncReplicasOptimizer
     axes: ReplicaAxes
@@ -431,9 +432,10 @@ _Parts = Mapping[int, Sequence[mtf.Tensor]]
 def _by_replica(
     gradients: GradientSet, axes: ReplicaAxes, reducer: Strategy
 ) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
-    """Splits gradients into per-replica ones, reduced ones, and per-replica terms of sums.
+    """Returns per-replica gradients, reduced gradients, and each replica's terms of sums.
 
-    Per-replica gradients include the terms of sums: a NaN in them is one replica's.
+    The terms are those of the sums that some gradients are computed from. They are among the
+    per-replica gradients, too, because a NaN in a term is that of one replica.
     """
     made = gradients.made_of_sums
     sums = [x for one in made.values() for x in one.sums]
@@ -455,10 +457,12 @@ def _of_contributions(
     unit: Any,
     wrapper: SyncReplicasOptimizer,
 ) -> GradientSet:
-    """Returns gradients in which `already_reduced` ones sum the contributing replicas.
+    """Returns gradients that are reduced already as the sum over the replicas that contribute.
 
-    A gradient in which replicas are mixed counts `counts` times: once for each replica, or by the
-    sum of their weights. `unit` is the factor from a replica's part to a contribution.
+    A gradient that can be computed again from sums is computed without the terms of replicas that
+    are `skipped`. Another reduced gradient, in which replicas are mixed, is multiplied by `counts`,
+    the number of contributions or the sum of their weights. `parts` are the terms of `_by_replica`,
+    and `unit` is the factor from a replica's term to its contribution.
     """
     axes, reducer = wrapper.axes, wrapper.reducer
 

@@ -57,9 +57,9 @@ _T = TypeVar("_T")
 
 
 class OfStep(Generic[_T]):
-    """An attribute that a step sets, with its value before there is a step.
+    """A wrapper's attribute that a step sets; `before` is its value before there is a step.
 
-    Reading it builds the step of the pairs gathered so far.
+    If pairs of `apply_grad` wait for their step, reading the attribute first builds the step.
     """
 
     def __init__(self, before: _T):
@@ -104,12 +104,14 @@ class CommonArguments(NamedTuple):
 class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
-    A subclass calls `_wrap` in its constructor, and defines its `stages`, which say what they take
-    and give, and so restrict the wrappers around and inside it. A stack of wrappers is one value,
-    of which a step is built (`StepBuilder`). The page "Write your own wrapper" has an example.
+    A subclass calls `_wrap` in its constructor, and defines `stages`, its steps of an update
+    (reduce, clip, ...). A stage says which form of gradients it takes and gives, so that wrappers
+    in a wrong order are found. From the stages of all wrappers `StepBuilder` builds the training
+    step. The page "Write your own wrapper" has an example.
 
     Attributes:
-      shown: the values of `reported` that training shows next to the loss, by the names to show.
+      shown: pairs of a name and the name of a value in `reported`: training shows the value next
+        to the loss, under the first name.
       opt: the inner optimizer.
       axes: the replica axes, `ReplicaAxes`; None if no mesh was given.
       reducer: the reduction strategy.
@@ -138,9 +140,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     ) -> None:
         """Checks and sets the arguments that all wrappers have.
 
-        A wrapper that has to know the mesh says by `needs_mesh_for`, a part of an error, for what
-        purpose: it then takes the mesh that the program has made for this graph, if none is given.
-        Gradients are sent in `reduce_dtype`; None for their own.
+        `needs_mesh_for` says, for an error, why the wrapper has to know the mesh; "" if it need
+        not. Such a wrapper takes the mesh that the program has made for this graph if it is given
+        none. Gradients are sent in `reduce_dtype`; None for their own dtype.
         """
         name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate = common
         kind = type(self).__name__
@@ -170,17 +172,18 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self._slots = SlotBook()
 
     def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
-        """Turns this new object into one of another class, its counterpart without a mesh.
+        """Turns this new wrapper into an object of `counterpart`, its class without a mesh.
 
-        Whether an optimizer of `tf.compat.v1` is inside is known only in ``__init__``, where gin
-        has added arguments, and a class or factory was called. ``__new__`` has neither, and would
-        stand in the way of copies and of subclasses with arguments of their own.
+        A wrapper calls it in ``__init__`` if it is given an optimizer of `tf.compat.v1`. Only there
+        the optimizer is known: gin has added arguments, and a class or factory was called.
+        ``__new__`` would know neither, and would stand in the way of copies and of subclasses with
+        arguments of their own.
         """
         self.__class__ = counterpart
         counterpart.__init__(self, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state of copies: the settings, without the steps that were built."""
+        """Returns what a copy takes over: the settings, without the steps that were built."""
         kind = type(self)
         return {
             name: value
@@ -200,11 +203,14 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return made
 
     def _check_order(self) -> None:
-        """Raises ValueError for an order of wrappers that makes no sense."""
+        """Raises ValueError if this wrapper must not be around one of the wrappers inside it."""
         check_order(self, self.inner_stack())
 
     def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
-        """Raises ValueError if the wrapper makes no sense inside islands."""
+        """Raises ValueError if the wrapper makes no sense inside islands.
+
+        `islands` are the axes between islands, and `inside` the replica axes inside an island.
+        """
 
     # Methods that subclasses override.
 
@@ -224,10 +230,10 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
         Args:
           grads: gradients of a loss.
-          variables: their variables.
+          variables: the variables of the gradients.
 
         Returns:
-          The gradients of the loss without the scale.
+          The gradients of the unscaled loss.
         """
         del variables
         return grads
@@ -256,11 +262,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         Args:
           grads: a gradient or None for each variable.
           variables: mesh variables, for example `graph.trainable_variables`.
-          *args: more arguments for `apply_grads` of the innermost optimizer. An update uses the
-            values of its own step.
-          weights: how much the loss of the step stands for, as for `compute_gradients`; None for
-            what that was given for these gradients, if it was.
-          **kwargs: more keyword arguments for it.
+          *args: more arguments for `apply_grads` of the innermost optimizer. If an argument is a
+            tensor, an update uses the value that it has in the step that makes the update.
+          weights: how much the loss of the step stands for, as for `compute_gradients`. None takes
+            the weights that `compute_gradients` was given for these gradients, if any.
+          **kwargs: more keyword arguments for `apply_grads` of the innermost optimizer.
 
         Returns:
           A flat list of mtf operations for `lowering.lowered_operation`; empty if every gradient is
@@ -307,7 +313,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         variables: Sequence[mtf.Variable],
         own: OwnArguments,
     ) -> Stack:
-        """Returns the stack, completed for gradients and checked; nothing is built."""
+        """Returns the stack with all of its stages, after checks of gradients; builds nothing."""
         present = [g for g in grads if g is not None]
         program = Program.of(present) if present else None
         islands = StepPlan.of(variables[0].graph).islands if variables else None
@@ -323,7 +329,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
     ) -> Any:
-        """Returns weights, checked, or those that gradients were computed with; None for none."""
+        """Returns checked weights, given here or to `compute_gradients`; None if there are none."""
         if weights is not None:
             weights = check_weights(weights, self._stack_shard_names())
         present = [(g, v) for g, v in zip(grads, variables) if g is not None]
@@ -368,7 +374,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _place(
         self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None
     ) -> Place:
-        """Returns this wrapper's place, inside islands and other wrappers."""
+        """Returns this wrapper's place in the stack, given the islands and wrappers around it."""
         axes = self._given_axes
         if axes and islands and set(axes.mesh_axes) & set(islands.islands.mesh_axes):
             axes = islands.inside
@@ -378,7 +384,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _gradient_reduction(
         self, place: Place | None = None, own: ReplicaAxes | None = None
     ) -> Reduction:
-        """Returns how this wrapper reduces gradients; `own` are axes that its stages found."""
+        """Returns the settings by which this wrapper reduces gradients.
+
+        `place` is its place in the stack; None for nothing around it. `own` are replica axes
+        that its stages have found; None for those of the place.
+        """
         place = place or self._place(None, (), None)
         axes = own or place.axes
         names = axes.batch_dims if axes else place.names
@@ -392,7 +402,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self.step = step
 
     def _check_applied(self, before: str) -> None:
-        """Raises ValueError if gradients were not applied before."""
+        """Raises ValueError if no gradients were applied yet; `before` says what needs them."""
         if self.step is None:
             raise ValueError(
                 f"{type(self).__name__} has no step yet: call apply_gradients (or apply_grads) "
@@ -411,9 +421,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     # The stack.
 
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
-        """Returns the stack's replica axes: given ones, or the program's.
+        """Returns the stack's replica axes: those that a wrapper was given, or the program's.
 
-        They are None if they are not known, or the gradients that it applies are on several meshes.
+        None if they are not known, or if the gradients, `grads`, are on several meshes.
         """
         if len({g.mesh for g in grads}) > 1:
             return None
@@ -434,13 +444,13 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
 
     def _segment(self) -> tuple[list[Wrapper], list[Any]]:
-        """Returns the wrappers up to another library's first optimizer, and everything inside."""
+        """Returns the wrappers up to the first other optimizer, and all optimizers from it on."""
         stack = [self, *self.inner_stack()]
         wrappers = list(itertools.takewhile(lambda opt: isinstance(opt, Wrapper), stack))
         return wrappers, stack[len(wrappers) :]
 
     def innermost(self) -> Any:
-        """Returns the optimizer that makes the updates."""
+        """Returns the optimizer inside all wrappers, which makes the updates."""
         return self.inner_stack()[-1]
 
     # The replica axes, and shard dims in shapes.
@@ -464,7 +474,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return [by_name[name] for name in names if name in by_name]
 
     def _has_own_copy(self, variable: mtf.Variable, place: Place | None = None) -> bool:
-        """Returns whether every shard has its own copy of a variable: it has all shard dims."""
+        """Returns whether shards have their own copies of a variable, which has all shard dims."""
         dims, axes = self._shard_dims(variable.shape, place), place.axes if place else self.axes
         needed = [d.name for d in axes.shard_dims] if axes else []
         missing = [name for name in needed if name not in [d.name for d in dims]]
@@ -539,7 +549,7 @@ def _warn_of_positional_rate(opt: Any) -> None:
 
 
 def _of_graphs(held: Any) -> Iterator[Any]:
-    """Yields the objects of a graph that an optimizer holds."""
+    """Yields the objects of a graph in `held`, the attributes of an optimizer."""
     todo, seen = [held], {}
     while todo:
         one = todo.pop()

@@ -36,7 +36,6 @@ class _WeighShards(Stage):
     axes: ReplicaAxes | None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         del step
         weights = gradients.weights
         assert weights is not None
@@ -56,7 +55,6 @@ class _OnlyWithData(Stage):
     slots: SlotBook
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """See `Stage.apply`."""
         assert gradients.weights is not None
         has_data = step.agreed(mtf.greater(gradients.weights.total, 0.0), by_any=True)
         counter = named_state(has_data.mesh, f"{self.name}/without_data", stacked=True)
