@@ -55,11 +55,11 @@ _NOT_READ = ("train_distribute", "eval_distribute", "device_fn")
 class Estimator(_TensorFlows):
     """A trainer of a model_fn that was written for Estimator or TPUEstimator.
 
-    It takes their place, with the same arguments but for a short list at the end of this page, and
-    needs neither: TensorFlow dropped both after 2.15. The model_fn's specs may have hooks, a
-    scaffold or scaffold_fn, host_call, eval_metrics or eval_metric_ops; all of them are used as
-    Estimator and TPUEstimator use them. Sessions are TensorFlow's monitored sessions on every
-    runtime.
+    It takes the place of those two classes, with the same arguments but for a short list at the end
+    of this page. It does not need them: TensorFlow dropped both after 2.15. The model_fn's specs
+    may have hooks, a scaffold or scaffold_fn, host_call, eval_metrics or eval_metric_ops; all of
+    them are used as Estimator and TPUEstimator use them. Sessions are TensorFlow's monitored
+    sessions on every runtime.
 
         runs = estimator.Estimator(model_fn, "runs/mine", params=params)
         runs.train(input_fn, max_steps=1000)
@@ -174,12 +174,12 @@ class Estimator(_TensorFlows):
 
     @property
     def config(self) -> Any:
-        """The RunConfig, with model_dir."""
+        """The RunConfig, in which model_dir is set."""
         return self._config
 
     @property
     def params(self) -> Any:
-        """The params that the caller gave."""
+        """The params as the caller gave them, without additions for the model_fn."""
         return self._params
 
     @property
@@ -200,11 +200,11 @@ class Estimator(_TensorFlows):
         return newest(self.model_dir).path
 
     def get_variable_names(self) -> list[str]:
-        """Returns the names of the newest checkpoint's variables; raises ValueError without one."""
+        """Returns the variables' names in the newest checkpoint; raises ValueError without one."""
         return [name for name, _ in tf.train.list_variables(self._checkpoint())]
 
     def get_variable_value(self, name: str) -> Any:
-        """Returns a variable of the newest checkpoint; raises ValueError without one."""
+        """Returns the value of a variable in the newest checkpoint, or raises ValueError."""
         return tf.train.load_variable(self._checkpoint(), name)
 
     def train(
@@ -329,14 +329,14 @@ class Estimator(_TensorFlows):
           predict_keys: keys of the predictions to return; None for all.
           hooks: more session hooks.
           checkpoint_path: the checkpoint; None takes the newest of model_dir.
-          yield_single_examples: whether to yield examples, or batches as they come.
+          yield_single_examples: whether to yield the examples one by one; otherwise whole batches.
 
         Yields:
-          Predictions by name, or arrays where the model predicts a single tensor.
+          Predictions by name, or arrays if the model predicts a single tensor.
 
         Raises:
-          ValueError: there is no checkpoint, or it has no averages, no such key, or predictions of
-            a batch differ in length.
+          ValueError: there is no checkpoint; it has no averages to predict with; the model predicts
+            no such key; or predictions of a batch differ in length.
         """
         start = self._start(checkpoint_path)
         with self._graph():
@@ -398,12 +398,12 @@ class Estimator(_TensorFlows):
                 )
 
     def export_savedmodel(self, *args: Any, strip_default_attrs: bool = True, **kwargs: Any) -> str:
-        """Writes a SavedModel, without default attributes: the old name of `export_saved_model`."""
+        """Writes a SavedModel without default attributes; old name of `export_saved_model`."""
         del strip_default_attrs
         return self.export_saved_model(*args, **kwargs)
 
     def experimental_export_all_saved_models(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: only the model that predicts is written."""
+        """Raises NotImplementedError: only a model that predicts can be written."""
         raise NotImplementedError(
             "A model that trains or evaluates is not written as a SavedModel; export_saved_model "
             "writes the one that predicts."

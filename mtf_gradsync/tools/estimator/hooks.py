@@ -39,7 +39,10 @@ def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.trai
 
 
 def saving_period(config: Any) -> dict[str, Any]:
-    """Returns how often a RunConfig saves, as arguments of a CheckpointSaverHook; {} for never."""
+    """Returns how often a RunConfig asks for checkpoints, as arguments of a CheckpointSaverHook.
+
+    The result is {} if it asks for none.
+    """
     steps = getattr(config, "save_checkpoints_steps", None)
     seconds = None if steps else getattr(config, "save_checkpoints_secs", None)
     return {"save_steps": steps, "save_secs": seconds} if steps or seconds else {}
@@ -100,8 +103,8 @@ def training_hooks(
 class MeanLossHook(tf.train.SessionRunHook):
     """A hook that logs the global step, and the mean loss since its last line.
 
-    With accumulation, each line is about all microbatch steps of an update so far: Estimator's own
-    line has the loss of the last one alone.
+    With accumulation, each line has the mean over all microbatch steps so far of an update. The
+    line of Estimator itself has the loss of the last microbatch step alone.
     """
 
     def __init__(
@@ -116,9 +119,9 @@ class MeanLossHook(tf.train.SessionRunHook):
         Args:
           loss: a scalar of a step.
           every_n_iter: the number of steps per line.
-          in_sums: a scalar, the number of gradients that wait in sums at the end of a step; None
-            where every step is an update.
-          weight: a scalar, how much the loss stands for; None for losses of equal weight.
+          in_sums: a scalar, the number of gradients that are accumulated, but not applied, at the
+            end of a step; None if every step is an update.
+          weight: a scalar, the weight of the loss in the mean; None for losses of equal weight.
         """
         given = {"loss": loss, "in_sums": in_sums, "weight": weight}
         self._fetches = {name: x for name, x in given.items() if x is not None}
@@ -152,7 +155,7 @@ class MeanLossHook(tf.train.SessionRunHook):
 
 
 def write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
-    """Writes scalars for TensorBoard."""
+    """Writes scalars of a step to an event file in `directory`, for TensorBoard."""
     values = [
         tf.Summary.Value(tag=name, simple_value=float(value))
         for name, value in sorted(scalars.items())
@@ -244,10 +247,10 @@ class HostCallHook(tf.train.SessionRunHook):
 
 
 class Evaluation:
-    """A run of an evaluation's steps, which averages the spec's losses and metrics."""
+    """An evaluation: makes the steps, and averages the losses and metrics of its spec."""
 
     def __init__(self, spec: Any, is_program: bool):
-        """Builds the metrics of the spec that the model_fn returned."""
+        """Builds the metrics of a spec; is_program says whether it is of a SIMD program."""
         metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
         if metric_ops and is_program:
             raise ValueError(

@@ -127,17 +127,17 @@ class SpecBuilder:
     ) -> Any:
         """Returns the spec of a training step.
 
-        Checkpoints are written as config says. Checkpoints of a run without the wrapper, or on
-        another mesh, can be read, too (`ReshardingSaver`); a checkpoint of another model is an
-        error that names the differences.
+        Checkpoints are written as often as config says. Checkpoints of a run without the wrapper,
+        or on another mesh, can be read, too (`ReshardingSaver`). A checkpoint of another model is
+        an error that names the differences.
 
         Args:
-          loss: an mtf tensor; the mean is taken of one with several elements, by the weights that
-            `compute_gradients` or `minimize` was given for it.
+          loss: an mtf tensor. If it has several elements, their mean is taken, by the weights that
+            `compute_gradients` or `minimize` was given for the loss.
           updates: what `apply_grads`, `apply_gradients` or `minimize` returned. The global step is
-            advanced after them, unless they do so themselves.
-          optimizer: the optimizer, whose reported values become summaries, such as gradient norms
-            (`reported`); so does the traffic of a step, if it is known.
+            advanced after these updates, unless they advance it themselves.
+          optimizer: the optimizer. The values that it reports, such as gradient norms (`reported`),
+            become summaries, and so does the traffic of a step, if it is known.
           summaries: more mtf or tf tensors by name, scalars or one value for each shard.
 
         Returns:
@@ -220,10 +220,10 @@ class SpecBuilder:
         """Returns the spec of an evaluation.
 
         Args:
-          loss: an mtf tensor; the mean is taken of one with several elements.
-          metrics: called with tensors by name, as tf tensors on the host; returns by name pairs of
-            a value and an update operation, as `tf.metrics` makes them.
-          tensors: mtf or tf tensors by name, the batch their first dimension.
+          loss: an mtf tensor. If it has several elements, their mean is taken.
+          metrics: called with `tensors` by name, as tf tensors on the host; returns a dict with
+            pairs of a value and an update operation, as `tf.metrics` makes them.
+          tensors: mtf or tf tensors by name; their first dimension is the batch.
 
         Returns:
           A TPUEstimatorSpec in a TPU program, otherwise an EstimatorSpec.
@@ -248,7 +248,7 @@ class SpecBuilder:
         """Returns the spec of predictions, and of an exported model.
 
         Args:
-          predictions: mtf or tf tensors by name, the batch their first dimension.
+          predictions: mtf or tf tensors by name; their first dimension is the batch.
 
         Returns:
           A TPUEstimatorSpec in a TPU program, otherwise an EstimatorSpec.

@@ -63,7 +63,7 @@ class ModelFn(NamedTuple):
         return spec, scaffold, hooks
 
     def call(self, features: Any, labels: Any, mode: str, params: Any, config: Any) -> Any:
-        """Returns the spec of a model on devices, as Estimator's own `model_fn` does."""
+        """Returns the spec of a model on devices, as the `model_fn` property of Estimator does."""
         return self._call(features, labels, mode, self._params(params, mode, False), config)[0]
 
     def spec(
@@ -116,10 +116,10 @@ class _InitializeIterator(tf.train.SessionRunHook):
 def features_and_labels(
     input_fn: Callable[..., Any], mode: str, params: Any, config: Any
 ) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
-    """Returns a step's features, its labels or None, and the hooks that the input needs.
+    """Returns the features of a step, its labels or None, and the hooks that the input needs.
 
     input_fn takes none, some or all of mode, params and config. It returns a `tf.data.Dataset` of
-    features, or of (features, labels), or such tensors.
+    features or of (features, labels), or it returns the tensors themselves.
     """
     result = _call_with_named(input_fn, mode=mode, params=params, config=config)
     hooks: list[tf.train.SessionRunHook] = []
@@ -166,9 +166,9 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def warm_start_settings(given: Any) -> tuple[Any, ...] | None:
-    """Returns the arguments of `tf.train.warm_start` for warm_start_from; None for None.
+    """Returns the arguments of `tf.train.warm_start` for what the user gave as warm_start_from.
 
-    Raises TypeError if it is neither a path nor WarmStartSettings.
+    None gives None. Raises TypeError if it is neither a path nor WarmStartSettings.
     """
     if given is None:
         return None

@@ -17,7 +17,7 @@ _END = "end: "
 
 
 class Ran(NamedTuple):
-    """One run of an operation of a compiled program."""
+    """One run of an operation of a compiled program, on one core."""
 
     core: int  # its place among this process's cores
     execution: int  # the run of the program, from 0; -1 where the profile does not say

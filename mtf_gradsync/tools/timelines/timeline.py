@@ -239,24 +239,25 @@ def timeline(session: Any, path: str | Path | None = None, *, lowering: Any = No
                 session.run(train_op)
         print(timeline.table())
 
-    Every call of ``session.run`` inside that runs the model is a step. A step lasts from the end of
-    the one before (of the first one: from the beginning of the block) to its own end, so that what
-    the program does between two steps, like reading a batch, is in it.
+    Every call of ``session.run`` in the block that runs the model is a step. A step lasts from the
+    end of the step before to its own end, so that it includes what the program does between two
+    steps, like reading a batch. The first step lasts from the beginning of the block.
 
     With several processes on XLA devices all of them have to enter and leave the block together;
-    each then has the recordings of all.
+    each process then has the recordings of all.
 
     Args:
       session: what runs the steps: a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, or, for
         a placement mesh, a ``tf.Session`` or a monitored session.
       path: a file to write the trace to at the end, as `Timeline.save` does.
-      lowering: the program's lowering, to name the variables that Mesh-TF has stacked one by one.
+      lowering: the program's lowering, to name each of the variables that Mesh-TF has stacked into
+        one.
 
     Returns:
       A `Timeline`, to be used as a context manager.
 
     Raises:
-      TypeError: when that is no session.
+      TypeError: when `session` is no session.
     """
     return Timeline(_recording(session, lowering), path)
 

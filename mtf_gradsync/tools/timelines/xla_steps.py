@@ -218,7 +218,7 @@ _MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
 
 
 class Operations(NamedTuple):
-    """The operations of compiled programs, by their compiled names unless noted otherwise."""
+    """The operations of compiled programs, by names in the compiled program unless noted."""
 
     name: dict[str, str]  # the name in the model's graph, where it is known
     collective: set[str]

@@ -43,9 +43,9 @@ class ComparedStep(NamedTuple):
 
 
 class WrapperComparison(NamedTuple):
-    """A step with the innermost optimizer alone, and with the config's, on the same mesh.
+    """Two steps on the same mesh: one with the innermost optimizer alone, one with the config's.
 
-    Both steps are one object if the config's optimizer is no wrapper.
+    If the config's optimizer is no wrapper, both are the same object.
     """
 
     mesh: str
@@ -53,7 +53,7 @@ class WrapperComparison(NamedTuple):
     wrapped: ComparedStep
 
     def to_json(self) -> str:
-        """Returns all rows and totals as JSON text; see `simd.CommunicationReport.to_json`."""
+        """Returns both steps with all rows and totals, as JSON text."""
         content: dict[str, Any] = {"mesh": self.mesh}
         for name, step in (("bare", self.bare), ("wrapped", self.wrapped)):
             collectives = json.loads(step.collectives.to_json())
@@ -145,7 +145,7 @@ _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True
 
 
 def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
-    """Returns totals and the gradients' collectives, in tables that fit into the terminal.
+    """Returns tables of the totals and of the gradients' collectives, no wider than a terminal.
 
     With `rows` all other collectives and transfers are listed, too.
     """
@@ -228,7 +228,11 @@ def _totals(sides: Sequence[dict[str, Total]]) -> str:
 
 
 def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
-    """Draws bytes per core and groups of both steps, by mesh axes and by part, into a PNG file."""
+    """Draws the communication of both steps into a PNG file.
+
+    It shows bytes per core, and numbers of groups (collectives made together), by mesh axes and by
+    part of the step.
+    """
     steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
     parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))
     collectives = {

@@ -18,10 +18,10 @@ from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
 class EvalGraph(NamedTuple):
     """The tensors by which a session scores batches and predicts single targets.
 
-    A session feeds int32 ``[batch_size, length]`` to the placeholders `features`, by feature name,
-    and for `next_logits` an int32 scalar to `position`. `cross_entropy` is float32
-    ``[batch..., length]``, nats of every target, 0 for padding; `next_logits` is float32
-    ``[batch..., vocab]``, the prediction of the target at `position`.
+    A session feeds int32 ``[batch_size, length]`` to the placeholders `features`, by feature name.
+    `cross_entropy` is float32 ``[batch..., length]``: the loss of every target in nats, 0 for
+    padding. To predict, a session also feeds an int32 scalar to `position`; `next_logits` is
+    float32 ``[batch..., vocab]``, the logits of the target at that position.
     """
 
     lowering: Any
@@ -152,7 +152,7 @@ class Evaluator:
     def next_logits(self, batch: dict[str, np.ndarray], position: int) -> np.ndarray:
         """Returns float32 logits ``[batch_size, vocab_size]`` of the targets at a position.
 
-        Targets from the position on have no influence.
+        Targets at that position and after it have no influence on them.
         """
         logits = self._run(self._graph.next_logits, batch, {self._graph.position: position})
         # Mesh-TensorFlow pads the vocabulary.
@@ -174,7 +174,10 @@ class Evaluator:
 
 
 def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
-    """Scores held-out targets by how often each occurs in training targets, add-one smoothed."""
+    """Scores held-out targets by how often each id occurs in the training targets.
+
+    One is added to each count, so that no id has the probability 0.
+    """
     vocabulary = transformer_utils().targets_vocabulary(vocabulary)
     size = vocabulary.vocab_size
     counts = _count_ids(train, size)

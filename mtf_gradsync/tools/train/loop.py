@@ -35,9 +35,10 @@ _STEPS_BEFORE_TIMELINE = 5
 
 
 class LoopResult(NamedTuple):
-    """The end of a training loop: at `step` of the run, after `steps_made` steps of its own.
+    """The end of a training loop.
 
-    `stopped_by` is the signal that ended it early; `seconds` is the time spent in steps.
+    `step` is the last step of the run, and `steps_made` is how many steps this loop has made.
+    `stopped_by` is the signal that ended the loop early; `seconds` is the time spent in steps.
     """
 
     step: int

@@ -40,7 +40,10 @@ class MeshSettings(NamedTuple):
         return self._replace(devices=devices)
 
     def check_devices(self) -> None:
-        """Raises ConfigError for a GPU of this process that TensorFlow does not see."""
+        """Raises ConfigError if the settings name a GPU that TensorFlow does not see.
+
+        GPUs of other tasks are not checked.
+        """
         specs = map(tf.DeviceSpec.from_string, self.devices)
         wanted = [spec for spec in specs if spec.device_type == "GPU" and spec.job is None]
         there = len(tf.config.list_physical_devices("GPU")) if wanted else 0
@@ -185,7 +188,10 @@ def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
 
 
 def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
-    """Returns the rules as given; none for an mtf.LayoutRules, which has no public list of them."""
+    """Returns the pairs of names in layout rules.
+
+    The result is empty for an mtf.LayoutRules, which has no public list of its rules.
+    """
     if isinstance(layout_rules, mtf.LayoutRules):
         return []
     if isinstance(layout_rules, str):
@@ -195,7 +201,7 @@ def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
 
 
 def _num_cpu_devices(mesh_devices: Sequence[str]) -> int:
-    """Returns one more than the largest CPU number that a device string names."""
+    """Returns how many CPU devices `mesh_devices` need: one more than the largest CPU number."""
     highest = 0
     for device in mesh_devices:
         try:

@@ -152,7 +152,7 @@ class _Rate:
 
 
 def _bar_width(stream: TextIO) -> dict[str, Any]:
-    """Returns the bar's arguments: the terminal's width, or 80 if the terminal has none."""
+    """Returns arguments that make the bar as wide as the terminal, or 80 columns wide."""
     try:
         known = os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):
@@ -161,7 +161,7 @@ def _bar_width(stream: TextIO) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Returns a field's short text: a number, a few numbers, or a range of many."""
+    """Returns a short text for a field: a number, a few numbers, or a range for many numbers."""
     shape = getattr(value, "shape", ())
     if shape:
         if value.size > _MOST_NUMBERS and value.dtype.kind in "iuf":
@@ -195,13 +195,16 @@ class MetricsFile:
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, step: int, **values: Any) -> None:
-        """Appends a line."""
+        """Appends a line with the measurements `values` of a step."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics file, without one that a killed process left half written."""
+    """Reads the lines of a metrics file.
+
+    Incomplete lines are skipped: a process that was killed while it wrote may have left one.
+    """
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -219,10 +222,10 @@ _FLUSH_SECONDS = 30
 
 
 class EventFile:
-    """An event file of this session, for scalar summaries.
+    """An event file for the scalar summaries of this session of a run.
 
-    Unlike a ``tf.summary.FileWriter``, whose thread keeps errors to itself, every method raises
-    OSError where it cannot write.
+    Every method raises OSError if it cannot write. A ``tf.summary.FileWriter`` does not: its thread
+    keeps such errors to itself.
     """
 
     def __init__(self, directory: Path, first_step: int):
@@ -243,7 +246,7 @@ class EventFile:
         self._add(tf.Event(wall_time=now, step=first_step + 1, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Adds the numbers of a step, by tag; those that are not finite are skipped."""
+        """Adds the numbers of a step, by tag; numbers that are not finite are left out."""
         values = [
             tf.Summary.Value(tag=tag, simple_value=float(value))
             for tag, value in scalars.items()
@@ -288,10 +291,10 @@ _IN_FULL = ("loss", "nats_per_token")
 
 
 class MetricsRecorder:
-    """A writer of the measurements of steps to both files, while it is entered."""
+    """A context manager that writes measurements of steps to the metrics and event files."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
-        """Begins a session of a run, after first_step steps, with files in its directory."""
+        """Begins a session of a run, after first_step steps; its files are in `directory`."""
         self._metrics = MetricsFile(directory / metrics_file, first_step)
         self.left_means = self._metrics.left_means
         self._events = EventFile(directory, first_step)
@@ -303,9 +306,10 @@ class MetricsRecorder:
         self._events.close()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Adds the measurements of a step: numbers, or arrays with one for each shard, by name.
+        """Adds the measurements of a step, by name.
 
-        If values are not finite, only losses are written.
+        They are numbers, or arrays with a number for each shard. Of values that are not finite,
+        only losses are written.
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
@@ -325,7 +329,7 @@ class MetricsRecorder:
             self._metrics.write(step, **{_MEANS: state})
 
     def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds numbers that do not change during a run, to the event file alone."""
+        """Adds numbers that do not change during a run, to the event file only."""
         self._events.write(step, scalars)
 
     def flush(self) -> None:

@@ -47,7 +47,7 @@ class ModelSettings(NamedTuple):
     seed: int
 
     def feature_length(self, name: str) -> int:
-        """Returns the length of a feature's vectors."""
+        """Returns the length of the sequences of a feature."""
         # "targets_position" is as long as "targets".
         feature = name.split("_")[0]
         if feature not in self.sequence_length:
@@ -111,7 +111,7 @@ class MeshModel:
         self._batch_dims = [mtf.Dimension(name, size) for name, size in sizes.items() if size]
 
     def _check_positions(self, settings: ModelSettings) -> None:
-        """Raises ConfigError if the model has fewer positions than its sequences."""
+        """Raises ConfigError if sequences are longer than the positions that the model has."""
         parts = {"inputs": "encoder", "targets": "decoder"}
         for feature, name in parts.items():
             part = getattr(self._model, name, self._model if feature == "targets" else None)
@@ -263,7 +263,7 @@ class TrainingJob(NamedTuple):
 
 
 def resolve_job(config: RunConfig) -> TrainingJob:
-    """Checks the settings of a config that define the training step, and returns them as a job."""
+    """Returns the training job of a config, after checking the settings that define its step."""
     check_flags_and_seed(config)
     check_positive("train_steps", config.train_steps)
     check_positive("outer_batch_size", config.outer_batch_size, optional=True)

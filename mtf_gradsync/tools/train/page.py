@@ -34,7 +34,10 @@ class Ended(NamedTuple):
 
 
 def check_pages_installed() -> None:
-    """Raises a ConfigError if a library is missing that pages need; called before a run begins."""
+    """Raises a ConfigError if a library that pages need is missing.
+
+    It is called before a run begins, so that the run does not fail at its end.
+    """
     check_library("jinja2", f"writing {REPORT_FILE}")
     check_library("matplotlib", "drawing pictures")
 
@@ -106,7 +109,7 @@ def write_page(
 
 
 def printable(text: str) -> str:
-    """Returns a text with a replacement for each character that a page may not have."""
+    """Returns a text in which characters that a page may not have are replaced."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
 
 

@@ -26,7 +26,7 @@ class Series(NamedTuple):
 
     @property
     def last(self) -> Any:
-        """The newest value, or the newest for each shard."""
+        """The newest value, or the newest values of all shards."""
         return self.values[-1]
 
 
@@ -45,7 +45,10 @@ def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
 
 
 def thinned(series: Series, is_count: bool = False) -> Series:
-    """Returns a series with fewer points: means of neighbours, or every n-th of a count."""
+    """Returns a series with fewer points.
+
+    A point is the mean of neighbours, or, with is_count, every n-th value is kept.
+    """
     size = -(-len(series.steps) // _MOST_POINTS)
     if size == 1:
         return series
@@ -207,7 +210,7 @@ def training_losses(rows: Rows) -> Series | None:
 
 
 def kilobytes(size: int) -> str:
-    """Returns a number of bytes in units of 1,000, exactly."""
+    """Returns a number of bytes as text in kB of 1,000 bytes, without rounding."""
     return f"{size / 1e3:,.3f}"
 
 

@@ -78,14 +78,14 @@ def check_data(
     accept: bool,
     say: Callable[[str], None],
 ) -> bool:
-    """Compares the data set that a run began with to the one that it would go on with.
+    """Compares the data set that a run began with to the data set that it would go on with.
 
     Args:
       directory: the run's directory.
       before: hashes of the first examples of the run's data set; [] if they are not known.
       now: hashes of the first examples of the data set now.
       accept: whether the run may go on with other data.
-      say: takes a line where the same settings give other examples.
+      say: called with a line if the settings are the same, but the examples are not.
 
     Returns:
       Whether the data are the same, as far as is known.

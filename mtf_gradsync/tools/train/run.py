@@ -58,9 +58,9 @@ from mtf_gradsync.tools.train.train_graph import EXAMPLES, TrainGraph
 
 
 class RunResult(NamedTuple):
-    """The result of a run: how far it got, its held-out score, and the baseline's score.
+    """The result of a run: the steps it has made, its held-out score, and the baseline's score.
 
-    `stopped_by` is the signal that stopped it early; there are no scores then.
+    `stopped_by` is the signal that stopped the run early; such a run has no scores.
     """
 
     step: int
@@ -87,10 +87,11 @@ class RunRole(NamedTuple):
     """The role of this process in a run of several processes.
 
     Attributes:
-      target: the server of a cluster's chief, which builds and writes for all; "" for none.
-      checkpoint_dir: where checkpoints are, when another process writes them; None for model_dir.
-      chosen: calls a function that chooses a checkpoint, on the process that writes, then on the
-        others; all have to get the same step.
+      target: the server of a cluster's chief, which builds and writes for all tasks; "" for none.
+      checkpoint_dir: the directory of checkpoints, if another process writes them; None for
+        model_dir.
+      chosen: calls a function that chooses a checkpoint and returns its result. The process that
+        writes calls the function first, then the others do; all have to choose the same step.
     """
 
     target: str = ""
@@ -165,7 +166,7 @@ class _Run:
         accepted: Accepted,
         role: RunRole,
     ):
-        """Checks the settings as far as possible before anything is read or written."""
+        """Checks as many settings as can be checked before anything is read or written."""
         check_schedule(config)
         check_pages_installed()
         self._config, self._say, self._accepted, self._role = config, say, accepted, role

@@ -56,7 +56,7 @@ class RunFacts(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the installed libraries that a run depends on."""
+    """Returns the versions of Python and of the installed libraries that a run uses, by name."""
     found = {"Python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -124,9 +124,9 @@ def forget_recorded(directory: Path, step: int) -> None:
 
 
 def keep_best(path: str, directory: Path) -> None:
-    """Keeps a checkpoint as the best one of a run, in `BEST_DIR` of its directory.
+    """Stores a checkpoint as the best one of a run, in `BEST_DIR` of its directory.
 
-    Files are links where the file system has them. The state file, written last, names the new
+    Files are links if the file system has links. The state file, written last, names the new
     checkpoint before the old one is removed.
     """
     best = directory / BEST_DIR

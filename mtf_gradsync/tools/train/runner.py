@@ -72,9 +72,9 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
 
 
 def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.ConfigProto]:
-    """Checks a config; returns its runtime, its job, and the sessions' settings.
+    """Checks a config; returns its runtime, its job, and the settings of sessions.
 
-    `target` is as for `choose_runtime`.
+    For `target` see `choose_runtime`.
     """
     runtime = choose_runtime(config, target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
@@ -86,7 +86,11 @@ def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.Co
 def training_graph(
     job: TrainingJob, batches: TrainingBatches, runtime: Runtime, session: tf.ConfigProto
 ) -> tuple[TrainGraph, simd.Program | None, Callable[..., Runner]]:
-    """Builds the training step for a runtime; returns it, its program and a runner factory."""
+    """Builds the training step for a runtime.
+
+    Returns the graph of the step, its SIMD program (None on a placement mesh), and a function that
+    makes the runner.
+    """
     features = batches.placeholders()
     mesh = job.model.mesh
     place = sessions.runtime_for(runtime.name, mesh.shape, mesh.layout, session, runtime.target)
@@ -191,17 +195,17 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def _raw(self, use: Callable[[Any], Any]) -> Any:
-        """Calls a function with the session, without running the session's hooks."""
+        """Calls `use` with the plain session, so that the hooks of the session do not run."""
 
     @abc.abstractmethod
     def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
-        """Begins a step; returns a function that waits for its values."""
+        """Begins a step on the feed dict `batch`; returns a function that waits for its values."""
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
         """Begins a step; returns a function that waits for its values by name.
 
         The values are "step", "loss", "fields" and "reported" of `TrainGraph`, "update_step" and
-        "in_sums" if the optimizers have them, and "tokens": how many targets of the batch are no
+        "in_sums" if the optimizers have them, and "tokens": how many targets of the batch are not
         padding.
         """
         batch = self._batches.next()
@@ -239,7 +243,7 @@ class Runner(abc.ABC):
         return False
 
     def check_copies(self) -> None:
-        """Raises CopiesError unless all cores' copies of each variable are equal.
+        """Raises CopiesError unless all copies of each variable, one on each core, are equal.
 
         It waits for the steps that were dispatched.
         """
@@ -266,7 +270,7 @@ class Runner(abc.ABC):
         return island.step
 
     def _begin(self) -> None:
-        """Sets `first_step` to the session's step, and makes the batches begin there."""
+        """Sets `first_step` to the step of the session, and has the batches begin at that step."""
         self.first_step, examples = map(int, self._session.run(self._made))
         self._batches.begin(self.first_step, examples)
         if self._island:

@@ -90,7 +90,10 @@ _SEEDS = 2**32
 
 
 def sample(evaluator: Evaluator, settings: Sampling) -> list[Sample]:
-    """Continues the beginnings of held-out sequences, by an evaluator with restored variables."""
+    """Continues the beginnings of held-out sequences.
+
+    `evaluator` must have restored the variables of the model.
+    """
     vocabulary = transformer_utils().targets_vocabulary(evaluator.settings.vocabulary)
     # Decided before writing, because a full sequence has no place for a continuation.
     given = np.array(evaluator.batches[0]["targets"])[:, : settings.prompt_tokens]
@@ -115,10 +118,10 @@ def sample_after(
     settings: Sampling,
     with_averages: bool = False,
 ) -> list[Sample]:
-    """Continues a text by the model of a checkpoint, of any runtime.
+    """Continues the text `prompt` by the model of a checkpoint, whatever runtime has made it.
 
-    If the prompt is longer than the model's sequence, only its end is used. With with_averages the
-    checkpoint's moving averages replace the variables.
+    If the prompt is longer than the model's sequence, only its end is used. If with_averages is
+    set, the checkpoint's moving averages replace the variables.
     """
     if model.model_type != "lm":
         raise ConfigError(

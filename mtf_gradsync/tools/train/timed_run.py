@@ -38,7 +38,9 @@ class TimedRun:
         accepted: Accepted = NOTHING,
         role: RunRole = ALONE,
     ) -> Timeline:
-        """Records steps after the newest checkpoint of model_dir; None begins with new values.
+        """Records steps after the newest checkpoint of model_dir.
+
+        If model_dir is None, the steps begin with new values.
 
         Raises:
           ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.

@@ -187,8 +187,8 @@ def model_and_optimizer(
 ) -> tuple[mtf.Tensor, list[tuple[mtf.Tensor, mtf.Variable]], Any, Any]:
     """Adds a job's model and gradients to the model's graph, and makes the optimizer.
 
-    Returns the loss, pairs of a gradient and a variable to train, the optimizer, and the learning
-    rate of the step, None if the optimizer has its own.
+    Returns the loss, a list of pairs (gradient, variable) for the variables that train, the
+    optimizer, and the learning rate of the step. The rate is None if the optimizer has its own.
     """
     loss, grads = _loss_and_gradients(model, features)
     job.model.mesh.check_splits(model.graph, model.input_dims)
@@ -257,7 +257,7 @@ def _noise_scale(opt: Any, batch_size: int) -> Any:
 
 
 def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tuple[Any, list[Any]]:
-    """Returns the loss and its gradients, computed in microbatches if gin says so."""
+    """Returns the loss and its gradients; they are computed in microbatches if gin binds that."""
     settings = model.settings
     mtf_features = model.import_features(features)
     batch_dim = mtf_features["targets"].shape.dims[-2]

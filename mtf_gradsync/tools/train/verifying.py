@@ -39,8 +39,8 @@ def verify_config(
 ) -> Verification:
     """Verifies the training step that gin's configuration describes, on its training data.
 
-    Arguments are those of `mtf_gradsync.verify`. It raises ConfigError for a wrong configuration or
-    argument.
+    The arguments are those of `mtf_gradsync.verify`. Raises ConfigError for a wrong configuration
+    or argument.
     """
     config = gin_files.bound_run_config()
     job = resolve_job(config)
@@ -104,7 +104,7 @@ def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> 
 
 
 def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:
-    """Yields the training batches of a job, by feature."""
+    """Yields the training batches of a job, as arrays by feature name."""
     with job.batches() as source:
         with tf.Graph().as_default():
             feeds = source.placeholders()

@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def version_of(name: str) -> str:
-    """Returns the version of a distribution; "" where it is not installed."""
+    """Returns the version of an installed distribution; "" if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def version_of(name: str) -> str:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """Yields names and values of the facts that are known once the package is imported."""
+    """Yields the names and values of facts that only the imported package knows."""
     import mtf_gradsync
     from mtf_gradsync.extension import ESTIMATOR_AVAILABLE, tf
     from mtf_gradsync.runtimes import xla

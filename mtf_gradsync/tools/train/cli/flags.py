@@ -204,7 +204,7 @@ def config_of_run(model_dir: str) -> str:
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Raises ConfigError if a file stands where a directory is to be written."""
+    """Raises ConfigError if the directory, or one that it is in, is a file."""
     path = Path(model_dir)
     first = next((one for one in (path, *path.parents) if one.exists()), None)
     if first is not None and not first.is_dir():
@@ -212,7 +212,7 @@ def check_model_dir(model_dir: str) -> None:
 
 
 def names_in(values: Sequence[str]) -> list[str]:
-    """Returns the names in the values of a flag, each of which may list several."""
+    """Returns the names in the values of a flag; each value may be a list of names."""
     return [part for value in values for part in value.split(",") if part]
 
 

@@ -91,7 +91,7 @@ def _is_gin_file(name: str) -> bool:
 def _texts_and_names(
     given: Sequence[str], configs: Collection[str]
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits the arguments of --text into texts, and CONFIG and FILE after them, if any."""
+    """Splits the arguments after --text into files of text, and CONFIG and FILE, if any."""
     for at, name in enumerate(given):
         is_config = not Path(name).exists() and difflib.get_close_matches(name, configs, 1, 0.8)
         if at and (is_config or _is_gin_file(name)):
@@ -100,9 +100,10 @@ def _texts_and_names(
 
 
 def _name_of_run(text: str) -> str:
-    """Returns the name of a text, without characters special to shells, gin or TensorFlow.
+    """Returns a name for a run from a text's file name.
 
-    The name is not that of a config in the package, which the copy may include.
+    Characters special to shells, gin or TensorFlow are replaced. The name is not that of a config
+    in the package, because the copy may include that config.
     """
     name = re.sub(r"[^\w.-]+", "_", Path(text).stem).strip("_.-") or "text"
     return f"{name}_text" if (configs_dir() / f"{name}.gin").exists() else name

@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Ends the command with an error for unknown arguments, which suggests similar ones."""
+    """Ends the command with an error that names unknown arguments and suggests similar ones."""
     hint = ""
     known = re.findall(r"(?<![\w-])--\w+", parser.format_help())
     for argument in unknown:

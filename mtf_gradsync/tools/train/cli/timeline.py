@@ -119,7 +119,11 @@ def _merged(files: list[str]) -> Timeline:
 
 
 def _left_config(args: argparse.Namespace) -> list[str]:
-    """Returns the config that an earlier run left in --model_dir, as a list; [] without one."""
+    """Returns the config file that an earlier run left in --model_dir, in a list.
+
+    The list is empty without --model_dir, and if --gin_file gives the config of a run that has left
+    none. Otherwise a missing file raises ConfigError.
+    """
     if not args.model_dir:
         if not (args.gin_file or args.gin_param):
             raise ConfigError(
