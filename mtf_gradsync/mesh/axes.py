@@ -1,4 +1,4 @@
-"""Axes of a mesh: replica axes, which split the batch, and groups of processors along axes."""
+"""The replica axes of a mesh, which split the batch, and groups of processors along mesh axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 
 
 class Shape(Protocol):
-    """A protocol for the used part of `mtf.Shape`, which has no types."""
+    """A protocol, for type checkers, of what this package uses of `mtf.Shape`."""
 
     @property
     def dims(self) -> Any:
@@ -20,7 +20,7 @@ class Shape(Protocol):
 
 
 class LayoutRules(Protocol):
-    """A protocol for the used part of `mtf.LayoutRules`, which has no types."""
+    """A protocol, for type checkers, of what this package uses of `mtf.LayoutRules`."""
 
     def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
         """Returns the mesh axis of each dimension of a tensor."""
@@ -33,9 +33,10 @@ LayoutLike = Union[str, Iterable[Tuple[str, str]], LayoutRules]
 
 
 def as_dim_names(dims: str | Sequence[str], argument: str = "batch_dims") -> tuple[str, ...]:
-    """Returns dimension names, or a string of names separated by commas, as a tuple.
+    """Returns dimension names as a tuple; a string has names separated by commas.
 
-    Raises a ValueError about `argument` for other types, and for a name that is given twice.
+    Raises a ValueError for other types, and for a name that is given twice. `argument` is the name
+    of the caller's argument, for the error.
     """
     if isinstance(dims, str):
         dims = [name.strip() for name in dims.split(",") if name.strip()]
@@ -50,7 +51,10 @@ def as_dim_names(dims: str | Sequence[str], argument: str = "batch_dims") -> tup
 
 
 def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
-    """Returns a mesh shape; raises ValueError for another value, or a dimension without size."""
+    """Returns a mesh shape as `mtf.Shape`.
+
+    Raises ValueError for other values, and for a dimension without a size.
+    """
     cause: Exception | None = None
     try:
         is_given = isinstance(mesh_shape, (str, mtf.Shape))
@@ -71,7 +75,7 @@ def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
 
 
 def as_layout(layout: Any) -> mtf.LayoutRules:
-    """Returns layout rules; raises ValueError for another value."""
+    """Returns layout rules as `mtf.LayoutRules`; raises ValueError for other values."""
     try:
         if not isinstance(layout, (str, mtf.LayoutRules)):
             # Mesh-TF looks at the pairs only when they are used.
@@ -90,8 +94,8 @@ def as_layout(layout: Any) -> mtf.LayoutRules:
 class ReplicaAxes:
     """The mesh axes that split a batch, and the shards along them.
 
-    A shard is one coordinate along the replica axes; shards are numbered in row-major order
-    over `shard_dims`.
+    Each shard of the batch has one coordinate along each replica axis. Shards are numbered in
+    row-major order over `shard_dims`.
 
     Attributes:
       mesh_shape: `mtf.Shape` of the mesh.
@@ -119,9 +123,9 @@ class ReplicaAxes:
         Args:
           mesh_shape: anything that `mtf.convert_to_shape` takes ("batch:4;model:2").
           layout: anything that `mtf.convert_to_layout_rules` takes ("batch:batch;heads:model").
-          batch_dims: names of the tensor dimensions whose mesh axes are the replica axes. A name
-            that the layout does not split adds no axis. An empty sequence says that the batch
-            is not split at all.
+          batch_dims: names of the tensor dimensions that the batch is split along. The mesh axes
+            that split these dimensions are the replica axes. A dimension that the layout does not
+            split adds no axis. An empty sequence says that the batch is not split at all.
 
         Raises:
           ValueError: mesh_shape or layout cannot be read, a batch dimension is split over two
@@ -177,7 +181,7 @@ class ReplicaAxes:
         return list(self.layout.tensor_layout(shape, self.mesh_shape))
 
     def check_mesh_impl(self, mesh_impl: mtf.MeshImpl) -> None:
-        """Raises ValueError when a mesh does not have the axes that this object describes."""
+        """Raises ValueError if a mesh does not have these replica axes."""
         for dim, axis in zip(self.shard_dims, self.mesh_axes):
             found = mesh_impl.tensor_dimension_to_mesh_axis(dim)
             if mesh_impl.shape != self.mesh_shape or found != axis:
@@ -211,9 +215,10 @@ def resolve_axes(
     layout: LayoutLike | None = None,
     batch_dims: str | Sequence[str] = ("batch",),
 ) -> ReplicaAxes | None:
-    """Returns `axes`, or the replica axes of the other arguments; None if neither is given.
+    """Returns the replica axes for a caller's arguments: `axes`, or a mesh shape and a layout.
 
-    Raises ValueError if both are given, or only one of mesh_shape and layout.
+    Returns None if neither `axes` nor mesh_shape and layout are given. Raises ValueError if both
+    are given, or only one of mesh_shape and layout.
     """
     if axes is not None:
         check_axes(axes)
@@ -235,10 +240,10 @@ def resolve_axes(
 
 
 def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
-    """Returns replica axes by batch dims' names; None if no known mesh splits them.
+    """Returns the replica axes that split the batch dimensions `names`; None if none does.
 
-    `mesh` is a mesh shape and a layout; None takes the mesh that the program has made for this
-    graph.
+    `mesh` is a pair of a mesh shape and a layout. None takes the mesh that the program has made in
+    TensorFlow's default graph.
     """
     meshes = meshes_made() if mesh is None else [mesh]
     if len(meshes) != 1:
@@ -251,11 +256,12 @@ def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
 def axes_of_pipeline(
     wrapper: str, what: str, batch_dims: str | Sequence[str] = ("batch",)
 ) -> ReplicaAxes:
-    """Returns the replica axes of the mesh that the program has made for this graph.
+    """Returns the replica axes of the mesh that the program has made in the default graph.
 
-    Pipelines (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh before the
-    optimizer, so that a wrapper can find it without arguments. If there is no mesh or several, a
-    ValueError says that `wrapper` has to know `what`, such as "the islands".
+    Training programs (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh
+    before the optimizer, so that a wrapper can find it without arguments. Raises ValueError if
+    there is no mesh or several. The error says that `wrapper` has to know `what`, such as "the
+    islands".
     """
     meshes = meshes_made()
     if len(meshes) == 1:
@@ -269,12 +275,15 @@ def axes_of_pipeline(
 
 
 def is_simd(mesh_impl: Any) -> bool:
-    """Returns whether one program runs on all processors, so that tensors have a single slice."""
+    """Returns whether a mesh is a SIMD mesh, as on a TPU.
+
+    One program then runs on all processors, and a `LaidOutTensor` has a single slice.
+    """
     return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
 
 
 class ProcessorGroups:
-    """A partition of a mesh's processors into equally large groups.
+    """Groups of equal size that together have each processor of a mesh once.
 
     Attributes:
       groups: lists of logical processor numbers; each processor is in one list.
@@ -286,8 +295,10 @@ class ProcessorGroups:
         """Sets the groups.
 
         Args:
-          groups: equally long lists of processor numbers, together every number from 0 on once.
-          mesh_axes: the mesh axes by number that the groups run along; None where it is not known.
+          groups: lists of processor numbers, all of one length. Each number from 0 on is in one of
+            the lists, once.
+          mesh_axes: the numbers of the mesh axes that the groups run along; None if that is not
+            known.
 
         Raises:
           ValueError: groups are no such lists.
@@ -340,7 +351,10 @@ def check_mesh(mesh_impl: Any) -> None:
 
 
 def check_groups(mesh_impl: Any, groups: Any) -> None:
-    """Raises TypeError or ValueError unless groups are `ProcessorGroups` of a mesh's processors."""
+    """Raises an error unless `groups` are `ProcessorGroups` of all processors of a mesh.
+
+    It is a TypeError for another type, and a ValueError for groups of other processors.
+    """
     check_mesh(mesh_impl)
     if not isinstance(groups, ProcessorGroups):
         raise TypeError(
@@ -356,9 +370,10 @@ def check_groups(mesh_impl: Any, groups: Any) -> None:
 
 
 def axis_number(shape: mtf.Shape, axis: Any, argument: str) -> int:
-    """Returns the number of a mesh dimension, given by name or number.
+    """Returns the number of a mesh dimension, which is given by name or by number.
 
-    Anything else raises a ValueError, which names the caller's `argument`.
+    Raises a ValueError for anything else. `argument` is the name of the caller's argument, for the
+    error.
     """
     names = shape.dimension_names
     if axis in names:

@@ -17,7 +17,7 @@ from mtf_gradsync._private.tensorflow import calls_function, variable_key, varia
 def canonical_device(device: Any, argument: str = "A device") -> str:
     """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
-    Anything else raises a ValueError, which calls it `argument`.
+    Raises a ValueError for anything else. `argument` is what the error calls the device.
 
     Examples:
       >>> canonical_device("cpu:0")
@@ -40,23 +40,24 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
 # Asked for each device of each operation of a program.
 @functools.lru_cache(maxsize=None)
 def full_name(device: str) -> str:
-    """Returns a device's full name, one for all ways to write it; "" stays empty."""
+    """Returns a device string in full; all spellings of a device give the same; "" stays empty."""
     return tf.DeviceSpec.from_string(device).to_string()
 
 
 def place_of(device: str) -> tuple[Any, ...]:
     """Returns a key that is equal for all names of one device.
 
-    Unlike `full_name` it knows that "/device:CPU:0" is "/job:localhost/task:0/device:CPU:0".
+    Unlike `full_name`, it also gives "/device:CPU:0" and "/job:localhost/task:0/device:CPU:0" the
+    same key.
     """
     spec = tf.DeviceSpec.from_string(device)
     return process_of(device), spec.device_type, spec.device_index or 0
 
 
 def process_of(device: str) -> tuple[Any, ...]:
-    """Returns the process in a device string: its job, replica and task.
+    """Returns the process that a device string names: its job, replica and task.
 
-    TensorFlow's name for the local process counts as no name.
+    TensorFlow's name for the local process, "/job:localhost", counts as no job.
     """
     spec = tf.DeviceSpec.from_string(device)
     if spec.job in (None, "localhost") and not spec.task:
@@ -65,7 +66,10 @@ def process_of(device: str) -> tuple[Any, ...]:
 
 
 def kind_of(device: str) -> str:
-    """Returns the kind of a device: "CPU" if the string names none, "unknown" for another text."""
+    """Returns the kind of a device, such as "GPU".
+
+    It is "CPU" if the string has no kind, and "unknown" if it is no device string.
+    """
     try:
         return tf.DeviceSpec.from_string(device).device_type or "CPU"
     except (AttributeError, TypeError, ValueError):
@@ -73,7 +77,9 @@ def kind_of(device: str) -> str:
 
 
 def memories(devices: Sequence[str]) -> list[list[int]]:
-    """Returns groups of positions of devices that share a memory, as a process's CPUs do.
+    """Returns lists of positions in `devices`: the devices of a list share a memory.
+
+    CPU devices of one process do; every other device has its own memory.
 
     Examples:
       >>> memories(["/cpu:0", "/cpu:1", "/gpu:0"])
@@ -96,10 +102,11 @@ _REPEATABLE = ("ReadVariableOp", "VarHandleOp")
 
 
 def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
-    """Calls a function once for all processors that share a memory and have the same inputs.
+    """Returns the results of a function of the inputs of each processor.
 
-    Each input is a list of one value for each processor, and so is the result. A function that
-    makes operations with state, as random numbers have, is called for each processor.
+    Each input is a list of one value for each processor. The function is called only once for all
+    processors that share a memory and have the same inputs. If it makes operations with state, as
+    random numbers have, it is called for each processor.
     """
     devices, graph = mesh_impl.devices, tf.get_default_graph()
     result: list[Any] = [None] * mesh_impl.size
@@ -130,16 +137,16 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
 
 
 def shares_all(mesh_impl: Any) -> bool:
-    """Returns whether a mesh keeps one copy of slices that are equal on all processors."""
+    """Returns whether all processors of a mesh share one copy of slices that are equal."""
     shares = getattr(mesh_impl, "LaidOutVariable", None) is SharedVariable
     return shares and len(memories(mesh_impl.devices)) == 1
 
 
 def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
-    """Returns for each group the first group with the same tensors in the same memories.
+    """Returns for each group the first group with the same slices in the same memories.
 
-    Where copies are shared, processors that differ only along a dimension that a tensor is not
-    split over have one tensor together.
+    Groups have the same slices, as tensor objects, if processors share copies: processors then
+    share a slice if they differ only along mesh axes that do not split the tensor.
     """
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     first: dict[Any, list[int]] = {}
@@ -147,20 +154,25 @@ def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int
 
 
 class SharedVariable:
-    """A laid-out variable with one copy of each slice in each memory.
+    """A lowered variable with one copy of each slice in each memory.
 
-    Processors that share a memory and a slice have one tf variable together. It is on the device of
-    one of them, the devices taking turns, and is written once.
+    Processors that share a memory and have equal slices share one tf variable. It is on the device
+    of one of these processors (the writer), and is written once. From variable to variable the
+    devices take turns.
 
     Attributes:
       laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
-      writers: for each processor the processor that writes its slice.
-      copy_master_to_slices: the tf operation that sets the tf variables from the master.
-      copy_slices_to_master: the tf operation that does the reverse.
+      writers: for each processor, the processor that writes its slice.
+      copy_master_to_slices: the tf operation that sets the slices from the master (the variable
+        that checkpoints hold).
+      copy_slices_to_master: the tf operation that sets the master from the slices.
     """
 
     def __init__(self, variable: mtf.Variable, mesh_impl: Any):
-        """Makes the tf variables of a variable with a master; the mesh has `next_turn`."""
+        """Makes the tf variables of a mesh variable that has a master.
+
+        `mesh_impl` has a method `next_turn`, by which devices take turns.
+        """
         self._variable, self._mesh_impl, self.name = variable, mesh_impl, variable.name
         self.writers: list[int] = [0] * mesh_impl.size
         with writing():
@@ -196,7 +208,11 @@ class SharedVariable:
         )
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Assigns each processor's slice its value; each tf variable is assigned once."""
+        """Assigns a value to the slice of each processor; each tf variable is assigned once.
+
+        `assign_fn` is as for Mesh-TF's variables: it gets the mesh variable, the tf variable, and
+        the value.
+        """
         writers = list(dict.fromkeys(self.writers))
         slices = self.laid_out_tensor.all_slices
         with writing():
@@ -212,7 +228,10 @@ class SharedVariable:
 
 
 def writers_of(laid_out_variable: Any) -> list[int]:
-    """Returns for each processor the processor that writes its slice of a variable."""
+    """Returns for each processor the number of the processor that writes its slice of a variable.
+
+    It is the processor's own number unless processors share slices.
+    """
     shared = getattr(laid_out_variable, "writers", None)
     return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
 
@@ -225,10 +244,10 @@ _WRITING = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def writing(only_calls: bool = False) -> Iterator[None]:
-    """Lets operations that are made inside the block write shared slices, each once.
+    """Returns a context; operations made inside may write slices that processors share.
 
-    With `only_calls`, only operations that call functions; the functions have been checked
-    themselves.
+    The caller makes sure that each slice is written once. `only_calls` allows that only to
+    operations that call functions; the functions have been checked themselves.
     """
     graph = tf.get_default_graph()
     first = graph.version
@@ -237,7 +256,7 @@ def writing(only_calls: bool = False) -> Iterator[None]:
 
 
 def check_writers(laid_out_variables: Iterable[Any], first: int = 0) -> None:
-    """Raises a ValueError if an operation outside of `writing` writes a shared slice.
+    """Raises a ValueError if a slice that processors share is written outside of `writing`.
 
     Args:
       laid_out_variables: the variables of a lowering.

@@ -31,17 +31,19 @@ KNOWN_KINDS = ("CPU", "GPU", "TPU")
 
 
 class Topology(NamedTuple):
-    """The hardware under a mesh, as far as device strings and TensorFlow tell.
+    """The hardware that a mesh runs on, as far as device strings and TensorFlow tell.
 
     Attributes:
       size: number of processors.
-      simd: whether one program runs on all of them; nothing else is known then.
+      simd: whether the mesh is a SIMD mesh, on which one program runs on all processors. The other
+        attributes are then empty.
       kinds: kind of each processor's device, such as "CPU"; see `kind_of`.
-      processes: for each processor a value that is equal for devices of one process.
-      chips: for each processor a value that is equal for processors on one device or one GPU.
-      linked: whether links join all GPUs of each process, directly or over each other; None if
-        unknown, as for GPUs of other processes.
-      models: names of the GPUs, where TensorFlow knows them.
+      processes: a key for each processor; processors of one process have equal keys.
+      chips: a key for each processor; processors on one device, or on parts of one GPU, have equal
+        keys.
+      linked: whether fast links connect all GPUs of each process, directly or through other GPUs;
+        None if that is unknown, as for GPUs of other processes.
+      models: names of those GPUs whose names TensorFlow knows.
     """
 
     size: int
@@ -68,9 +70,9 @@ class Topology(NamedTuple):
 def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) -> Topology:
     """Returns the hardware of a placement or SIMD mesh.
 
-    `device_attributes` are TensorFlow's `DeviceAttributes` of devices on the mesh. Without them
-    TensorFlow is asked if the mesh has GPUs of this process, and starts all GPUs that it can see,
-    as a session would.
+    `device_attributes` are TensorFlow's `DeviceAttributes` of the mesh's devices. If they are not
+    given, and the mesh has GPUs of this process, TensorFlow is asked for them. It then initializes
+    all GPUs that it can see, as a session would.
     """
     if is_simd(mesh_impl):
         return Topology(mesh_impl.shape.size, simd=True)
@@ -108,9 +110,9 @@ def _gpu_facts(
     chips: list[Hashable],
     device_attributes: Sequence[Any],
 ) -> tuple[bool | None, list[str]]:
-    """Returns whether links join the GPUs, and their names.
+    """Returns whether fast links connect the GPUs, and the names of the GPUs.
 
-    Replaces the `chips` of devices that are parts of one GPU by one value.
+    It also changes the list `chips`: devices that are parts of one GPU get equal keys.
     """
     attributes = {place_of(a.name): a for a in device_attributes if kind_of(a.name) == "GPU"}
     gpus = [p for p, kind in enumerate(kinds) if kind == "GPU"]
@@ -136,7 +138,10 @@ def _gpu_facts(
 
 
 def _joined(gpus: Sequence[Any]) -> bool:
-    """Returns whether the first GPU of each process has links to the process's others."""
+    """Returns whether links lead from the first of some GPUs to all others, if need be over others.
+
+    The GPUs are those of one process.
+    """
     numbers = [tf.DeviceSpec.from_string(gpu.name).device_index for gpu in gpus]
     links = {
         number: {link.device_id for link in gpu.locality.links.link}
@@ -152,7 +157,7 @@ def _joined(gpus: Sequence[Any]) -> bool:
 
 
 class Choice(NamedTuple):
-    """A strategy and the reason for it."""
+    """A reduction strategy, and the reason for choosing it, as text for the log."""
 
     strategy: Strategy
     why: str
@@ -203,9 +208,10 @@ class BestAllReduce(Strategy):
     """A strategy that `choose_the_best` picks when the graph is lowered.
 
     Use it for a wrapper that is made before its mesh, by gin for example. Each choice is logged
-    once. It picks no strategy that keeps state for gradients, whose variables are made before the
-    graph is lowered; around it such a strategy leaves all other sums to the choice:
-    `QuantizedAllReduce(reducer=BestAllReduce())`.
+    once. It never picks a strategy that keeps state for gradients, because the variables of that
+    state have to be made before the graph is lowered. To combine the two, give this strategy to the
+    other one: `QuantizedAllReduce(reducer=BestAllReduce())` quantizes the gradients, and makes all
+    other sums by the strategy that is picked.
     """
 
     def __init__(self):
@@ -254,7 +260,7 @@ def _choose(
     groups: ProcessorGroups | None,
     device_attributes: Sequence[Any] | None = None,
 ) -> tuple[Choice, str]:
-    """Returns the choice and a line to log."""
+    """Returns the choice for a mesh, and a line about it for the log; never raises an error."""
     # Training must not stop because this module does not know its mesh.
     try:
         topology = topology_of(mesh_impl, device_attributes)
@@ -319,7 +325,7 @@ def _choose_for_gpus(topology: Topology, groups: ProcessorGroups) -> Choice:
 
 
 def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
-    """Returns gradients in words: "60 gradients (float32, 72.1 MiB a processor)"."""
+    """Returns text about gradients for the log: "60 gradients (float32, 72.1 MiB a processor)"."""
     try:
         known = [] if gradients is None else [x for x in gradients if x is not None]
     except Exception:  # As below.

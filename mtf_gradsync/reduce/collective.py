@@ -30,7 +30,7 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def _instance_keys_of_a_client() -> Iterator[int]:
-    """Yields instance keys that no other graph or client has used on the workers."""
+    """Yields numbers for collectives (instance keys) that no other program used on the workers."""
     # A worker refuses another collective of a key, even after the client that used it has ended.
     # Random without a seed of the program's: two runs of it must not draw the same keys.
     return itertools.count(random.SystemRandom().randrange(1, 1 << 30))
@@ -48,23 +48,23 @@ class CollectiveAllReduce(OneLevel):
     with ``session_config(collective_group_leader=...)``. Without it they wait for each other for
     ever, without a message.
 
-    Collectives that two devices start in different orders can wait for each other for ever. So all
-    collectives of a graph (or of one branch, or loop, of it) run one after the other, in the order
-    in which they were built, and a reader of a sum waits for all members. A session that fetches
-    one sum therefore also runs all sums built before it.
+    Two devices that start two collectives in different orders can wait for each other for ever. So
+    all collectives of a graph (or of one branch, or loop, of it) run one after the other, in the
+    order in which they were built, and an operation that reads a sum waits until all members of the
+    group have it. A session that fetches one sum therefore also runs all sums built before it.
 
-    The processes of a cluster remember each other: after a restart of one of them, or a failed
-    collective, every later one fails with an error until all are restarted. Take another strategy
-    for a run that has to survive the loss of a process.
+    After a restart of one process of a cluster, or after a failed collective, every later
+    collective fails with an error until all processes are restarted. Take another strategy for a
+    run that has to survive the loss of a process.
 
-    On SIMD meshes, and inside tf functions of a session (the update of
-    `GradientAccumulationOptimizer` on one process), there are no collectives: sums are those of
-    `FusedAllReduce`, unpacked, with a warning. Sums of dtypes that collectives do not have are the
-    same, without a warning.
+    TensorFlow has no collectives on SIMD meshes, nor inside tf functions of a session (the update
+    of `GradientAccumulationOptimizer` on one process). There, this strategy sums as
+    `FusedAllReduce` does without buckets, and logs a warning. It also does so for dtypes that
+    collectives do not support, without a warning.
 
     References:
-      TensorFlow 1's `CollectiveAllReduce`, for `all_reduce_merge_scope`. There it only names
-      groups of gradients for the runtime to merge if it can; here they are merged.
+      TensorFlow 1's `CollectiveAllReduce`, for `all_reduce_merge_scope`. In TensorFlow 1 this
+      argument only names groups of gradients, which the runtime may merge. Here they are merged.
     """
 
     def __init__(self, merge_scope: int = 32, timeout_seconds: float = 0.0):
@@ -133,7 +133,10 @@ class CollectiveAllReduce(OneLevel):
     def _by_collective(
         self, slices: Sequence[Any], devices: Sequence[str], root: int
     ) -> Sequence[Any]:
-        """Sums slices by one collective, as a `GroupSum`."""
+        """Returns the sum of a group's slices, made by one collective, for each member.
+
+        It is a `GroupSum`.
+        """
         dtype = slices[0].dtype.base_dtype
         wire = tf.float32 if dtype in NARROW_FLOATS else dtype
         if wire not in _DTYPES:
@@ -185,7 +188,10 @@ def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
 
 
 def _last_collectives() -> dict[Any, tf.Operation]:
-    """Returns the last collective operation of each device, in this branch or loop."""
+    """Returns the dictionary of the last collective operation of each device.
+
+    There is one dictionary for each branch and loop of the graph; callers add to it.
+    """
     graph = tf.get_default_graph()
     # Kept on the graph, to be freed with it.
     if not hasattr(graph, "_mtf_gradsync_collectives"):

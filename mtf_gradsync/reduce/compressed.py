@@ -28,21 +28,22 @@ from mtf_gradsync.reduce.sums import check_values
 
 
 class GradientStrategy(Strategy):
-    """A base class: reduces gradients by `reduce_gradients`, all other sums by `reducer`.
+    """A base class of strategies that reduce an optimizer's gradients in a way of their own.
 
-    Strategies are of this class if their sums are not exact, or they keep errors of compression:
-    norms, flags and the model's own sums stay exact. A subclass defines `reduce_gradients`, and
-    `gradient_state` if it keeps state.
+    The gradients are reduced by `reduce_gradients`, and all other sums by `reducer`. So norms,
+    flags and the model's own sums stay exact, even if the reduction of gradients rounds or keeps
+    errors of compression. A subclass defines `reduce_gradients`, and `gradient_state` if it keeps
+    state.
 
     Attributes:
       reducer: the strategy of all other sums.
     """
 
     def __init__(self, reducer: Strategy | None = None):
-        """Sets the strategy of all other sums.
+        """Sets the strategy of all sums that are not gradients of an optimizer.
 
         Args:
-          reducer: a strategy; None takes `FusedAllReduce()`.
+          reducer: this strategy; None takes `FusedAllReduce()`.
 
         Raises:
           TypeError: reducer is no strategy.
@@ -57,7 +58,7 @@ class GradientStrategy(Strategy):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces gradients; each strategy has its own way."""
+        """Reduces an optimizer's gradients; see `Strategy.reduce_gradients`."""
 
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
@@ -77,12 +78,18 @@ class GradientStrategy(Strategy):
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """Returns the dtype of other sums; the strategy itself sends gradients in fewer bits."""
+        """Returns the dtype in which sums other than an optimizer's gradients are sent.
+
+        Gradients may be sent in fewer bits.
+        """
         return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)
 
 
 def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) -> list[Any]:
-    """Adds compression errors of earlier steps to values, in float32; a None adds nothing."""
+    """Returns values plus the compression errors that earlier steps left, in float32.
+
+    Values whose error is None are returned as they are.
+    """
 
     def plus(x: tf.Tensor, error: tf.Tensor) -> tf.Tensor:
         return tf.cast(x, tf.float32) + error
@@ -94,12 +101,12 @@ def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) ->
 
 
 def no_errors(mesh_impl: Any, errors: Sequence[Any]) -> list[Any]:
-    """Returns zeros in place of each error; None for None."""
+    """Returns a zero tensor for each error, of its shape; None for None."""
     return [None if e is None else mesh_impl.slicewise(tf.zeros_like, e) for e in errors]
 
 
 def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
-    """Casts a value to the dtype of another."""
+    """Casts a `LaidOutTensor` to the dtype of `other`."""
     dtype = other.tensor_list[0].dtype.base_dtype
     if value.tensor_list[0].dtype.base_dtype == dtype:
         return value
@@ -123,11 +130,12 @@ _SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
 
 @gin.configurable(module="mtf_gradsync")
 class CompressedAllReduce(Strategy):
-    """A strategy that sends float32 and float64 as bfloat16 or float16, by any strategy.
+    """A strategy that sends float32 and float64 values as bfloat16 or float16.
 
-    Each processor multiplies its values by `prescale` and rounds them to the wire dtype. They are
-    summed in float32; the sum is rounded to the wire dtype, sent, cast back to the values' dtype
-    and divided by `prescale`. Other dtypes are sent as they are.
+    Another strategy, `reducer`, makes the sums. Each processor multiplies its values by `prescale`
+    and rounds them to the wire dtype (that of messages). The values are summed in float32. The sum
+    is rounded to the wire dtype, sent, cast back to the values' dtype and divided by `prescale`.
+    Other dtypes are sent as they are.
 
     **Error.** With u the unit roundoff of the wire dtype (2**-8 for bfloat16, 2**-11 for
     float16), v = 2**-24 that of float32, t the smallest number above 0 that the wire dtype has
@@ -144,13 +152,13 @@ class CompressedAllReduce(Strategy):
     range. The bound does not hold outside of float32's range: numbers below 2**-126, before or
     after scaling, may become 0, and those beyond 3.4e38 infinite.
 
-    **Overflow.** Where float16 makes a sum of finite values infinite or NaN, the session prints
-    that to the standard error each time; the sum is not changed. The check reads the sums once,
-    and the values only after an overflow.
+    **Overflow.** If a sum of finite values becomes infinite or NaN in float16, the session prints a
+    message to the standard error each time. The sum is not changed. The check reads each sum once,
+    and reads the values only after an overflow.
 
-    **Where it does nothing.** Mesh-TF sends bfloat16 over a SIMD mesh as float32 in groups of
-    more than 8 cores, and float16 always; its ring and `CollectiveAllReduce` send both as float32
-    on a placement mesh. There compression would save nothing: values are sent as they are, with a
+    **No effect.** Over a SIMD mesh Mesh-TF sends float16 as float32, and bfloat16, too, in groups
+    of more than 8 cores. On a placement mesh Mesh-TF's ring and `CollectiveAllReduce` send both as
+    float32. Compression would save nothing in these cases: values are sent as they are, with a
     warning.
     """
 
@@ -165,8 +173,8 @@ class CompressedAllReduce(Strategy):
         Args:
           reducer: the reduction strategy; None takes `FusedAllReduce()`.
           wire_dtype: "bfloat16", "float16", or the tf dtype; None compresses nothing.
-          prescale: the factor of values before they are rounded, which sums are divided by. A power
-            of two adds no rounding.
+          prescale: the factor that values are multiplied by before they are rounded. Sums are
+            divided by it. A power of two adds no rounding.
 
         Raises:
           TypeError: reducer is not a strategy.
@@ -197,7 +205,10 @@ class CompressedAllReduce(Strategy):
         groups: ProcessorGroups,
         cuts: Sequence[Cuts],
     ) -> list[Any]:
-        """Sums over each group; each processor gets its part, which is sent in the wire dtype."""
+        """Sums each tensor over each group, and gives each processor its part of the sum.
+
+        Messages are in the wire dtype.
+        """
         narrow = self._compressed(mesh_impl, values, groups)
         parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
         return self._restored(mesh_impl, values, narrow, parts, groups, in_parts=True)
@@ -214,7 +225,7 @@ class CompressedAllReduce(Strategy):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces gradients by the inner strategy, which is given them in the wire dtype."""
+        """Reduces gradients, cast to the wire dtype, by the inner strategy's own reduction."""
         narrow = self._compressed(mesh_impl, values, groups)
         sums, state = self.reducer.reduce_gradients(mesh_impl, narrow, groups, state)
         return self._restored(mesh_impl, values, narrow, sums, groups), state
@@ -222,7 +233,7 @@ class CompressedAllReduce(Strategy):
     def _compressed(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """Returns values scaled and cast to the wire dtype, or as they are."""
+        """Returns values, scaled and cast to the wire dtype where compression has an effect."""
         self.check(mesh_impl, groups)
         values = list(values)
         check_values(values)
@@ -251,7 +262,11 @@ class CompressedAllReduce(Strategy):
         groups: ProcessorGroups,
         in_parts: bool = False,
     ) -> list[Any]:
-        """Returns sums, or parts of them, unscaled and cast to the values' dtypes."""
+        """Returns sums divided by `prescale` and cast back to the dtypes of `values`.
+
+        `narrow` are the values as they were sent. With `in_parts`, each processor has only its part
+        of every sum.
+        """
         results = list(sums)
         compressed = [i for i, (x, y) in enumerate(zip(values, narrow)) if x is not y]
         for index in compressed:
@@ -276,7 +291,7 @@ class CompressedAllReduce(Strategy):
         return results
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """Checks as the inner strategy does."""
+        """Raises the errors of `Strategy.check`, and those of the inner strategy's `check`."""
         super().check(mesh_impl, groups)
         # A strategy from outside of this package may lack the method.
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
@@ -332,10 +347,11 @@ def say_where_sums_overflow(
     groups: ProcessorGroups,
     in_parts: bool = False,
 ) -> list[Any]:
-    """Returns results that print a message when sums of finite values overflow.
+    """Returns `results`, changed so that reading them prints a message if a sum has overflowed.
 
-    `values` are the numbers before rounding, read only after an overflow; `sums` are in the narrow
-    dtype. With `in_parts` each processor of a group has only a part of the sum.
+    A sum has overflowed if it is not finite although all values are. `values` are the values before
+    rounding, which are read only after an overflow. `sums` are the sums in the wire dtype. With
+    `in_parts`, each processor of a group has only its part of every sum.
     """
     devices = mesh_impl.devices
     pairs = [(i, group) for i in range(len(values)) for group in groups.groups]

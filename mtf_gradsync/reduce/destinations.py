@@ -10,7 +10,7 @@ from mtf_gradsync.mesh.devices import canonical_device, process_of
 
 
 def check_aggregation(aggregation: Any) -> bool:
-    """Returns whether an aggregation is a mean; raises ValueError if it is not a sum either."""
+    """Returns True for a mean and False for a sum; raises ValueError for other aggregations."""
     if aggregation == tf.VariableAggregation.MEAN:
         return True
     if aggregation == tf.VariableAggregation.SUM:
@@ -22,7 +22,7 @@ def check_aggregation(aggregation: Any) -> bool:
 
 
 def check_divisible(values: Sequence[Any]) -> None:
-    """Raises ValueError if values of a dtype cannot be averaged."""
+    """Raises ValueError if a value has an integer dtype, which has no mean."""
     for value in values:
         dtype = value.tensor_list[0].dtype
         if dtype.is_integer:
@@ -33,7 +33,10 @@ def check_divisible(values: Sequence[Any]) -> None:
 
 
 def divide(mesh_impl: Any, value: Any, number: int) -> Any:
-    """Divides each slice by a number; slices that processors share are divided once."""
+    """Returns a `LaidOutTensor` divided by a number.
+
+    A slice that several processors share is divided once.
+    """
     if is_simd(mesh_impl):
         return mesh_impl.slicewise(lambda x: x / tf.cast(number, x.dtype), value)
     divided: dict[str, tf.Tensor] = {}
@@ -45,10 +48,13 @@ def divide(mesh_impl: Any, value: Any, number: int) -> Any:
 
 
 def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
-    """Returns the devices of destinations (see `Strategy.reduce`); None for a `LaidOutTensor`.
+    """Returns the devices that destinations name, or None if they are a `LaidOutTensor`.
+
+    See `Strategy.reduce` for what destinations may be.
 
     Raises:
-      ValueError: destinations are of another kind, or empty, or devices of a SIMD mesh.
+      ValueError: destinations are of another kind, or empty, or are devices and the mesh is a SIMD
+        mesh.
     """
     if hasattr(destinations, "tensor_list"):
         _check_on_mesh(mesh_impl, destinations, "destinations")
@@ -81,7 +87,7 @@ def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
 
 
 def check_value(mesh_impl: Any, value: Any) -> Any:
-    """Returns a value; raises ValueError if it does not have one slice per processor."""
+    """Returns `value` unchanged; raises ValueError unless it has one slice per processor."""
     if isinstance(value, mtf.Tensor):
         raise ValueError(
             f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
@@ -97,7 +103,7 @@ def check_value(mesh_impl: Any, value: Any) -> Any:
 
 
 def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Returns pairs as a list; raises ValueError if they are not a list or tuple of pairs."""
+    """Returns (value, destinations) pairs as a list; raises ValueError for anything else."""
     if not isinstance(pairs, (list, tuple)):
         raise ValueError(
             "value_destination_pairs must be a list or tuple of tuples (value, destinations), got "
@@ -113,7 +119,10 @@ def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
-    """Copies a value that all processors have to devices, each from the nearest slice."""
+    """Copies a value that is the same on all processors to devices.
+
+    Each copy is made from the nearest slice: one on the device itself, or else in its process.
+    """
     on_device: dict[str, tf.Tensor] = {}
     in_process: dict[Any, tf.Tensor] = {}
     for device, x in zip(mesh_impl.devices, value.tensor_list):
@@ -128,7 +137,7 @@ def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.T
 
 
 def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """Copies a tensor to devices, over one transfer to each process."""
+    """Copies a tensor to devices, so that each process receives it only once."""
     first: dict[Any, tf.Tensor] = {}
     result = []
     for device in devices:

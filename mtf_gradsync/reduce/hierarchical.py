@@ -34,7 +34,10 @@ Axis = Union[int, str]  # a mesh axis by name or number
 
 
 def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
-    """Returns outer axes as a tuple, None for None; raises ValueError for anything but axes."""
+    """Returns outer axes (mesh axes with slow links) as a tuple; None for None.
+
+    Raises ValueError for anything else.
+    """
     if outer_axes is None:
         return None
     if isinstance(outer_axes, str):
@@ -49,7 +52,7 @@ def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
 
 
 def outer_axis_numbers(shape: mtf.Shape, outer_axes: Sequence[Axis]) -> list[int]:
-    """Returns the numbers of outer axes; raises ValueError if one is not on the mesh."""
+    """Returns the numbers of mesh axes given by name or number; ValueError for unknown ones."""
     return [axis_number(shape, axis, "outer_axes") for axis in outer_axes]
 
 
@@ -58,9 +61,10 @@ def inner_groups(
 ) -> list[list[int]]:
     """Splits a group of processor numbers into inner groups, whose members have fast links.
 
-    Members of an inner group do not differ along outer_axes. Without these, a mesh whose devices
-    are in several processes is split by process, and any other along the first mesh axis that the
-    group runs along, Mesh-TF's slowest; a group along a single axis is one inner group.
+    Members of an inner group have the same coordinates along outer_axes. If outer_axes is None, a
+    group on a mesh over several processes is split by process. Any other group is split along the
+    first mesh axis that it runs along, which is the slowest one of Mesh-TF; if it runs along a
+    single axis, it stays one inner group.
     """
     key = _place(mesh_impl, group, outer_axes)
     inner: dict[Any, list[int]] = {}
@@ -72,9 +76,10 @@ def inner_groups(
 def level_groups(
     mesh_impl: Any, groups: ProcessorGroups, outer_axes: Sequence[Axis] | None
 ) -> tuple[ProcessorGroups, ProcessorGroups] | None:
-    """Returns the groups of the first sum and of the second; None if inner groups differ in size.
+    """Returns the inner groups and the outer groups of a sum in two levels.
 
-    The first members of a group's inner groups make one outer group, the second another, and so on.
+    The first members of all inner groups of a group make one outer group, the second members
+    another, and so on. Returns None if inner groups differ in size.
     """
     split = [inner_groups(mesh_impl, group, outer_axes) for group in groups.groups]
     if len({len(inner) for inners in split for inner in inners}) > 1:
@@ -90,7 +95,10 @@ def level_groups(
 def _with_axes(
     mesh_impl: Any, level: list[list[int]], axes: Sequence[int] | None
 ) -> ProcessorGroups:
-    """Returns `ProcessorGroups` with their mesh axes, if they run along any."""
+    """Returns lists of processors as `ProcessorGroups`, with the mesh axes that they run along.
+
+    The mesh axes are taken from `axes`; they are None if no set of axes gives these groups.
+    """
     if axes is not None:
         coordinates = [mtf.pnum_to_processor_coordinates(mesh_impl.shape, p) for p in level[0]]
         mine = [a for a in axes if len({c[a] for c in coordinates}) > 1]
@@ -103,7 +111,7 @@ def _with_axes(
 def _place(
     mesh_impl: Any, group: Sequence[int], outer_axes: Sequence[Axis] | None
 ) -> Callable[[int], Any]:
-    """Returns a function of processors that is equal within an inner group."""
+    """Returns a function of a processor, whose value is the same for all of an inner group."""
     shape = mesh_impl.shape
 
     def coordinates(processor: int) -> list[int]:
@@ -124,9 +132,11 @@ def _place(
 def placement_two_levels(
     mesh_impl: Any, inner_sum: GroupSum, outer_sum: GroupSum, outer_axes: Sequence[Axis] | None
 ) -> SumFn:
-    """Returns a function that sums within inner groups (`inner_groups`), then over them.
+    """Returns a function that sums in two levels on a placement mesh.
 
-    Only one member of each inner group takes part in the outer sum; the others read its result.
+    It sums within each inner group (see `inner_groups`) by `inner_sum`, and these sums over the
+    inner groups by `outer_sum`. Only one member of each inner group takes part in the outer sum;
+    the others read its result.
     """
 
     def sum_group(value: Any, group: list[int], turn: int) -> list[Any]:
@@ -152,7 +162,7 @@ def placement_two_levels(
 
 
 def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
-    """Copies a sum to one member of an inner group, which all members then read."""
+    """Copies a sum to `device`; returns the copy for each of the `size` members that read it."""
     if size > 1:
         with tf.device(device):
             total = tf.identity(total)
@@ -162,11 +172,11 @@ def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
 def simd_two_levels(
     mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool, one_group: bool
 ) -> SumFn:
-    """Returns a function that sums on all cores along inner axes, then along outer ones.
+    """Returns a function that sums in two levels on a SIMD mesh: along inner axes, then outer ones.
 
-    Each level sums all values before the next one begins, with `one_group` in a group of its own.
-    With `scatter` each core sends only a part of a tensor over the outer axes, and a third sum,
-    along the inner axes, joins the parts.
+    Each level sums all values before the next level begins. With `one_group`, the sums of a level
+    are marked as one group for the compiler. With `scatter`, each core sums only its part of a
+    tensor over the outer axes, and a third sum, along the inner axes, puts the parts together.
     """
 
     def sum_fn(values: Sequence[Any], groups: ProcessorGroups, turns: Sequence[int]) -> list[Any]:
@@ -202,7 +212,7 @@ def simd_two_levels(
 
 
 def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
-    """Returns each core's part of a value, by the core's position in its group."""
+    """Returns each core's part of a value: the part at the core's position `at` in its group."""
     size = mtf.list_product(value.slice_shape)
     part = -(-size // parts)
 
@@ -214,7 +224,10 @@ def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
 
 
 def _among_zeros(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
-    """Returns a matrix on each core: the core's part is one row, and others are 0."""
+    """Returns on each core a matrix of `parts` rows: row `at` is the core's part, others are 0.
+
+    The sum of these matrices over a group has all parts.
+    """
 
     def put(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
         # tf.where and not a product, as an infinity times zero would be NaN in the other parts.
@@ -236,14 +249,15 @@ Levels = Literal["add_n", "ring", "add_n/add_n", "add_n/ring", "ring/add_n", "ri
 
 
 class AllReduceSpec(NamedTuple):
-    """The algorithm for tensors of a range of sizes.
+    """The algorithm that sums tensors of a range of sizes.
 
     Attributes:
-      algorithm: "a" sums a group at once by a; "a/b" sums inner groups by a and then over them by
-        b. Algorithms are "add_n" and "ring".
+      algorithm: "a" sums a whole group by algorithm a. "a/b" sums within inner groups by a, and
+        then over the inner groups by b. Algorithms are "add_n" and "ring".
       shards: the number of parts that a tensor (or pack of tensors) is cut into, which different
         devices sum at the same time.
-      limit: the largest tensors of the range, in bytes per processor; -1 or None for no limit.
+      limit: the size of the largest tensors in the range, in bytes per processor; -1 or None if
+        there is no limit.
     """
 
     algorithm: Levels
@@ -270,12 +284,12 @@ class HierarchicalAllReduce(Strategy):
     otherwise the processors that differ only along the inner mesh axes. On a placement mesh only
     one member of each inner group sends and receives over the slow links; the others read its sum.
 
-    A SIMD mesh has one algorithm, and all its cores take part in the outer sum. All tensors of a
-    range of sizes are summed at one level before the next begins; the sums of a level are one group
-    (see `FusedAllReduce`), unless packs are asked for. With shards > 1 each core of an inner group
-    sums a part of the tensor over the outer axes; that takes another sum along the inner axes, and
-    pays where the outer axes are slower. The number of parts is then the number of cores, whatever
-    shards is.
+    A SIMD mesh has only the algorithm of its compiler, and all cores take part in the outer sum.
+    All tensors of a range of sizes are summed at one level before the next level begins. The sums
+    of a level are one group (see `FusedAllReduce`), unless packs are asked for. With shards > 1
+    each core of an inner group sums only a part of the tensor over the outer axes. The parts are
+    then put together by another sum along the inner axes. This pays if the outer axes are slower.
+    The number of parts is then the number of cores in an inner group, whatever shards is.
 
     bfloat16 and float16 are summed in float32 on each level of a placement mesh, and rounded
     after each.
@@ -324,7 +338,7 @@ class HierarchicalAllReduce(Strategy):
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """Sums each tensor over each group, level by level; all of the group get the sum.
+        """Sums each tensor over each group, level by level; all members of a group get the sum.
 
         Raises:
           ValueError: an outer axis is not on the mesh.
@@ -395,7 +409,7 @@ class HierarchicalAllReduce(Strategy):
 
 
 def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
-    """Returns the entries of a specification, with defaults; raises ValueError if it is invalid."""
+    """Returns the entries of a `spec`, with defaults filled in; ValueError if it is invalid."""
     entries = spec if isinstance(spec, list) else [spec]
     if not entries:
         raise ValueError(f"spec must have an entry, such as ('add_n/add_n', 1, -1), got {spec!r}.")

@@ -25,7 +25,7 @@ _SMALLEST = 2.0**-100
 
 
 def split_of(shape: Sequence[int]) -> int:
-    """Returns how many leading dimensions become rows, so that a matrix is nearly square.
+    """Returns how many leading dimensions of a shape make the rows of a nearly square matrix.
 
     Examples:
       >>> split_of([3, 3, 64, 128])  # a matrix of 576 rows and 128 columns
@@ -41,7 +41,7 @@ def split_of(shape: Sequence[int]) -> int:
 def random_factors(
     columns: Sequence[int], rank: int, step: tf.Tensor | int
 ) -> tuple[tf.Tensor, ...]:
-    """Returns a random matrix `[columns, rank]` for each number of columns, new in each step.
+    """Returns a random matrix `[size, rank]` for each size in `columns`; each step has new ones.
 
     The matrices of a step are the same on all processors and in every run.
     """
@@ -58,16 +58,16 @@ def random_factors(
 
 
 def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Returns a factor whose zero columns are replaced by columns of `other`."""
+    """Returns a factor in which columns of zeros are replaced by the same columns of `other`."""
     dead = tf.reduce_all(tf.equal(factor, 0.0), 0, keepdims=True)
     return tf.where_v2(dead, other, factor)
 
 
 def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    """Returns matrices ``[rows, rank]`` with orthonormal columns: Gram-Schmidt, twice.
+    """Returns matrices ``[rows, rank]`` with their columns made orthonormal.
 
-    A column that is a combination of earlier columns, up to rounding, becomes zeros. A matrix with
-    a number that is not finite becomes NaN.
+    The method is Gram-Schmidt, twice. A column that is a combination of earlier columns, up to
+    rounding, becomes zeros. A matrix with a number that is not finite becomes NaN.
     """
 
     def of_one_shape(_: Any, members: list[int]) -> Sequence[tf.Tensor]:
@@ -78,7 +78,7 @@ def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
 
 
 def _orthonormal(x: tf.Tensor) -> tf.Tensor:
-    """Returns matrices ``[matrices, rows, rank]`` with orthonormal columns."""
+    """Does what `orthonormal` does, for matrices of one shape: ``[matrices, rows, rank]``."""
     finite = tf.reduce_all(tf.math.is_finite(x), [1, 2], keepdims=True)
     top = tf.reduce_max(tf.abs(x), [1, 2], keepdims=True)
     # Scaled, as squares of huge or tiny numbers are beyond float32.
@@ -105,9 +105,10 @@ def laid_out_cond(
     if_true: Callable[[], Sequence[Any]],
     if_false: Callable[[], Sequence[Any]],
 ) -> list[Any]:
-    """Returns the `LaidOutTensor`s of one of two functions; the other sends nothing.
+    """Returns the `LaidOutTensor`s that `if_true` or `if_false` returns, depending on `predicate`.
 
-    The boolean `predicate`, a scalar, has to be the same on all processors. Both functions return
+    It is a `tf.cond` for values on a mesh: only the operations of one of the functions run. The
+    predicate is a boolean scalar that has to be the same on all processors. Both functions return
     values of the same shapes and dtypes. On a placement mesh each slice is on its processor's
     device.
     """
@@ -136,7 +137,7 @@ def laid_out_cond(
 
 
 class LowRankState(NamedTuple):
-    """The state of `LowRankAllReduce`; unused fields are None."""
+    """The state of `LowRankAllReduce`; fields that the settings do not need are None."""
 
     step: Any  # the number of reductions so far
     errors: tuple[Any, ...]  # for each gradient the part of it that cores have not sent
@@ -171,24 +172,26 @@ class LowRankAllReduce(GradientStrategy):
     **Error feedback.** A core keeps M minus its part of the result, and adds it to its next
     gradient: so all gradients are applied in the end, up to rounding.
 
-    **Model parallel.** Where the layout splits a variable over other mesh axes, the matrix is each
-    core's slice of the gradient: nothing is sent over those axes, and `rank` is that of a slice.
+    **Model parallel.** If the layout splits a variable over other mesh axes, each core compresses
+    its own slice of the gradient as a matrix. Nothing is sent over those axes, and `rank` is the
+    rank of a slice.
 
-    **Not finite.** A gradient with a NaN or an infinity on any core is NaN everywhere in the sum,
-    and no error of it is kept.
+    **Not finite.** If a gradient has a NaN or an infinity on any core, its whole sum is NaN, and
+    cores keep no error of it.
 
     **Not compressed**, but reduced by `reducer`: vectors, and matrices that factors make less than
-    `min_compression_rate` times smaller. `reported` has the rate that is reached, the log the
-    names. `ShardedUpdateOptimizer` cuts its parts from the sums.
+    `min_compression_rate` times smaller. `reported` has the compression rate that is reached, and
+    the log has the names of the gradients that are not compressed. `ShardedUpdateOptimizer` cuts
+    each replica's part from the sums.
 
     State, by name: `<variable>/low_rank_error`, a value for each core;
     `<variable>/low_rank_factor`, which begins anew on a mesh with other slices;
     `<wrapper>/low_rank_step`, if start_step is given or warm_start is off.
 
     References:
-      PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Unlike there Q is orthonormal, too, so that
-      small directions of a matrix of almost full rank are not lost, and its columns that have
-      become zero are drawn anew.
+      PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Unlike in the paper, Q is orthonormal, too,
+      so that small directions of a matrix of almost full rank are not lost. Columns of Q that have
+      become zero are replaced by random ones.
     """
 
     def __init__(
@@ -203,14 +206,15 @@ class LowRankAllReduce(GradientStrategy):
         """Sets the compression.
 
         Args:
-          rank: most columns of the factors.
-          start_step: the number of first updates without compression.
+          rank: the largest number of columns of a factor.
+          start_step: the number of updates, from the first one on, that are not compressed.
           min_compression_rate: how many times smaller than a gradient its factors have to be.
-          warm_start: whether a step begins with the factor Q of the last one, in place of random
-            numbers.
+          warm_start: whether a step begins with the factor Q of the previous step, instead of
+            random numbers.
           error_feedback: whether a core keeps the error of compression, a float32 tensor of the
             gradient's size, and adds it to its next gradient.
-          reducer: the strategy of the factors and of all other sums; None takes `FusedAllReduce()`.
+          reducer: the strategy that sums the factors and everything that is not compressed; None
+            takes `FusedAllReduce()`.
 
         Raises:
           TypeError: reducer is not a strategy, or a flag is not a bool.
@@ -295,12 +299,16 @@ class LowRankAllReduce(GradientStrategy):
         state: LowRankState,
         matrices: dict[int, _Matrix],
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns sums by factors, and the new errors and factors of the state."""
+        """Returns sums that were reduced as factors, and the new errors and factors of the state.
+
+        `wanted` are the gradients plus the errors of earlier steps. `matrices` has the shapes of
+        the factors, by position; all other gradients are reduced whole.
+        """
         made = list(matrices.values())
         whole = [i for i in range(len(values)) if i not in matrices]
 
         def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            """Returns this step's orthonormal Q, from the last step's or random numbers."""
+            """Returns the orthonormal Qs of this step, made of the last Qs or of random numbers."""
             step = 0 if self.warm_start else factors[0]
 
             def of_one_rank(rank: int, members: list[int]) -> Sequence[tf.Tensor]:
@@ -360,7 +368,7 @@ class LowRankAllReduce(GradientStrategy):
         return sums, errors, factors
 
     def _matrix(self, dtype: tf.DType, shape: Sequence[int]) -> _Matrix | None:
-        """Returns the matrix of a gradient of a shape; None if it is not compressed."""
+        """Returns the sizes of a gradient's matrix and factors; None if it is not compressed."""
         if not dtype.is_floating or math.prod(shape) == 0:
             return None
         split = split_of(shape)
@@ -383,7 +391,10 @@ class LowRankAllReduce(GradientStrategy):
 
 
 def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
-    """Returns the shape of right factors: one factor for each slice along the rows' dimensions."""
+    """Returns the shape of the variable that keeps a gradient's right factors (Q).
+
+    It has one factor for each slice of the dimensions that make the matrix's rows.
+    """
     slices = [
         mtf.Dimension(dim.name, dim.size // size)
         for dim, size in zip(gradient.shape.dims, gradient.slice_shape)

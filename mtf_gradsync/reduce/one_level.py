@@ -1,4 +1,4 @@
-"""All-reduces on one level: on one device, on devices in turn, or around a ring."""
+"""Strategies that sum a whole group at once: on one device, on devices in turn, or in a ring."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mtf_gradsync.reduce.sums import (
 
 
 class OneLevel(Strategy):
-    """A base class: sums packs of tensors, each group at once."""
+    """A base class of strategies that sum packs of tensors over a whole group at once."""
 
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
@@ -51,12 +51,12 @@ class OneLevel(Strategy):
         return group_sum_dtype(self._group_sum(mesh_impl), dtype)
 
     def _group_sum(self, mesh_impl: Any) -> GroupSum:
-        """Returns the function that sums a group's slices; SIMD meshes do not use it."""
+        """Returns the function that sums a group's slices on a placement mesh."""
         del mesh_impl
         return add_n
 
     def _planner(self, mesh_impl: Any) -> Planner:
-        """Returns the planner of packs."""
+        """Returns the function that plans which tensors are packed together."""
         del mesh_impl
         return alone
 
@@ -70,8 +70,8 @@ class AllReduce(OneLevel):
     its compiler, with packs, or in one group without packs (see `FusedAllReduce`); a warning says
     so if an algorithm was given.
 
-    One pack is TensorFlow 1's default, and the fastest where messages are slow. With "add_n" one
-    device then does all the work: as many packs as processors spread it evenly.
+    One pack is TensorFlow 1's default, and the fastest choice if messages are slow. With "add_n"
+    one device then does all the work. As many packs as processors spread the work evenly.
 
     References:
       TensorFlow 1's `AllReduceCrossTowerOps`, whose arguments these are; its algorithms are for
@@ -85,14 +85,15 @@ class AllReduce(OneLevel):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the algorithm and the way to pack: the first one below that is not 0.
+        """Sets the algorithm and the way to pack: num_packs if it is not 0, else small groups.
 
         Args:
-          algorithm: "add_n" or "ring"; None takes the mesh's own on a SIMD mesh, "add_n" elsewhere.
+          algorithm: "add_n" or "ring". None takes the compiler's all-reduce on a SIMD mesh, and
+            "add_n" elsewhere.
           num_packs: the number of equal packs that all tensors, laid end to end, are split into;
             the last one takes the rest.
-          agg_small_grads_max_bytes: the largest tensor, in bytes per processor, that is packed with
-            others; larger ones are not packed.
+          agg_small_grads_max_bytes: used if num_packs is 0: the size of the largest tensor that is
+            packed with others, in bytes per processor.
           agg_small_grads_max_group: most tensors in such a pack; 0 packs none.
 
         Raises:
@@ -111,7 +112,7 @@ class AllReduce(OneLevel):
 
 
 def warn_algorithm_on_simd(algorithm: str) -> None:
-    """Warns once that a SIMD mesh has no choice of algorithms."""
+    """Warns once that an algorithm was given for a SIMD mesh, which has only one."""
     warn_once(
         f"algorithm {algorithm} on SIMD",
         "algorithm=%r is for placement meshes; on a SIMD mesh the all-reduce of its compiler is "
@@ -124,9 +125,9 @@ def warn_algorithm_on_simd(algorithm: str) -> None:
 class RingAllReduce(OneLevel):
     """A strategy that sums each tensor as Mesh-TensorFlow does without this package.
 
-    On a placement mesh that is a ring in which every device talks to two neighbours, and all links
-    and devices carry the same. On a SIMD mesh it is one CrossReplicaSum a tensor. Unlike Mesh-TF's
-    own, the ring adds up bfloat16 and float16 in float32.
+    On a placement mesh the devices form a ring. Each device exchanges messages with its two
+    neighbours, and all links and devices have the same load. On a SIMD mesh each tensor has its own
+    CrossReplicaSum. Unlike Mesh-TF's own ring, this one adds up bfloat16 and float16 in float32.
     """
 
     def _group_sum(self, mesh_impl: Any) -> GroupSum:
@@ -153,9 +154,9 @@ class ReductionToOneDevice(OneLevel):
         Args:
           reduce_to_device: one of the mesh's devices, such as "/device:GPU:0", which adds up for
             every group of processors. None lets the devices of a group take turns.
-          accumulation_fn: adds up a list of tensors of one shape and dtype, bfloat16 and float16
-            as float32. Its sums must be repeatable, as those of tf.add_n are if the function
-            returns them directly.
+          accumulation_fn: a function that adds up a list of tensors of one shape and dtype. It gets
+            bfloat16 and float16 values as float32. Equal inputs must give equal bits; a function
+            that returns tf.add_n(...) directly does so.
 
         Raises:
           ValueError: reduce_to_device is not a device string.
@@ -218,26 +219,26 @@ PLACEMENT_PACKED_BYTES = 16 * 1024
 
 @gin.configurable(module="mtf_gradsync")
 class FusedAllReduce(OneLevel):
-    """The default strategy: one group of sums on SIMD meshes, buckets on placement meshes.
+    """The default strategy, which sums many tensors in few messages.
 
-    On a SIMD mesh each tensor has a CrossReplicaSum of its own, and the sums of one call are marked
-    as one group. The compilers of TPUs and GPUs combine them without copies; for CPUs the package
-    packs them when it compiles the program. With a size given, and on placement meshes, tensors of
-    one dtype are packed into buckets: on a SIMD mesh each bucket is one CrossReplicaSum, on a
-    placement mesh one device adds it up, the devices taking turns.
+    On a SIMD mesh each tensor has its own CrossReplicaSum, and the sums of one call are marked as
+    one group. The compilers of TPUs and GPUs combine the sums of a group without copies. For CPUs
+    this package packs them when it compiles the program. On a placement mesh tensors of one dtype
+    are packed into buckets, each of which is added up by one device; the devices take turns. If the
+    size of buckets is given, a SIMD mesh has buckets, too: each is one CrossReplicaSum.
     """
 
     def __init__(self, bucket_bytes: int | None = None, packed_bytes: int | None = None):
         """Sets the size of buckets.
 
         Args:
-          bucket_bytes: most bytes per processor in a bucket of several tensors; larger tensors are
-            alone, and 0 packs nothing. None takes a default: measured on a placement mesh, 32 MiB
-            on a SIMD mesh if packed_bytes is given; otherwise a SIMD mesh has no buckets but one
-            group.
-          packed_bytes: the largest tensor, in bytes per processor, that shares a bucket. None
-            packs all tensors that fit if bucket_bytes is given, else takes a measured default on a
-            placement mesh.
+          bucket_bytes: the largest size of a bucket of several tensors, in bytes per processor. A
+            larger tensor has its own bucket; 0 packs nothing. None takes a default: a measured size
+            on a placement mesh; on a SIMD mesh 32 MiB if packed_bytes is given, and otherwise one
+            group without buckets.
+          packed_bytes: the size of the largest tensor that shares a bucket, in bytes per processor.
+            If it is None, all tensors that fit share buckets if bucket_bytes is given, and a
+            measured size is taken on a placement mesh if not.
 
         Raises:
           ValueError: a number is negative or not whole.
@@ -270,10 +271,11 @@ class FusedAllReduce(OneLevel):
         groups: ProcessorGroups,
         cuts: Sequence[Cuts],
     ) -> list[Any]:
-        """Sums over each group; each processor gets its part of the sum only.
+        """Sums each tensor over each group, and gives each processor only its part of the sum.
 
-        Where devices of a placement mesh have one memory, one device sums and cuts; otherwise each
-        device adds up its own part, in buckets for which packed_bytes does not count.
+        If all devices of a placement mesh share one memory, one device makes the whole sum and cuts
+        it. Otherwise each device adds up its own part, in buckets for which packed_bytes does not
+        count.
         """
         self.check(mesh_impl, groups)
         check_values(values)

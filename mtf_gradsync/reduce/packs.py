@@ -1,4 +1,4 @@
-"""The ways in which TensorFlow 1's all-reduce packs tensors of one dtype."""
+"""The three ways in which TensorFlow 1's all-reduce packs tensors of one dtype into messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from mtf_gradsync.reduce.sums import Packs, Piece, packs_of_groups
 
 
 def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
-    """Returns groups of indices: up to max_group tensors of at most max_bytes; others alone."""
+    """Returns the indices of tensors in groups of up to max_group tensors.
+
+    A tensor of more than max_bytes is alone in its group.
+    """
     groups: list[list[int]] = []
     filling: list[int] = []
     for index, size in enumerate(num_bytes):
@@ -24,12 +27,15 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
 
 
 def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
-    """Returns packs of tensors of these numbers of elements, laid end to end; see `split_pack`."""
+    """Returns num_packs equal packs of tensors that are laid end to end; see `split_pack`.
+
+    `sizes` has the number of elements of each tensor.
+    """
     return split_pack([Piece(index, 0, size) for index, size in enumerate(sizes)], num_packs)
 
 
 def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
-    """Splits a pack evenly; the last part takes the rest. Empty parts are not returned.
+    """Splits a pack into equal parts; the last one takes the rest. Leaves out empty parts.
 
     A pack of fewer elements than parts stays whole, as in TensorFlow 1.
     """
@@ -61,7 +67,7 @@ class Packer:
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the way to pack, as `AllReduce` describes: the first argument that is not 0."""
+        """Sets the way to pack; the arguments are those of `AllReduce`."""
         max_bytes, max_group = agg_small_grads_max_bytes, agg_small_grads_max_group
         self.num_packs = check_whole_number("num_packs", num_packs, 0)
         self.max_bytes = check_whole_number("agg_small_grads_max_bytes", max_bytes, 0, most=None)
@@ -69,11 +75,11 @@ class Packer:
 
     @property
     def packs_tensors(self) -> bool:
-        """Whether it packs any tensors; otherwise each is alone."""
+        """Whether tensors may share a pack; if false, each is alone."""
         return self.num_packs > 0 or (self.max_bytes > 0 and self.max_group > 0)
 
     def __call__(self, sizes: Sequence[int], itemsize: int) -> Packs:
-        """Plans packs of tensors with `sizes` elements of `itemsize` bytes."""
+        """Returns packs of tensors that have `sizes` elements of `itemsize` bytes each."""
         if self.num_packs > 0:
             return plan_packs(sizes, self.num_packs)
         num_bytes = [size * itemsize for size in sizes]

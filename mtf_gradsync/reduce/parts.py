@@ -1,4 +1,4 @@
-"""Parts of tensors, one for each processor along axes of the mesh: cutting and joining."""
+"""Cuts tensors into parts, one for each processor along axes of the mesh, and joins parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync.reduce.sums import plan_buckets
 
 
 class Cut(NamedTuple):
-    """An axis of a tensor, by number, that is split over an axis of the mesh."""
+    """A cut of a tensor: the number of one of its axes, and of the mesh axis that splits it."""
 
     mesh_axis: int
     tensor_axis: int
@@ -23,7 +23,7 @@ Cuts = Sequence[Cut]
 
 
 def mesh_axes_of(cuts: Cuts) -> tuple[int, ...]:
-    """Returns the mesh axes of cuts, sorted."""
+    """Returns the sorted numbers of the mesh axes that a tensor is cut along."""
     return tuple(sorted(cut.mesh_axis for cut in cuts))
 
 
@@ -36,7 +36,10 @@ def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
 
 
 def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
-    """Returns each processor's part of a value that is equal along the axes of the cuts."""
+    """Returns each processor's part of a value.
+
+    All processors along the mesh axes of the cuts hold the same value.
+    """
     if not cuts:
         return value
     if is_simd(mesh_impl):
@@ -71,7 +74,7 @@ def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
 
 
 def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
-    """Returns the slice that `all_parts` cut into these parts."""
+    """Returns the whole slice, given the parts that `all_parts` returned for it."""
     pieces = list(parts)
     for mesh_axis, tensor_axis in sorted(cuts, reverse=True):
         size = mesh_impl.shape.dims[mesh_axis].size
@@ -89,7 +92,10 @@ def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
 
 
 def slice_groups(mesh_impl: Any, cuts: Cuts) -> ProcessorGroups:
-    """Returns the groups that hold the parts of one slice, in the order of `part_number`."""
+    """Returns the groups of processors that together hold all parts of one slice.
+
+    The members of a group are in the order of `part_number`.
+    """
     return ProcessorGroups.along(mesh_impl, mesh_axes_of(cuts))
 
 
@@ -99,7 +105,7 @@ def one_memory(mesh_impl: Any) -> bool:
 
 
 def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
-    """Returns one processor's part."""
+    """Returns one processor's part of its slice of a value."""
     x = value.tensor_list[processor]
     coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
     size = part_shape(mesh_impl, x.shape.as_list(), cuts)
@@ -111,9 +117,10 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 
 
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
-    """Returns positions of tensors in buckets, each of one dtype and of cuts on the same axes.
+    """Returns the positions of the tensors in each bucket.
 
-    A bucket of several tensors has at most bucket_bytes of each processor's slices.
+    The tensors of a bucket have one dtype, and are cut along the same mesh axes. A bucket of
+    several tensors has at most bucket_bytes on each processor.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -128,7 +135,7 @@ def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> 
 
 
 def to_rows(mesh_impl: Any, x: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-    """Returns a slice as `[number of parts, elements of a part]`, ordered by `part_number`."""
+    """Returns a slice as a matrix with one row for each part, in the order of `part_number`."""
     split, order = _split_axes(mesh_impl, x.shape.as_list(), cuts)
     parts = mtf.list_product([split[i] for i in order[: len(cuts)]])
     return tf.reshape(_transposed(tf.reshape(x, split), order), [parts, -1])
@@ -142,7 +149,10 @@ def from_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts)
 
 
 def _split_axes(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> tuple[list[int], list[int]]:
-    """Returns a shape with each cut axis split in two, and the order with part numbers first."""
+    """Returns a shape in which each axis that is cut is two axes, and an order of its axes.
+
+    The first of the two numbers the parts. The order has these axes first.
+    """
     mesh_axis = {cut.tensor_axis: cut.mesh_axis for cut in cuts}
     split: list[int] = []
     part_axis: dict[int, int] = {}  # mesh axis -> the axis that numbers parts along it

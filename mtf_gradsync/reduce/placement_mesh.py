@@ -1,4 +1,4 @@
-"""A placement mesh whose collectives, also those of activations, use a strategy."""
+"""A placement mesh on which a strategy makes all sums, also those of activations."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def placement_mesh_impl(
       devices: a device string for each processor of the mesh.
       reducer: the reduction strategy; None takes `FusedAllReduce()`, which adds up on one device,
         the devices taking turns.
-      share_copies: whether CPU devices of one process share equal slices of variables, and tensors
-        that they would compute from the same tensors. A variable that is split along one of two
-        mesh axes is then updated once for each of its parts, and not once for each processor. False
-        keeps a copy for each processor, as on other kinds of devices.
+      share_copies: whether CPU devices of one process share slices of variables that are equal, and
+        tensors that they would all compute from the same tensors. A variable that is split along
+        one of two mesh axes is then updated once for each of its slices, and not once for each
+        processor. False keeps a copy for each processor, as on other kinds of devices.
 
     Returns:
       The mesh implementation.
@@ -61,15 +61,15 @@ def placement_mesh_impl(
 class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     """Mesh-TF's placement mesh with collectives that use shared memory.
 
-    Mesh-TF passes tensors around rings. CPU devices of one process share its memory: there a result
-    is computed once for all of them.
+    Mesh-TF passes tensors around rings. CPU devices of one process share a memory, in which this
+    mesh computes a result once for all of them.
 
-    - Sums: by the strategy; this package's strategies sum bfloat16 and float16 in float32.
-    - MAX, MIN and allconcat: once in each memory, on the group's devices there in turn. Groups
-      of devices that share no memory keep Mesh-TF's ring.
-    - alltoall: directly from each processor to each.
+    - Sums are made by the strategy. This package's strategies sum bfloat16 and float16 in float32.
+    - MAX, MIN and allconcat are computed once in each memory; the devices that share it take turns.
+      Groups of devices that share no memory keep Mesh-TF's ring.
+    - alltoall sends directly from each processor to each other one.
     - Coordinates of processors are Python numbers.
-    - Copies: see `share_copies`.
+    - For copies of slices see `share_copies`.
 
     Everything else is Mesh-TF's. See `placement_mesh_impl` for the arguments.
     """
@@ -102,11 +102,11 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         self._turn = 0
 
     def slicewise(self, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Calls a function on the slices of each processor.
+        """Calls a function with the slices of each processor; returns the results.
 
         Args:
           fn: a function from tf tensors to a tf tensor or a tuple of tf tensors.
-          *inputs: LaidOutTensors, lazy sums, or values that are the same for all processors.
+          *inputs: LaidOutTensors, pending sums, or values that are the same for all processors.
 
         Returns:
           A LaidOutTensor, or a tuple of them.
@@ -129,7 +129,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         """Reduces over processors that differ only along mesh_axes.
 
         Args:
-          x: a LaidOutTensor, or a lazy sum.
+          x: a LaidOutTensor, or a pending sum.
           mesh_axes: mesh dimensions by number.
           reduction_fn_string: "SUM", "MAX" or "MIN".
 
@@ -171,10 +171,10 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return self._in_groups(extreme, x, mesh_axes)
 
     def allconcat(self, x: Any, mesh_axis: int, concat_axis: int) -> Any:
-        """Gives each processor of a group the slices of all, concatenated.
+        """Gives each processor the concatenated slices of all processors of its group.
 
         Args:
-          x: a LaidOutTensor, or a lazy sum.
+          x: a LaidOutTensor, or a pending sum.
           mesh_axis: the mesh dimension that a group runs along.
           concat_axis: the tensor axis.
 
@@ -190,10 +190,10 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return self._in_groups(concat, x, [mesh_axis])
 
     def alltoall(self, x: Any, mesh_axis: int, split_axis: int, concat_axis: int) -> Any:
-        """Splits each slice over its group, and concatenates the received parts.
+        """Sends each processor of a group a part of every slice; concatenates what it receives.
 
         Args:
-          x: a LaidOutTensor, or a lazy sum.
+          x: a LaidOutTensor, or a pending sum.
           mesh_axis: the mesh dimension that a group runs along.
           split_axis: the tensor axis that is split.
           concat_axis: the tensor axis that is concatenated.
@@ -223,7 +223,10 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         x: Any,
         mesh_axes: Sequence[int],
     ) -> Any:
-        """Calls a collective with slices and devices of each group along mesh_axes."""
+        """Returns the results of a collective that is called once for each group along mesh_axes.
+
+        It gets the slices and the devices of the group's members.
+        """
         slices = x.to_laid_out_tensor().tensor_list
         result: list[Any] = [None] * self.size
         for group in ProcessorGroups.along(self, mesh_axes).groups:
@@ -235,7 +238,10 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     def _once_per_memory(
         self, devices: Sequence[str], compute: Callable[[list[int]], tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Calls compute once for each memory, with the positions in `devices` that share it."""
+        """Returns a value for each device, computed once for all devices that share a memory.
+
+        `compute` gets the positions in `devices` of those that share the memory.
+        """
         turn = self.next_turn()
         result: list[Any] = [None] * len(devices)
         for members in memories(devices):
@@ -246,6 +252,6 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return result
 
     def next_turn(self) -> int:
-        """Counts up, to choose which member of a group computes for all."""
+        """Returns a number that counts up, by which devices take turns to compute for a group."""
         self._turn += 1
         return self._turn - 1

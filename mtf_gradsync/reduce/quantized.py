@@ -29,14 +29,14 @@ SMALLEST = 2.0**-100
 
 
 class Blocks(NamedTuple):
-    """A quantization: numbers are sent in blocks of `size`, as integers of 8 or 4 bits."""
+    """The format of quantized numbers: blocks of `size` integers of 8 or 4 bits, with a scale."""
 
     bits: int
     size: int
 
     @property
     def bytes(self) -> int:
-        """The bytes of a block, with its scale."""
+        """The number of bytes of a block, including its scale."""
         return self.size * self.bits // 8 + SCALE_BYTES
 
     @property
@@ -56,10 +56,10 @@ class Blocks(NamedTuple):
 def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Quantizes blocks of numbers, float32 ``[..., numbers of a block]``.
 
-    Returns the numbers, int8 ``[..., bytes of a block's numbers]``, the scales, bfloat16
-    ``[..., 1]``, and the quantization error: x minus its `decode`d value, which is exact in float32
-    on every device, as a scale has only 8 bits. A block with a number that is not finite has the
-    scale NaN and the error 0.
+    Returns three tensors: the quantized numbers, int8 ``[..., bytes of a block's numbers]``; the
+    scales, bfloat16 ``[..., 1]``; and the quantization error, which is x minus what `decode`
+    returns. The error is exact in float32 on every device, because a scale has only 8 bits. A block
+    with a number that is not finite has the scale NaN and the error 0.
     """
     finite = tf.reduce_all(tf.math.is_finite(x), -1, keepdims=True)
     top = tf.reduce_max(tf.abs(x), -1, keepdims=True)
@@ -76,14 +76,15 @@ def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tenso
 
 
 def decode(numbers: tf.Tensor, scales: tf.Tensor, blocks: Blocks) -> tf.Tensor:
-    """Returns the float32 numbers of blocks that `encode` made."""
+    """Returns the float32 numbers that blocks from `encode` stand for."""
     return _unpacked(tf.cast(numbers, tf.float32), blocks.bits) * tf.cast(scales, tf.float32)
 
 
 def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
-    """Arranges tensors of one dtype in ``[parts, blocks of a part, numbers of a block]``.
+    """Returns tensors of one dtype as one of ``[parts, blocks of a part, numbers of a block]``.
 
-    Each tensor begins a block; the rest of its last one, and of the last part, is zeros.
+    Each tensor begins at the beginning of a block. The rest of its last block is filled with zeros,
+    and so is the rest of the last part.
     """
     pieces, count = [], 0
     for x in values:
@@ -101,7 +102,7 @@ def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Ten
 def out_of_blocks(
     x: tf.Tensor, shapes: Sequence[Sequence[int]], blocks: Blocks
 ) -> tuple[tf.Tensor, ...]:
-    """Returns the tensors of given shapes that `in_blocks` arranged."""
+    """Returns the tensors that `in_blocks` turned into blocks; `shapes` are their shapes."""
     flat, start, values = tf.reshape(x, [-1]), 0, []
     for shape in shapes:
         size = math.prod(shape)
@@ -111,12 +112,12 @@ def out_of_blocks(
 
 
 def rows_of_part(count: int, parts: int) -> int:
-    """Returns the number of blocks in each of `parts` equal parts."""
+    """Returns how many blocks each part has if `count` blocks are divided into `parts` parts."""
     return -(-count // parts)
 
 
 def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
-    """Rounds positive float32 to the 8 significant bits of bfloat16."""
+    """Rounds positive float32 numbers to the 8 significant bits of bfloat16."""
     # By its bits, as XLA removes a cast to bfloat16 and back.
     bits = tf.bitcast(x, tf.int32) + 0x8000
     return tf.bitcast(tf.bitwise.bitwise_and(bits, -0x10000), tf.float32)
@@ -129,7 +130,7 @@ def _largest_scale(largest: int) -> np.float32:
 
 
 def _packed(rounded: tf.Tensor, bits: int) -> tf.Tensor:
-    """Returns integers as int8, two integers of 4 bits in one."""
+    """Returns integers of 8 bits as they are, and integers of 4 bits as pairs in 8 bits."""
     if bits == 8:
         return rounded
     shape = rounded.shape.as_list()
@@ -148,9 +149,10 @@ def _unpacked(numbers: tf.Tensor, bits: int) -> tf.Tensor:
 
 
 def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Sends one row of each processor's slice, ``[size of a group, ...]``, to each of its group.
+    """Exchanges rows of slices ``[size of a group, ...]`` among the processors of each group.
 
-    The row at a position is for the member there; in the result it is from the member there.
+    Row i of a processor's slice is sent to member i of its group. Row i of its result is the row
+    that it received from member i.
     """
     if is_simd(mesh_impl):
         physical = physical_groups(mesh_impl, groups)
@@ -173,9 +175,10 @@ def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
 
 
 def gather_groups(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Gives each processor all slices of its group, in group order: ``[size of a group, ...]``.
+    """Gives each processor the slices of all members of its group: ``[size of a group, ...]``.
 
-    On a SIMD mesh it is one AllToAll, which XLA devices run as an all-gather.
+    The slices are in the order of the group. On a SIMD mesh the exchange is one AllToAll, which XLA
+    devices run as an all-gather.
     """
     if is_simd(mesh_impl):
         physical = physical_groups(mesh_impl, groups)
@@ -203,7 +206,10 @@ _BITS = (4, 8)
 
 
 class QuantizationErrors(NamedTuple):
-    """For each gradient the rest that cores have not sent; None if it is not quantized."""
+    """The state of `QuantizedAllReduce`: for each gradient the errors that cores have not sent.
+
+    It is None for gradients that are not quantized.
+    """
 
     of: tuple[Any, ...]
 
@@ -218,21 +224,24 @@ class QuantizedAllReduce(GradientStrategy):
     the same way and sends it to all (all-gather). So all replicas have the same sums, to the bit.
     With 8 bits and blocks of 256 that is 258 bytes where float32 takes 1024: 0.252 of them.
 
-    **Error.** A number is off by at most half a scale, which is 1 / 127 of the largest absolute
-    value in its block (8 bits; 1 / 7 with 4), rounded by up to 2**-8 of itself. This happens once
-    to each core's gradient, and once to the sum. With `error_feedback` a core adds the error to its
-    next gradient, that of the sum included: so all gradients are applied in the end.
+    **Error.** A number is off by at most half a scale. A scale is 1 / 127 of the largest absolute
+    value in its block (with 8 bits; 1 / 7 with 4 bits), and is itself rounded by up to 2**-8 of its
+    size. This error is made once in each core's gradient, and once in the sum. With
+    `error_feedback` a core adds both errors to its next gradient, so that all gradients are applied
+    in the end.
 
-    **Not finite.** A block with a NaN or an infinity is NaN everywhere in the sum, and no error of
-    it is kept.
+    **Not finite.** If a block has a NaN or an infinity, the sum of the whole block is NaN, and
+    cores keep no error of it.
 
     **Not quantized**, but reduced by `reducer`: gradients that blocks would not make half as large,
-    such as vectors of up to `block_size` / 2 numbers, and gradients that are not floats. Sizes are
-    of a core's slice. `reported` has the rate that is reached, the log the names.
+    such as vectors of up to `block_size` / 2 numbers, and gradients that are not floats. The size
+    that counts is that of a core's slice. `reported` has the compression rate that is reached, and
+    the log has the names of the gradients that are not quantized.
 
     On XLA devices the messages are an all-to-all and an all-gather of int8 and bfloat16. Programs
     for TPUs by TensorFlow have no all-gather and use an all-to-all of the same bytes.
-    `ShardedUpdateOptimizer` cuts its parts from the sums. float64 is sent with float32's precision.
+    `ShardedUpdateOptimizer` cuts each replica's part from the sums. float64 is sent with float32's
+    precision.
 
     State, by name: `<variable>/quantization_error`, a value for each core.
 
@@ -258,11 +267,11 @@ class QuantizedAllReduce(GradientStrategy):
         """Sets the quantization.
 
         Args:
-          bits: bits of a number, 8 or 4.
-          block_size: numbers that share a scale; even with 4 bits.
+          bits: the number of bits of a quantized number, 8 or 4.
+          block_size: how many numbers share a scale; it has to be even with 4 bits.
           error_feedback: whether a core keeps the error of quantization, a float32 tensor of the
             gradient's size, and adds it to its next gradient.
-          reducer: the strategy of all other sums; None takes `FusedAllReduce()`.
+          reducer: the strategy of all sums that are not quantized; None takes `FusedAllReduce()`.
 
         Raises:
           TypeError: reducer is not a strategy, or error_feedback is not a bool.
@@ -321,7 +330,7 @@ class QuantizedAllReduce(GradientStrategy):
     def _exchange(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns sums of values, and each core's error of quantization; float32."""
+        """Returns the float32 sums of values, and each core's quantization errors (or Nones)."""
         blocks, parts = self._blocks, groups.group_size
         shapes = [x.slice_shape for x in values]
 
@@ -357,7 +366,7 @@ class QuantizedAllReduce(GradientStrategy):
         return Blocks(self.bits, self.block_size)
 
     def _sends(self, dtype: tf.DType, size: int) -> bool:
-        """Returns whether a gradient, or a core's slice of one, is quantized."""
+        """Returns whether gradients of a dtype, with `size` numbers on a core, are quantized."""
         return dtype.is_floating and size > 0 and self._blocks.pay(size)
 
     def _compression(self, gradients: Sequence[GradientOfCores]) -> Compression:

@@ -52,7 +52,10 @@ _WRITTEN_IN_PLACE = 64 * 1024
 def scatter_together(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
 ) -> list[Any]:
-    """Returns each core's part of sums, see `Strategy.reduce_scatter`."""
+    """Returns each core's part of sums on a SIMD mesh; see `Strategy.reduce_scatter`.
+
+    The sums are marked as one group, which the compiler may combine.
+    """
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
     sharing = _sharing(values, shapes, cuts, _SCATTERED_ALONE)
     with summed_together():
@@ -83,7 +86,7 @@ def scatter_together(
 
 
 def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
-    """Returns full slices on each core, from all cores' parts."""
+    """Returns whole slices on each core of a SIMD mesh, gathered from the parts on all cores."""
     results: list[Any] = [None] * len(parts)
     with summed_together():
         for members in _sharing(parts, [p.slice_shape for p in parts], cuts, _TILE):
@@ -99,7 +102,11 @@ def _sharing(
     cuts: Sequence[Cuts],
     least: int,
 ) -> list[list[int]]:
-    """Returns positions of tensors, a list for each collective that they share."""
+    """Returns lists of positions of tensors; the tensors of a list share one collective.
+
+    Tensors share it if they have one dtype, one shape of parts and the same cuts, and fewer than
+    `least` numbers in a part.
+    """
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
         alone = index if mtf.list_product(shape) >= least else -1
@@ -109,7 +116,7 @@ def _sharing(
 
 
 def _scattered(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
-    """Returns each core's part of the sums of values of one shape, in one tensor."""
+    """Returns one tensor with each core's parts of the sums of values of one shape."""
     along = slice_groups(mesh_impl, cuts)
     dtype = values[0].tensor_list[0].dtype
     wire = simd_wire_dtype(mesh_impl, dtype, along)
@@ -130,7 +137,7 @@ def _scattered(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
 def _parts_of(
     mesh_impl: Any, scattered: Any, count: int, shape: Sequence[int], cuts: Cuts
 ) -> list[Any]:
-    """Returns the parts of `count` values of a shape, from the tensor of `_scattered`."""
+    """Returns the parts of `count` values of a shape, taken from what `_scattered` returned."""
 
     def unpacked(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
         pieces = tf.unstack(x) if count > 1 else [x]
@@ -179,10 +186,10 @@ def reduce_scatter(
     cuts: Sequence[Cuts],
     bucket_bytes: int = 0,
 ) -> list[Any]:
-    """Returns each processor's part of sums, see `Strategy.reduce_scatter`.
+    """Returns each processor's part of sums; see `Strategy.reduce_scatter`.
 
-    On a placement mesh each processor adds up its part of a bucket of several values, which has at
-    most bucket_bytes per processor.
+    On a placement mesh values are packed into buckets of at most bucket_bytes per processor, and
+    each processor adds up its part of every bucket.
     """
     if is_simd(mesh_impl):
         return scatter_together(mesh_impl, values, groups, cuts)
@@ -232,10 +239,10 @@ def _scatter_on_devices(
 def all_gather(
     mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int
 ) -> list[Any]:
-    """Returns full slices on each processor, from all processors' parts.
+    """Returns whole slices on each processor, gathered from the parts on all processors.
 
-    On a placement mesh each slice is joined once per memory; between memories small parts are sent
-    in buckets of bucket_bytes per processor.
+    On a placement mesh each slice is joined once in every memory. Small parts are sent from memory
+    to memory in buckets of bucket_bytes per processor.
     """
     if is_simd(mesh_impl):
         return gather_together(mesh_impl, parts, cuts)

@@ -23,16 +23,18 @@ from mtf_gradsync.reduce.sums import check_values, simd_wire_dtype
 
 
 class GradientOfCores(NamedTuple):
-    """The description of a gradient that is the sum of parts on all cores.
+    """The description of an unreduced gradient, of which each core has one term.
 
     Attributes:
-      name: the name of its variable, a prefix for names of state.
+      name: the name of the gradient's variable, a prefix for the names of a strategy's variables.
       shape: the shape of the gradient, `mtf.Shape`.
-      shard_dims: a dimension for each mesh axis that it is to be reduced over, of the axis's size
-        and laid out over it; a variable with these dimensions in front has a value for each core.
-        Empty on a mesh of one shard whose layout has no axis for the batch.
-      dtype: the dtype of the parts.
-      slice_shape: the shape of a core's part, where the layout splits the gradient's dimensions.
+      shard_dims: a dimension for each mesh axis that the gradient is to be reduced over. It has the
+        axis's size, and the layout splits it over the axis. So a variable whose first dimensions
+        are these has a value for each core. Empty on a mesh of one shard whose layout has no axis
+        for the batch.
+      dtype: the dtype of the terms.
+      slice_shape: the shape of a core's term. It is smaller than `shape` if the layout splits
+        dimensions of the gradient.
     """
 
     name: str
@@ -43,13 +45,13 @@ class GradientOfCores(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """The bytes that a strategy saves on an optimizer's gradients, for one core.
+    """The number of bytes that a strategy sends for an optimizer's gradients, for one core.
 
     Attributes:
-      given: bytes of the gradients in their own dtypes.
-      sent: size of an all-reduce that would send as much as the strategy sends.
-      whole: names of gradients that the strategy does not compress: too small ones, for example.
-        They count in `given` and in `sent`.
+      given: the size of the gradients in their own dtypes, in bytes.
+      sent: the size, in bytes, of an all-reduce that would send as much as the strategy sends.
+      whole: names of the gradients that the strategy does not compress, because they are too small,
+        for example. They count in `given` and in `sent`.
     """
 
     given: int
@@ -87,9 +89,9 @@ class StateMaker(abc.ABC):
             checkpoint restored on another mesh keeps the sum over the cores. Empty for a variable
             that all replicas share: each has to compute the same new value.
           start: the value in a new run, and after a checkpoint without the variable.
-          begins_anew: the treatment of a checkpoint that has the variable in another shape, for
-            example from another mesh. If true, the variable is set to `start`; if false, restoring
-            fails. Only for variables without shard dims.
+          begins_anew: what happens if a checkpoint has the variable in another shape, for example
+            because it is from another mesh. If true, the variable is set to `start`; if false,
+            restoring fails. Only for variables without shard dims.
 
         Returns:
           The variable, of shape `[shard_dims...] + shape`.
@@ -100,7 +102,7 @@ class StateMaker(abc.ABC):
 
     @abc.abstractmethod
     def report(self, compression: Compression) -> None:
-        """Takes the strategy's report of the bytes that it saves, which it makes once."""
+        """Records how many bytes the strategy saves; a strategy calls it once per optimizer."""
 
 
 #: A nested structure (NamedTuple, tuple, list or dict) of variables or Nones; while a graph is
@@ -109,7 +111,7 @@ State = Any
 
 
 class Strategy(abc.ABC):
-    """A way to sum tensors over groups of processors. Wrappers can share a strategy.
+    """A method of summing tensors over groups of processors. Wrappers can share a strategy.
 
     A strategy with a special reduction for the gradients of an optimizer, or with variables for
     them, is a `GradientStrategy`.
@@ -119,7 +121,7 @@ class Strategy(abc.ABC):
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """Sums each tensor over each group of processors; all of the group get the sum.
+        """Sums each tensor over each group of processors; all members of a group get the sum.
 
         Args:
           mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
@@ -138,17 +140,17 @@ class Strategy(abc.ABC):
         groups: ProcessorGroups,
         cuts: Sequence[Cuts],
     ) -> list[Any]:
-        """Sums each tensor over each group; each processor gets its part of the sum only.
+        """Sums each tensor over each group, and gives each processor only its part of the sum.
 
-        A SIMD mesh has one reduce-scatter for all strategies that send the same dtypes. Otherwise
-        this method all-reduces the tensors and takes each processor's part of the sums, with the
-        same result.
+        On a SIMD mesh all strategies that send the same dtypes use the same reduce-scatter. In
+        other cases this base method all-reduces the tensors and takes each processor's part of the
+        sums, with the same result.
 
         Args:
           mesh_impl: as for `all_reduce`.
           values: as for `all_reduce`.
           groups: the processors that sum with each other, along mesh axes.
-          cuts: for each value how it is cut, along some of the axes of the groups.
+          cuts: for each value, the cuts into parts, along some of the mesh axes of the groups.
 
         Returns:
           `LaidOutTensor`s of the dtypes of `values`, in the same order.
@@ -171,11 +173,11 @@ class Strategy(abc.ABC):
 
     @property
     def has_gradient_reduction(self) -> bool:
-        """Whether `reduce_gradients` reduces an optimizer's gradients."""
+        """Whether an optimizer's gradients are reduced by `reduce_gradients`, not `all_reduce`."""
         return False
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
-        """Makes the variables that this strategy keeps for gradients, when a step is built.
+        """Makes the variables that this strategy keeps for gradients; called when a step is built.
 
         Args:
           gradients: gradients of one optimizer that are reduced over the same mesh axes.
@@ -190,16 +192,17 @@ class Strategy(abc.ABC):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces an optimizer's gradients, if `has_gradient_reduction`.
+        """Reduces an optimizer's gradients; called if `has_gradient_reduction`.
 
-        The new state is written after the gate of the step, only on steps that use the sums.
+        The new state is written when all gradients exist and all variables have been read, and only
+        on steps that use the sums.
 
         Args:
           mesh_impl: as for `all_reduce`.
-          values: the cores' parts of the gradients that `gradient_state` was given, in order; in
-            a narrower dtype inside `CompressedAllReduce`.
-          groups: the processors that sum with each other, along mesh axes; of one processor each
-            on a mesh of one shard.
+          values: each core's terms of the gradients that `gradient_state` was given, in order.
+            Inside `CompressedAllReduce` they have a narrower dtype.
+          groups: the processors that sum with each other, along mesh axes. On a mesh of one shard,
+            each group has one processor.
           state: the structure that `gradient_state` returned, with `LaidOutTensor`s of each core's
             values, without shard dims, in place of variables.
 
@@ -210,7 +213,7 @@ class Strategy(abc.ABC):
         return self.all_reduce(mesh_impl, values, groups), state
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """Checks, before anything is built, that this strategy can sum over groups.
+        """Raises an error, before anything is built, if this strategy cannot sum over groups.
 
         Args:
           mesh_impl: the mesh.
@@ -223,7 +226,7 @@ class Strategy(abc.ABC):
         check_groups(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """Returns the dtype in which values are sent; of several levels the narrowest.
+        """Returns the dtype in which values are sent: the narrowest one if levels differ.
 
         Args:
           mesh_impl: the mesh.
@@ -250,9 +253,10 @@ class Strategy(abc.ABC):
           aggregation: `tf.VariableAggregation.SUM` or `.MEAN`. A mean is the sum, divided once
             by the number of processors in a group.
           value: a `LaidOutTensor` with one slice for each processor.
-          destinations: any `LaidOutTensor` on the mesh, to give every processor the result of its
-            group; or devices, which need not be on the mesh: a device string, a list of them, or a
-            tf variable, whose device is taken.
+          destinations: where the result is copied to. Any `LaidOutTensor` on the mesh stands for
+            all processors, each of which gets the result of its group. Otherwise it names devices,
+            which need not be on the mesh: a device string, a list of device strings, or a tf
+            variable, which stands for its device.
           groups: the processors that are summed; None for all in one group. With devices as
             destinations there must be one group.
 
@@ -350,7 +354,7 @@ def reduce_scatter_by(
     groups: ProcessorGroups,
     cuts: Sequence[Cuts],
 ) -> list[Any]:
-    """Calls a strategy's `reduce_scatter`, or its `all_reduce` if it has no other method."""
+    """Calls `strategy.reduce_scatter`; without this method, all-reduces and takes parts."""
     scatter = getattr(strategy, "reduce_scatter", None)
     if scatter is not None:
         return scatter(mesh_impl, values, groups, cuts)
@@ -359,12 +363,15 @@ def reduce_scatter_by(
 
 
 def has_gradient_reduction(strategy: Any) -> bool:
-    """Returns whether a strategy, of any class, has its own `reduce_gradients`."""
+    """Returns whether a strategy reduces an optimizer's gradients by its own `reduce_gradients`.
+
+    The strategy need not be a `Strategy`.
+    """
     return bool(getattr(strategy, "has_gradient_reduction", False))
 
 
 def check_strategy(reducer: Any) -> Any:
-    """Returns reducer; raises TypeError if it is not a strategy.
+    """Returns `reducer` unchanged; raises TypeError if it is not a strategy.
 
     Any object with a method `all_reduce` that is not a class counts as a strategy.
     """

@@ -1,6 +1,7 @@
-"""Sums of slices over groups of processors, by algorithms of either kind of mesh.
+"""Sums slices over groups of processors, on placement meshes and on SIMD meshes.
 
-Tensors are summed alone or in packs, each of which is summed as one tensor: a plan says which.
+Tensors are summed one by one, or in packs, each of which is summed as one tensor. A plan lists the
+packs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mtf_gradsync.mesh.devices import first_alike, slicewise
 
 
 def check_values(values: Sequence[Any]) -> None:
-    """Raises ValueError unless all slices of a value are dense numbers of one known shape."""
+    """Raises ValueError unless the slices of a value are dense, numeric and of one known shape."""
     for index, value in enumerate(values):
         slices = getattr(value, "tensor_list", None)
         if slices is None:
@@ -77,7 +78,10 @@ def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def add_in_order(total: tf.Tensor) -> tf.Tensor:
-    """Makes an AddN add its inputs in their order (see `docs/races.md`); keeps other tensors."""
+    """Returns a tensor unchanged; if it is an AddN, makes it add its inputs in their order.
+
+    Otherwise an AddN may add in another order in each run (see `docs/races.md`).
+    """
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:
         write_to_own_memory(total.op)
@@ -87,7 +91,10 @@ def add_in_order(total: tf.Tensor) -> tf.Tensor:
 def sum_on_one_device(
     slices: Sequence[tf.Tensor], device: str, accumulation_fn: Callable[[Any], Any] = tf.add_n
 ) -> tf.Tensor:
-    """Adds up slices on one device, in their order; bfloat16 and float16 in float32."""
+    """Returns the sum of slices, added up on one device in their order.
+
+    bfloat16 and float16 are added up in float32.
+    """
     dtype = slices[0].dtype
     narrow = dtype in NARROW_FLOATS
     with tf.device(device):
@@ -97,12 +104,18 @@ def sum_on_one_device(
 
 
 def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
-    """Adds up on one member, whose sum the others read; a `GroupSum`."""
+    """Returns the sum of a group's slices for each member, added up on the member `root`.
+
+    It is a `GroupSum`; all members read the same tensor.
+    """
     return [sum_on_one_device(slices, devices[root])] * len(slices)
 
 
 def ring(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
-    """Sums by Mesh-TF's ring, narrow floats as float32; a `GroupSum`."""
+    """Returns the sum of a group's slices for each member, made by Mesh-TF's ring.
+
+    It is a `GroupSum`. bfloat16 and float16 are summed as float32.
+    """
     del root  # every member adds
     dtype = slices[0].dtype
     devices = list(devices)
@@ -118,14 +131,15 @@ ALGORITHMS: dict[str, GroupSum] = {"add_n": add_n, "ring": ring}
 
 
 def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
-    """Returns the dtype in which an algorithm sends values of a dtype."""
+    """Returns the dtype in which the algorithm `group_sum` sends values of `dtype`."""
     return tf.float32 if group_sum is ring and dtype in NARROW_FLOATS else dtype
 
 
 def check_algorithm(name: Any, argument: str = "algorithm") -> Algorithm:
-    """Returns name; raises ValueError if it is not one of `ALGORITHMS`.
+    """Returns `name` unchanged; raises ValueError if it is not one of `ALGORITHMS`.
 
-    The error says what to take for an algorithm that other classes here have.
+    If other classes of this package have the algorithm, the error says which. `argument` is the
+    name of the caller's argument, for the error.
     """
     if not isinstance(name, str) or name not in ALGORITHMS:
         hint = _ELSEWHERE.get(name) if isinstance(name, str) else None
@@ -142,10 +156,11 @@ SumFn = Callable[[Sequence[Any], ProcessorGroups, Sequence[int]], Sequence[Any]]
 
 
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-    """Returns the dtype in which Mesh-TF sends values over a SIMD mesh: float32 for most.
+    """Returns the dtype in which Mesh-TF sends values over a SIMD mesh.
 
-    bfloat16 is sent as it is in groups of at most 8 processors (an argument of `SimdMeshImpl`)
-    along mesh axes. As float32, float64 loses precision, and integers are exact up to 2**24.
+    It is float32 for most dtypes: float64 loses precision, and integers are exact up to 2**24.
+    bfloat16 is sent as it is in groups, along mesh axes, of at most 8 processors (an argument of
+    `SimdMeshImpl`).
     """
     if dtype != tf.bfloat16 or groups.mesh_axes is None:
         return tf.float32
@@ -155,10 +170,10 @@ def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) ->
 def simd_all_reduce(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, one_group: bool = True
 ) -> list[Any]:
-    """Sums each value over groups by a CrossReplicaSum of its own, in `simd_wire_dtype`.
+    """Sums values over groups on a SIMD mesh: one CrossReplicaSum for each, in `simd_wire_dtype`.
 
-    With `one_group` these sums are marked as one group, which compilers combine: none of the values
-    may depend on the sum of another.
+    With `one_group` these sums are marked as one group, which compilers combine. No value may then
+    depend on the sum of another value.
     """
 
     def cross_replica_sum(x: tf.Tensor) -> tf.Tensor:
@@ -173,10 +188,10 @@ def simd_all_reduce(
 
 
 def in_turns(mesh_impl: Any, sum_group: Callable[[Any, list[int], int], Sequence[Any]]) -> SumFn:
-    """Returns a function that sums on a placement mesh, by a function that sums a group.
+    """Returns a function that sums values over groups on a placement mesh.
 
-    `sum_group` gets a value, the members of a group and the group's turn, and returns the slices
-    for the members.
+    `sum_group` sums one value over one group. It gets the value, the members of the group, and a
+    number by which devices take turns; it returns a slice for each member.
     """
 
     def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:
@@ -196,10 +211,10 @@ def in_groups(
     groups: ProcessorGroups,
     compute: Callable[[int, list[int]], Sequence[Any]],
 ) -> Any:
-    """Gives the members of each group the slices that compute(the group's number, members) returns.
+    """Returns a `LaidOutTensor` of the slices that `compute` returns for the members of each group.
 
-    Groups whose slices of `value` are the same tensors in the same memories, as on a mesh that
-    shares copies, share the result.
+    `compute` gets the group's number and its members. It is called only once for groups whose
+    slices of `value` are the same tensors in the same memories, as on a mesh that shares copies.
     """
     result: list[Any] = [None] * mesh_impl.size
     first = first_alike(mesh_impl, value.tensor_list, groups.groups)
@@ -214,7 +229,7 @@ def in_groups(
 
 
 def physical_groups(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:
-    """Returns groups as the physical cores of a SIMD mesh, which its collectives take."""
+    """Returns groups as lists of physical core numbers, as collectives of a SIMD mesh take them."""
     return [[mesh_impl.l2p(p) for p in group] for group in groups.groups]
 
 
@@ -230,9 +245,10 @@ def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
 
 
 def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool = True) -> SumFn:
-    """Returns the function that sums on a mesh.
+    """Returns the function that sums values over groups on a mesh.
 
-    A SIMD mesh has one algorithm only, and `one_group` is as for `simd_all_reduce`.
+    `group_sum` is the algorithm on a placement mesh. A SIMD mesh has one algorithm only, for which
+    `one_group` is as for `simd_all_reduce`.
     """
     if is_simd(mesh_impl):
         return lambda values, groups, turns: simd_all_reduce(mesh_impl, values, groups, one_group)
@@ -248,7 +264,10 @@ def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool =
 
 
 class Piece(NamedTuple):
-    """The elements of tensor `index`, from `start` to before `stop`, in row-major order."""
+    """A range of a tensor's elements in row-major order: from `start` to `stop`, not included.
+
+    `tensor` is the tensor's position in a list.
+    """
 
     tensor: int
     start: int
@@ -265,9 +284,10 @@ Planner = Callable[[Sequence[int], int], Packs]
 def plan_buckets(
     num_bytes: Sequence[int], bucket_bytes: int, packed_bytes: int | None = None
 ) -> list[list[int]]:
-    """Returns the indices of tensors in each bucket of at most bucket_bytes, filled first fit.
+    """Returns the indices of the tensors in each bucket of at most bucket_bytes.
 
-    A tensor that is larger than a bucket, or than packed_bytes, is alone in its bucket.
+    Each tensor joins the first bucket with room for it. A tensor that is larger than a bucket, or
+    than packed_bytes, is alone in its bucket.
     """
     buckets: list[list[int]] = []
     rooms: list[int] = []
@@ -287,12 +307,18 @@ def plan_buckets(
 
 
 def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
-    """Returns one pack for each group of indices, with all elements of its tensors."""
+    """Returns one pack for each group of tensors, given by index, with all of their elements.
+
+    `sizes` has the number of elements of each tensor.
+    """
     return [[Piece(i, 0, sizes[i]) for i in group] for group in groups]
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns tensors of one dtype as one: stacked if of one shape, else flattened and joined."""
+    """Returns one tensor that holds several of one dtype.
+
+    They are stacked if they have one shape; otherwise they are flattened and concatenated.
+    """
     if _one_shape([t.shape.as_list() for t in tensors]):
         return tf.stack(tensors)
     flat = tf.constant([-1])
@@ -300,7 +326,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[tf.Tensor, ...]:
-    """Returns the tensors of these shapes that `pack` made one tensor of."""
+    """Returns the tensors that `pack` put into `packed`; `shapes` are their shapes."""
     if _one_shape(shapes):
         return tuple(tf.unstack(packed, len(shapes)))
     pieces = tf.split(packed, [tf.TensorShape(shape).num_elements() for shape in shapes])
@@ -322,7 +348,7 @@ MESSAGE_BYTES = 32 * 1024
 
 
 def alone(sizes: Sequence[int], itemsize: int) -> Packs:
-    """Plans no packs: each tensor is alone. A `Planner`."""
+    """Returns a plan in which each tensor is alone in its pack. It is a `Planner`."""
     del itemsize
     return packs_of_groups([[i] for i in range(len(sizes))], sizes)
 
@@ -335,10 +361,11 @@ def packed_all_reduce(
     planner: Planner = alone,
     turns: Iterator[int] | None = None,
 ) -> list[Any]:
-    """Sums values over groups in packs of one dtype, which `planner` plans and `sum_fn` sums.
+    """Sums values over groups, in packs of one dtype.
 
-    All packs are summed by one call. `turns` counts them, to spread them over the devices. Tensors
-    without elements, and all values if groups are of one processor, are returned as they are.
+    `planner` chooses the packs, and one call of `sum_fn` sums all of them. `turns` gives each pack
+    a number, by which packs are spread over the devices. Tensors without elements are returned as
+    they are, and so are all values if groups have one processor.
     """
     values = list(values)
     check_values(values)
@@ -370,7 +397,7 @@ def _sum_packs(
     sum_fn: SumFn,
     turns: Iterator[int],
 ) -> list[Any]:
-    """Sums values in packs of one dtype; returns values that are in no pack as they are."""
+    """Sums values in the given packs; returns values that are in no pack as they are."""
     pieces: dict[int, list[Piece]] = collections.defaultdict(list)
     for piece in itertools.chain.from_iterable(packs):
         pieces[piece.tensor].append(piece)
@@ -420,7 +447,7 @@ def _on_sums(
     sums: Sequence[Any],
     num_results: int,
 ) -> Sequence[Any]:
-    """Applies a function that only copies slices to sums, which processors may share."""
+    """Applies `fn`, which only copies slices, to sums; processors may share the results."""
     itemsize = sums[0].tensor_list[0].dtype.size
     num_bytes = itemsize * sum(mtf.list_product(x.slice_shape) for x in sums)
     if is_simd(mesh_impl) or num_bytes < MESSAGE_BYTES * num_results:
