@@ -269,22 +269,24 @@ def best_of(
       check: asks the compiler what a division needs. None believes the prediction.
 
     Returns:
-      The best division. With more budget it is never one of a longer predicted time: which
-      divisions are asked about, and in which order, depends on the predictions alone.
+      The best division. With more budget it is never one of a longer predicted time: whether a
+      division is asked about depends on its prediction, and on what was said of those before it
+      that are predicted to need no more.
     """
     tried: list[tuple[Choice, Checked]] = []
-    refused: dict[tuple[Any, ...], set[str]] = {}
     chosen, found = None, None
     for choice in choices:
         size = choice.predicted.bytes_per_core
         limit = float("inf") if budget is None else budget
         if size > (limit if check is None else limit / _LEAST_SHARE):
             continue
-        kind = choice.stack[1:4]
         # A stack that is refused in the same words on several meshes is not for this optimizer.
-        if len(refused.get(kind, ())) == 1 and sum(
-            bool(c.refused) and x.stack[1:4] == kind for x, c in tried
-        ) > 1:  # fmt: skip
+        refused = [
+            (x.mesh_shape, said.refused) for x, said in tried
+            if said.refused and _kind(x.stack) == _kind(choice.stack)
+            and x.predicted.bytes_per_core <= size
+        ]  # fmt: skip
+        if len(set(refused)) > 1 and len({why for _, why in refused}) == 1:
             continue
         if check is None:
             chosen = choice
@@ -294,6 +296,9 @@ def best_of(
             chosen, found = choice, said
             break
         tried.append((choice, said))
-        if said.refused:
-            refused.setdefault(kind, set()).add(said.refused)
     return Best(machine.name, machine.cores, budget, chosen, found, tuple(choices), tuple(tried))
+
+
+def _kind(stack: Stack) -> tuple[Any, ...]:
+    """Returns a stack's settings less its numbers of steps."""
+    return stack.sums, stack.sharded_updates, stack.reducer, bool(stack.inner_steps)

@@ -3,13 +3,14 @@
 import itertools
 import json
 import math
+import zlib
 
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.tools.planning import machines
-from mtf_gradsync.tools.planning.best import Checked, all_choices, best_of
-from mtf_gradsync.tools.planning.costs import Predictor, read_costs
+from mtf_gradsync.tools.planning.best import Checked, Choice, all_choices, best_of
+from mtf_gradsync.tools.planning.costs import Predicted, Predictor, read_costs
 from mtf_gradsync.tools.planning.stacks import Stack
 from tests.tools.planning.machines import Counting
 
@@ -109,7 +110,7 @@ def test_the_compiler_decides_what_fits_and_more_budget_is_never_slower():
 
     def check(choice):
         # By no rule that the prediction knows.
-        share = 0.8 + 0.6 * (hash(choice[:2]) % 7) / 7
+        share = 0.8 + 0.6 * (zlib.crc32(repr(choice[:2]).encode()) % 7) / 7
         if choice.stack.sums == "synced":
             return Checked(refused="no synced sums")
         return Checked(share * choice.predicted.bytes_per_core, 1.0, "made up")
@@ -130,6 +131,51 @@ def test_the_compiler_decides_what_fits_and_more_budget_is_never_slower():
             assert said.refused or said.bytes_per_core > budget
             assert choice.predicted.seconds <= seconds
     assert seconds < math.inf
+
+
+SHARDED, OUTER = Stack(2, "sharded", True), Stack(inner_steps=10)
+
+
+def chosen_of(*those, refused, budget=None):
+    """Returns what is chosen of (mesh, stack, bytes), and all that was asked about before it."""
+    choices = [
+        Choice(mesh, "batch:batch", stack, Predicted(float(number), size))
+        for number, (mesh, stack, size) in enumerate(those)
+    ]
+
+    def check(choice):
+        is_refused = (choice.mesh_shape, choice.stack) in refused
+        return Checked(choice.predicted.bytes_per_core, refused="no" if is_refused else "")
+
+    best = best_of(choices, Ring(memory=None), budget, check)
+    return best.chosen[:3:2], [choice[:3:2] for choice, _ in best.tried]
+
+
+def test_a_stack_that_several_meshes_refuse_is_not_asked_about_again():
+    of_four = SHARDED._replace(steps=4)
+    some = [("batch:4", SHARDED, 1.0), ("batch:2;model:2", of_four, 1.0)]
+    refused = {one[:2] for one in some}
+    third, plain = ("batch:1;model:4", SHARDED, 1.0), ("batch:4", Stack(), 1.0)
+    assert chosen_of(*some, third, plain, refused=refused) == (plain[:2], [x[:2] for x in some])
+    # Two that one mesh refuses say nothing of another mesh.
+    some[1] = ("batch:4", of_four, 1.0)
+    refused = {one[:2] for one in some}
+    assert chosen_of(*some, third, plain, refused=refused)[0] == third[:2]
+
+
+def test_what_is_refused_with_outer_steps_may_be_without():
+    meshes = "batch:4", "batch:2;model:2"
+    refused = {(mesh, OUTER) for mesh in meshes}
+    plain = "batch:4", Stack(), 1.0
+    assert chosen_of(*((*x, 1.0) for x in sorted(refused)), plain, refused=refused)[0] == plain[:2]
+
+
+def test_refusals_that_a_larger_budget_asks_for_do_not_make_the_answer_slower():
+    large = [("batch:4", SHARDED, 9.0), ("batch:2;model:2", SHARDED, 8.0)]
+    refused = {one[:2] for one in large}
+    small, slow = ("batch:1;model:4", SHARDED, 1.0), ("batch:4", Stack(), 1.0)
+    for budget in (5.0, 50.0):
+        assert chosen_of(*large, small, slow, refused=refused, budget=budget)[0] == small[:2]
 
 
 def test_a_budget_that_nothing_fits_names_the_nearest():
