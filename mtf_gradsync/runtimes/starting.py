@@ -19,7 +19,7 @@ from mtf_gradsync.runtimes._common import SKIP_FLAG, ConfigError, first_line
 
 
 def free_name(path: Path) -> Path:
-    """Returns the path, or a similar one if that exists."""
+    """Returns the path, or a similar path if something exists at this one."""
     number, free = 1, path
     while free.exists():
         number += 1
@@ -28,17 +28,17 @@ def free_name(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a text file in one step, even if the process is killed meanwhile."""
+    """Replaces a text file atomically: a killed process leaves the old or the new file."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replaces a JSON file in one step; see `write_text`."""
+    """Replaces a JSON file atomically; see `write_text`."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file in one step; see `write_text`."""
+    """Replaces a file atomically; see `write_text`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         # /dev/null and pipes stay what they are.
@@ -60,7 +60,7 @@ MANIFEST_FILE = "checkpoints.json"
 
 
 def note_checkpoint(path: str) -> None:
-    """Adds a checkpoint, just written, to its directory's manifest; removes those without files."""
+    """Adds a new checkpoint to its directory's manifest, and drops deleted ones from it."""
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
     entries = {
@@ -76,7 +76,7 @@ def note_checkpoint(path: str) -> None:
 
 
 def forget_checkpoint(path: str) -> None:
-    """Removes a checkpoint from the manifest, before other files get its name."""
+    """Removes a checkpoint from its manifest; call it before its files are written again."""
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
     entries = _read(manifest)
@@ -85,7 +85,7 @@ def forget_checkpoint(path: str) -> None:
 
 
 def differs_from_manifest(path: str) -> str | None:
-    """Returns how a checkpoint's files differ from those in the manifest; None if they do not."""
+    """Returns how a checkpoint's files differ from what the manifest says; None if they do not."""
     prefix = Path(path)
     entry = _read(prefix.parent / MANIFEST_FILE).get(prefix.name)
     if not entry:
@@ -113,7 +113,7 @@ def _index_hash(path: str) -> str:
 
 
 def _read(manifest: Path) -> dict[str, Any]:
-    """Returns the manifest's checkpoints by name; none if it is missing or cannot be read."""
+    """Returns a manifest's checkpoints by name; {} if the file is missing or unreadable."""
     try:
         entries = json.loads(manifest.read_text(encoding="utf-8"))["checkpoints"]
         return {
@@ -132,8 +132,8 @@ UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeErro
 def damage_of(path: str, of_a_run: bool = True) -> str | None:
     """Returns what is wrong with a checkpoint, in words; None if it is intact.
 
-    The whole checkpoint is read, so that TensorFlow compares checksums. `of_a_run` says whether it
-    must have a global step.
+    The whole checkpoint is read, so that TensorFlow compares checksums. If `of_a_run`, a checkpoint
+    without a global step is damaged, too.
     """
     if not os.path.exists(f"{path}.index"):
         return f"{os.path.basename(path)}.index is missing"
@@ -159,7 +159,7 @@ def damage_of(path: str, of_a_run: bool = True) -> str | None:
 
 
 class Start(NamedTuple):
-    """The checkpoint, or the values, with which a session begins."""
+    """The checkpoint with which a session begins, and what to take from it."""
 
     path: str | None = None  # the checkpoint to restore; None for initial values
     kept: tuple[str, ...] = ()  # all checkpoints of the run, from the oldest to the newest
@@ -171,11 +171,11 @@ class Start(NamedTuple):
     def restorable(
         self, initial_values: Callable[[Sequence[str]], Mapping[str, Any]] = lambda names: {}
     ) -> Iterator[str | None]:
-        """Yields the path of a checkpoint of all variables of the default graph, None in a new run.
+        """Yields the path of a checkpoint that has all variables to restore; None in a new run.
 
-        The path is `path`, or a temporary copy's, with averages in place of the variables or with
-        missing values, which `initial_values` returns by name. Raises NoAveragesError if there are
-        no averages.
+        This is `path`, or a temporary checkpoint made from it: with moving averages in place of the
+        variables, or with values for the variables in `new`. The function `initial_values` returns
+        these values by name. Raises NoAveragesError if the checkpoint has no averages.
         """
         if not self.path:
             yield None
@@ -202,11 +202,12 @@ DAMAGED_DIRECTORY = "damaged"
 def choose_checkpoint(
     model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
 ) -> Start:
-    """Returns the newest checkpoint of a directory, after reading all of it to see if it is intact.
+    """Returns the newest checkpoint of a directory, which is read completely to check it.
 
-    If it is not, and `skip_damaged` is set, the run goes on from the newest intact one, and damaged
-    files are put aside; otherwise, or if there is none, a ConfigError is raised. `say` takes each
-    line about a problem.
+    If the newest checkpoint is damaged and `skip_damaged` is True, this returns the newest intact
+    checkpoint, and moves the damaged files to another folder. If `skip_damaged` is False, or no
+    checkpoint is intact, it raises a ConfigError. `say` is called with each line about a problem.
+    `skip_setting` is the user's name for `skip_damaged`, for errors.
     """
     paths = _listed(model_dir)
     is_listed = bool(paths)
@@ -265,7 +266,7 @@ def latest_checkpoint(model_dir: str) -> str | None:
 
 
 def checkpoint_state(model_dir: str) -> Any:
-    """Returns the content of a directory's state file; None where it cannot be read."""
+    """Returns the content of a directory's state file; None if it cannot be read."""
     try:
         return tf.train.get_checkpoint_state(model_dir)
     except ValueError:
@@ -278,7 +279,7 @@ def _chosen(paths: list[str]) -> Start:
 
 
 def _listed(model_dir: str) -> list[str]:
-    """Returns the checkpoints in the state file, the newest last; none where it cannot be read."""
+    """Returns the checkpoints in the state file, the newest last; [] if it cannot be read."""
     # Not tf.train.latest_checkpoint: where the file names what is not there, it returns None, and
     # a run would begin again from nothing.
     state = checkpoint_state(model_dir)
@@ -305,7 +306,7 @@ def _on_disk(model_dir: str) -> list[str]:
 
 
 def _step_of(path: str) -> int:
-    """Returns the step that a checkpoint's name says; -1 for none."""
+    """Returns the step in a checkpoint's file name; -1 if the name has no step."""
     match = re.search(r"model\.ckpt-(\d+)(\.index)?$", path)
     return int(match.group(1)) if match else -1
 
@@ -333,8 +334,8 @@ _DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
 def remove_leftovers(model_dir: str) -> None:
     """Removes files that a killed process was writing or deleting; errors are ignored.
 
-    Nothing may be writing to the directory. Data of a checkpoint without its index cannot be read
-    and are removed, too, unless the state file lists the checkpoint or cannot be read itself.
+    No process may be writing to the directory. Data files of a checkpoint whose index is missing
+    are useless, and are removed, too, unless the state file lists the checkpoint or is unreadable.
     """
     with contextlib.suppress(OSError):
         state = checkpoint_state(model_dir)
@@ -357,10 +358,10 @@ def remove_leftovers(model_dir: str) -> None:
 
 @contextlib.contextmanager
 def only_run_in(model_dir: str) -> Iterator[None]:
-    """Makes a directory and locks it for one run inside the block.
+    """Makes a directory, and locks it inside the block, so that no other run uses it.
 
-    Raises a ConfigError if another run has it, it cannot be written to, or its name has
-    "://" or a wildcard.
+    Raises a ConfigError if another run has the lock, the directory cannot be written to, or its
+    name has "://" or a wildcard.
     """
     if "://" in model_dir:
         raise ConfigError(f"--model_dir={model_dir} must be a directory of this machine")
@@ -389,9 +390,9 @@ def only_run_in(model_dir: str) -> Iterator[None]:
 
 
 def _lock(descriptor: int, model_dir: str) -> None:
-    """Locks an open directory until it is closed; the end of the process closes it, too.
+    """Locks an open directory until its descriptor is closed or the process ends.
 
-    Raises a ConfigError if another run has the lock; does nothing where there are no locks.
+    Raises a ConfigError if another run has the lock. Does nothing on systems without locks.
     """
     try:
         import fcntl

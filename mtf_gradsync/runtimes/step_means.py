@@ -1,4 +1,4 @@
-"""Means of training steps' measurements, over the steps since a line was written."""
+"""Means of measurements over the training steps since the last line of the log."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ class Measured(NamedTuple):
     """The measurements of one training step.
 
     Attributes:
-      loss: the model's loss: nats and other terms of the model, divided by its denominator.
-      tokens: targets that are no padding.
-      learning_rate: None where the optimizer has its own.
-      weight: how much the loss stands for, where the optimizer was given weights.
+      loss: the model's loss: cross entropy in nats plus other terms, divided by the model's
+        denominator.
+      tokens: the number of target tokens that are no padding.
+      learning_rate: the learning rate; None if the optimizer sets its own.
+      weight: the weight of the loss in means, if the optimizer was given weights; else 1.
     """
 
     loss: float
@@ -23,24 +24,24 @@ class Measured(NamedTuple):
 
 
 class StepMeans:
-    """The means over the training steps since the last line.
+    """The means over the training steps since the last line of the log.
 
-    A line in the middle of an update is also of the update's earlier microbatch steps: the loss of
-    an update is that of all its microbatches, not of the last one.
+    If the newest update has more microbatch steps than were made since that line, the means are
+    over all of these: an update's loss is the mean over all of its microbatches.
     """
 
     def __init__(self, denominator: float = 1.0):
-        """Begins before any step; `denominator` is the model's divisor of a loss in nats."""
+        """Begins without steps; `denominator` is the number by which the model divides its loss."""
         self._denominator = denominator
         self._since_line: list[Measured] = []
         self._of_update: list[Measured] = []
         self._in_sums = 0
 
     def add(self, measured: Measured, in_sums: int | None = None) -> None:
-        """Adds a step.
+        """Adds a training step.
 
-        `in_sums` is the number of gradients that wait in sums after the step; None if there are no
-        such sums.
+        `in_sums` is the number of microbatch gradients in the accumulated sums after the step; None
+        if gradients are not accumulated.
         """
         before, self._in_sums = self._in_sums, in_sums or 0
         if not before:
@@ -50,11 +51,11 @@ class StepMeans:
             self._of_update.append(measured)
 
     def values(self) -> dict[str, float]:
-        """Returns the means by name: "loss", "nats_per_token", "learning_rate" where there is one.
+        """Returns the means by name: "loss", and "nats_per_token" and "learning_rate" if known.
 
-        Losses of skipped steps that are not finite count only if there are no others. The loss is
-        the weighted mean, and the nats are the mean over all tokens, in the unit of the held-out
-        loss.
+        Losses that are not finite (of skipped steps) count only if there are no others. "loss" is
+        the weighted mean over steps. "nats_per_token" is the mean over all tokens, in the unit of
+        the loss on held-out data.
         """
         steps = max(self._since_line, self._of_update, key=len)
         steps = [one for one in steps if math.isfinite(one.loss)] or steps
@@ -76,15 +77,15 @@ class StepMeans:
 
     @property
     def steps_in_no_update(self) -> int:
-        """The number of newest steps that are in no update yet."""
+        """The number of newest steps whose gradients no update has used yet."""
         return len(self._of_update) if self._in_sums else 0
 
     def end_line(self) -> None:
-        """Ends the line: the next means are of later steps."""
+        """Ends a line of the log: the next means are over later steps."""
         self._since_line = []
 
     def state(self) -> dict[str, Any] | None:
-        """Returns the sums that a resumed run needs, for JSON; None if there are none."""
+        """Returns the measurements that a resumed run needs, for JSON; None if it needs none."""
         if not self._since_line and not self._in_sums:
             return None
         return {

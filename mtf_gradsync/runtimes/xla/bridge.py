@@ -41,8 +41,8 @@ _RUN_BITS = 23
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns a custom call that stands for a collective.
 
-    `data` are the operand and the groups of cores, a constant; for a reduce-scatter also the
-    dimension, a constant.
+    `node` is the collective's node. `data` are its inputs: the operand, the groups of cores (a
+    constant), and for a reduce-scatter the dimension (a constant).
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
@@ -71,9 +71,9 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class Randomness:
-    """Random operations that draw from a state, for TensorFlow's stateful ones.
+    """Replacements for TensorFlow's stateful random operations, which draw from an explicit state.
 
-    `state` is the handle of an int64 variable ``[STATE_WORDS]``.
+    `state` is the handle of an int64 variable ``[STATE_WORDS]`` that holds the state.
     """
 
     def __init__(self, state: Any):
@@ -100,7 +100,7 @@ class Randomness:
         return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
 
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
-        """Returns key, counter and algorithm for a draw of so many numbers."""
+        """Returns key, counter and algorithm with which to draw `size` numbers."""
         before = tf.raw_ops.RngReadAndSkip(
             resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
         )
@@ -133,7 +133,7 @@ class Randomness:
         ]
 
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
-        """Returns numbers in (0, 1)."""
+        """Returns random numbers between 0 and 1, never 0."""
         drawn = tf.raw_ops.StatelessRandomUniformV2(
             shape=shape, dtype=tf.float32, **self._draw(node, math.prod(shape))
         )
@@ -144,7 +144,7 @@ class Randomness:
         return [tf.gather(data[0], tf.argsort(self._uniform(node, [rows])))]
 
     def _samples(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Draws class numbers by logits: the largest of logit plus a Gumbel variable."""
+        """Returns class numbers drawn by logits: the argmax of logits plus Gumbel noise."""
         logits = tf.cast(data[0], tf.float32)
         batch, classes = logits.shape.as_list()
         count = int(_static(node, data[1]))
@@ -156,7 +156,7 @@ class Randomness:
 def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
     """Returns the state, int64 ``[STATE_WORDS]``, of a core after `step` steps.
 
-    Operations without a seed follow `entropy`.
+    `entropy` is a random number of the run, on which operations without a seed depend.
     """
     run = entropy % (1 << _RUN_BITS)
     return np.array([0, step | run << _STEP_BITS, mixed(core, 1)], np.int64)

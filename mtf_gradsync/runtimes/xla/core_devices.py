@@ -48,7 +48,7 @@ _OLDEST_JAXLIB = (0, 4, 33)
 
 
 def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
-    """Makes CPU devices as `make_cpu_devices` does, as long as jax has not begun."""
+    """Asks jax for CPU devices as `make_cpu_devices` does, unless jax has started its devices."""
     if not backends_are_initialized():
         make_cpu_devices(count, replace)
 
@@ -71,7 +71,7 @@ def devices_for(
 ) -> list[Any]:
     """Returns the devices for the cores of a mesh.
 
-    CPU devices are created as needed, as long as jax has not begun.
+    CPU devices are created as needed, unless jax has started its devices already.
 
     Args:
       num_cores: cores of the mesh.
@@ -80,7 +80,7 @@ def devices_for(
       devices: jax devices to use in place of the first ones.
 
     Returns:
-      As many jax devices, of all processes.
+      `num_cores` jax devices; with several processes, those of all processes.
 
     Raises:
       ValueError: num_cores is not a whole number of 1 or more.

@@ -1,4 +1,4 @@
-"""The values on the devices: copies inputs and variables there and back."""
+"""The values on the devices: copies inputs and variables to the devices and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeviceInputs:
         self._kept: dict[tuple[str, ...], DeviceValues] = {}
 
     def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
-        """Returns the names of the tensors to fetch outside before a step that feeds `fed`."""
+        """Returns the tensors to compute outside the program before a step that feeds `fed`."""
         wanted = [i for i in inputs if not self._is_kept(i, fed)]
         names = {i.sources[c] for i in wanted for c in self._cores.local}
         for name in sorted(names):
@@ -47,9 +47,10 @@ class DeviceInputs:
         fed: Collection[str],
         shared: Collection[str],
     ) -> list[DeviceValues]:
-        """Puts a step's inputs on the devices: the values of `sources`, and fed values.
+        """Puts a step's inputs on the devices, and returns them.
 
-        Of the inputs that are fed, and of `shared`, which others have too, the devices get copies.
+        `values` has the values of the tensors in `sources` and of fed tensors, by name. Inputs in
+        `fed` or `shared` are copied first: other code holds their arrays and may write to them.
         """
         copies: dict[str, np.ndarray] = {}
 
@@ -87,8 +88,8 @@ class DeviceInputs:
 class DeviceVariables:
     """The newest value of each variable, on the devices or in TensorFlow.
 
-    All values begin in `session`, which has the variables under their names in the user's graph.
-    With several processes, all have to make the same calls.
+    At first all values are in TensorFlow: in `session`, whose variables have the names of the
+    user's graph. With several processes, all processes have to make the same calls.
     """
 
     def __init__(self, session: tf.Session, cores: Cores):
@@ -102,9 +103,9 @@ class DeviceVariables:
         self._keys: dict[str, set[tuple[str, ...]]] = {}
 
     def share(self) -> None:
-        """Gives all processes the first process's values in TensorFlow, except strings.
+        """Replaces all processes' values in TensorFlow, except strings, by the first process's.
 
-        Initial values may be random, and so differ.
+        Initial values may be random, and then differ between processes.
         """
         if self._cores.is_alone:
             return
@@ -137,12 +138,12 @@ class DeviceVariables:
         return [self._on_devices[v.sources] for v in variables]
 
     def put(self, variable: ReplicaInput, value: DeviceValues) -> None:
-        """Takes a variable's new value, which a step has left on the devices."""
+        """Records a variable's new value, which a step has computed on the devices."""
         self._on_devices[variable.sources] = value
         self._newer.add(variable.sources)
 
     def copy_to_tensorflow(self, names: Iterable[str] | None = None) -> None:
-        """Copies the named variables, or all, to TensorFlow where the devices' values are newer."""
+        """Copies the named variables, or all, to TensorFlow if the devices have newer values."""
         keys = self._keys_of(names) & self._newer
         if not keys:
             return
@@ -158,10 +159,9 @@ class DeviceVariables:
         self._newer -= keys
 
     def checksums(self) -> dict[tuple[str, ...], list[Any]]:
-        """Computes a checksum of each value on each core, on its device.
+        """Returns a checksum of each variable's value on each core, computed on the core's device.
 
-        Returns:
-          For each value on the devices, by its names in TensorFlow: the checksums of all cores.
+        Returns: The names of a variable in TensorFlow, one per core -> the checksums of all cores.
         """
         keys = sorted(self._on_devices)
         if not keys:
@@ -171,9 +171,9 @@ class DeviceVariables:
         return {key: [sums[n] for sums in of_cores] for n, key in enumerate(keys)}
 
     def values_on_cores(self, names: Sequence[str]) -> list[np.ndarray]:
-        """Returns the values on the cores that hold these variables of TensorFlow.
+        """Returns the values that cores hold of a variable, for these names of it in TensorFlow.
 
-        If several cores hold a variable, `names` has each core's.
+        Each core's copy has its own name in TensorFlow; `names` lists the copies to return.
         """
         key = next(key for key in self._on_devices if names[0] in key)
         local = [np.asarray(array) for array in self._on_devices[key].arrays]
@@ -188,9 +188,9 @@ class DeviceVariables:
                 array.block_until_ready()
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Drops the devices' values of the named variables, or all, even newer ones.
+        """Discards the devices' values of the named variables, or of all, even if they are newer.
 
-        Call it for variables that changed in TensorFlow; `take` copies them again.
+        Call it for variables that changed in TensorFlow. `take` then copies their values again.
         """
         keys = self._keys_of(names)
         for key in keys:
@@ -204,10 +204,10 @@ class DeviceVariables:
 
 
 def checksums_on(devices: Sequence[Any], values: Sequence[DeviceValues]) -> list[np.ndarray]:
-    """Computes a checksum of the bits of each value on each device, on that device.
+    """Returns checksums of the bits of values on several devices, each computed on its device.
 
-    Returns for each device of this process the checksums of all values. One number that changes
-    always changes the checksum.
+    The result has, for each device of this process, the checksums of all values. A change of a
+    single number always changes the checksum.
     """
     if devices[0].platform == "cpu":
         # Nothing to compile, and faster than XLA's sums on CPUs; numpy reads the devices' memory.
@@ -236,7 +236,7 @@ def _checksum(array: np.ndarray) -> np.uint64:
 
 @functools.lru_cache(maxsize=None)
 def _checksum_program(devices: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns a sharding that joins values over devices, and a function that makes checksums."""
+    """Returns a sharding that joins the devices' values, and a function that computes checksums."""
     import jax
     import jax.numpy as jnp
 

@@ -43,10 +43,10 @@ _FATAL = {
 
 
 def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
-    """Makes fatal signals alert a watchdog, and wait some seconds before they end this process.
+    """Makes fatal signals alert a watchdog, and delays the end of this process by some seconds.
 
-    Returns the watchdog's alarm, and a function that restores the previous handlers. The alarm is
-    None if faulthandler is enabled already, for another purpose, or this is no POSIX system.
+    Returns the alarm for the watchdog, and a function that restores the previous handlers. The
+    alarm is None if the program uses faulthandler itself, or this is no POSIX system.
     """
     try:
         library = ctypes.CDLL(None)
@@ -92,7 +92,7 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
 
 
 def _in_words(traceback: str) -> str:
-    """Returns a crash in words, from faulthandler's traceback."""
+    """Returns a sentence about a crash, made from faulthandler's traceback."""
     import jax
     import jaxlib
 
@@ -113,10 +113,10 @@ _Result = TypeVar("_Result")
 
 
 class Processes(Membership):
-    """A process among the others. Use it as a context manager around all work on the mesh.
+    """This process as one of a job. Use it as a context manager around all work on the mesh.
 
-    An exception that leaves the context ends the other processes, too; so does the end of this
-    process without `close`, unless the interpreter ends as it should.
+    An exception that leaves the context ends the other processes, too. They also end if this
+    process dies. When the interpreter exits without an error, `close` is called.
 
     Attributes:
       process_index: this process's number, from 0.
@@ -134,17 +134,17 @@ class Processes(Membership):
         super().__init__(watchdog)
 
     def in_turn(self, work: Callable[[], _Result]) -> _Result:
-        """Calls a function on process 0, and after it has returned on the others.
+        """Calls a function on process 0, and after that on all other processes at once.
 
         Args:
           work: the function; all processes have to call this method.
 
         Returns:
-          Its result here.
+          The function's result on this process.
 
         Raises:
-          ProcessesError: when the function failed on process 0, which raises the function's own
-            error.
+          ProcessesError: on other processes, when the function failed on process 0. Process 0
+            raises the function's own error.
         """
         if self.process_index == 0:
             return gathering.together(work)
@@ -152,7 +152,7 @@ class Processes(Membership):
         return work()
 
     def check_equal(self, what: str, value: str, advice: str = "") -> None:
-        """Checks that a short text is the same on all processes, which have to call this.
+        """Checks that a short text is the same on all processes; all have to call this.
 
         Args:
           what: the name of the text, for the error.
@@ -160,7 +160,7 @@ class Processes(Membership):
           advice: the error's last sentence.
 
         Raises:
-          ProcessesError: when the texts differ, on every process; it names the values.
+          ProcessesError: on every process, when the texts differ. The error names the values.
         """
         gathering.check_equal(what, value, advice)
 
@@ -199,7 +199,7 @@ def start_processes(
     silence: float = 20.0,
     settings: Mapping[str, Any] | None = None,
 ) -> Processes:
-    """Joins this process with the others of its job; returns when all are there.
+    """Joins this process with the others of its job; returns when all have started.
 
     Call it in every process, before anything else uses jax. Without the first three arguments jax
     looks for a cluster: SLURM, Open MPI, Kubernetes, Cloud TPU.
@@ -215,8 +215,8 @@ def start_processes(
       cpu_devices: how many CPU devices this process makes; default what XLA_FLAGS says, or 1.
       timeout: seconds to wait for the other processes.
       silence: seconds without a sign of life after which a process is lost.
-      settings: what has to be equal in all processes, such as how many steps they make, by the
-        user's names for it: numbers, texts, and what else JSON holds.
+      settings: settings that have to be equal in all processes, such as the number of steps, by the
+        names that users know. Values are numbers, texts, and what else JSON can hold.
 
     Returns:
       A context manager; close it when the work is done.
@@ -286,7 +286,7 @@ class _Job(NamedTuple):
 def _resolved(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
 ) -> _Job:
-    """Returns the arguments, with the values that jax detects for missing ones."""
+    """Returns the arguments, or if they are None what jax detects in their place."""
     cluster = JaxCluster(coordinator, num_processes, process_id, None)
     job = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
     if not all_given("start_processes", "in a cluster that jax knows", **job):

@@ -1,4 +1,4 @@
-"""Compiles a core's program for each set of fetches, or takes it from the cache."""
+"""Compiles a core's program for each set of fetches, or loads it from the cache."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _MOST_BYTES = 2 << 30
 
 
 def _checksum(key: str, content: bytes) -> bytes:
-    """Returns 32 bytes that depend on an entry's content and on its name."""
+    """Returns a checksum (32 bytes) of a cache entry's content and name."""
     return hashlib.sha256(key.encode() + content).digest()
 
 
 def _why_unsafe(status: os.stat_result) -> str:
-    """Returns why others can write a file or folder; "" if they cannot."""
+    """Returns why other users can write a file or folder; "" if they cannot."""
     if not hasattr(os, "geteuid"):  # no POSIX
         return ""
     if status.st_uid not in (os.geteuid(), 0):
@@ -53,11 +53,12 @@ def _why_unsafe(status: os.stat_result) -> str:
 
 
 def default_cache_dir() -> str | None:
-    """Returns the folder of compiled programs, unless a session names another.
+    """Returns the folder in which compiled programs are cached by default.
 
     Returns:
-      The environment variable ``MTF_GRADSYNC_CACHE_DIR``, where it is set (empty: nothing is kept,
-      None), otherwise a folder in the user's cache; None for a user without a home.
+      The value of the environment variable ``MTF_GRADSYNC_CACHE_DIR`` if it is set; None, for no
+      cache, if it is set to nothing. Otherwise a folder in the user's cache, or None if the user
+      has no home folder.
     """
     given = os.environ.get("MTF_GRADSYNC_CACHE_DIR")
     if given is not None:
@@ -69,7 +70,7 @@ def default_cache_dir() -> str | None:
 
 
 class Cache:
-    """A folder of entries by key. A folder that cannot be used, or None, keeps nothing.
+    """A cache in a folder. With a folder that cannot be used, or None, nothing is cached.
 
     Entries are run as programs: so the folder and each entry must belong to this user (or root),
     and nobody else may write there. A folder that others can write is not used, with one warning.
@@ -137,7 +138,7 @@ class Cache:
 
 
 def key_of(*parts: bytes | str) -> str:
-    """Returns a key, usable as a file's name, of everything that the stored content depends on."""
+    """Returns a cache key, usable as a file name, from all that the content depends on."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -160,7 +161,7 @@ class CoreModule(NamedTuple):
 
 
 def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
-    """Returns a core's program as StableHLO, from the cache if it has the program."""
+    """Returns a core's program as StableHLO, taken from the cache if possible."""
     import jaxlib
 
     key = key_of(
@@ -181,7 +182,7 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
 
 
 def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedProgram:
-    """Compiles a program, or takes it from the cache, and loads it on devices, one core on each."""
+    """Returns a program compiled for devices, one core on each; uses the cache if possible."""
     module = program.module
     if devices[0].platform == "cpu" and not writes_over_arguments_well():
         module = without_overwriting(module)
@@ -204,7 +205,7 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
 
 
 def _machine(devices: Sequence[Any]) -> str:
-    """Returns everything, besides the program, that its compiled form depends on."""
+    """Returns text about the machine and jax, on which a program's compiled form depends."""
     import jaxlib
 
     client = devices[0].client
@@ -240,7 +241,8 @@ class CompiledCore(NamedTuple):
 class PreparedProgram:
     """A program for devices, compiled for each set of fetches.
 
-    `version` is its graph's version when `host`, the part outside, was made.
+    `host` is the part of the graph outside the program. `version` is the version of the program's
+    graph from which `host` was made.
     """
 
     def __init__(
@@ -259,9 +261,9 @@ class PreparedProgram:
         return tuple(self._compiled.values())
 
     def compiled(self, inside: tuple[str, ...]) -> CompiledCore:
-        """Returns the program that fetches some tensors; compiles it at the first call.
+        """Returns the program that fetches the tensors `inside`; compiles it at the first call.
 
-        Raises a ProcessesError when another process has another program.
+        Raises a ProcessesError when another process has a different program.
         """
         if inside not in self._compiled:
             replica = replica_program(self._program, inside)

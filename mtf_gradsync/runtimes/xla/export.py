@@ -1,4 +1,4 @@
-"""Writes a program to a folder that runs without TensorFlow and without this package."""
+"""Writes a program to a folder, to run it without TensorFlow and without this package."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ from mtf_gradsync.runtimes.xla.xla_session import XlaSession, host_config
 
 
 class _Host:
-    """The part of a user's graph outside its program, `graph`, with variables in TensorFlow.
+    """The part of a user's graph outside the exported program, which TensorFlow runs.
 
-    `counter` names the variable that counts steps, or is None.
+    `graph` is this part, with all variables. `counter` is the name of the variable that counts
+    steps, or None.
     """
 
     def __init__(self, program: Program, lowering: Any):
@@ -57,7 +58,7 @@ class _Host:
 
     @contextlib.contextmanager
     def session(self, checkpoint: str | None = None) -> Iterator[tf.Session]:
-        """Makes a session, with variables initialized, or restored, and copied into slices."""
+        """Opens a session with variables initialized (or restored) and copied into slices."""
         with tf.Session(graph=self.graph, config=host_config()) as session:
             session.run(self._ops.initialize)
             if checkpoint is not None:
@@ -70,7 +71,7 @@ class _Host:
     ) -> dict[str, np.ndarray]:
         """Returns the values of variables by the names of their ``VarHandleOp``.
 
-        The values come from a session of `session`, or from one on the program's cores.
+        `session` is an open session of the method `session`, or one on the program's cores.
         """
         access = self._access
         if isinstance(session, ReplicaSession):
@@ -85,11 +86,11 @@ class _Host:
         return session.run({name: access.read[name] for name in names})
 
     def others(self, held: Collection[str]) -> list[str]:
-        """Returns the names of the global variables that are not in `held`, the program's."""
+        """Returns the names of the global variables that the program does not hold (`held`)."""
         return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
     def is_counter(self, name: str) -> bool:
-        """Returns whether a tensor outside is the step counter, as it is before the step."""
+        """Returns whether a tensor is the step counter's value before the step."""
         if self.counter is None or self.outside.touched([name]).written:
             return False
         op = self.graph.get_operation_by_name(split_input(name)[0])
@@ -120,27 +121,29 @@ def export(
     The folder holds the program as StableHLO, the values of its variables, a manifest and a runner:
     ``python FOLDER/run.py --help``. Exporting needs no devices. See ``docs/portable.md``.
 
-    Only the program is exported, not what is outside: a value made outside from placeholders
-    or variables (a learning rate from a step counter, say) becomes an input, to be given at each
-    step; a value made of constants, or of `keep`, is stored in the folder.
+    Only the program is exported, not the operations outside it. A value that is computed outside
+    from placeholders or variables (a learning rate from a step counter, say) becomes an input,
+    which has to be given at each step. A value computed from constants, or from `keep`, is stored
+    in the folder.
 
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.
       lowering: see `Program.session`.
-      fetches: tensors of the program by the names to fetch them under, or a list of tensors, which
-        are called after their operations. All of the program's updates are made in every step;
-        operations of the program may be named, too, and have no value.
+      fetches: name -> tensor of the program; or a list of tensors, which get their operations'
+        names. Operations of the program may be listed, too: they return no value. Every step makes
+        all of the program's updates in any case.
       folder: the folder to write; nothing is left of it after an error.
-      session: takes variables from this session, on CPU replicas or XLA devices. With several
-        processes, all have to call this, and the one with the first core writes.
-      checkpoint: takes variables from this checkpoint. Without it and session, variables have their
-        initial values.
+      session: a session, on CPU replicas or XLA devices, from which to take the variables' values.
+        With several processes, all have to call `export`, and the process with the first core
+        writes.
+      checkpoint: a checkpoint from which to take the variables' values. Without session and
+        checkpoint, variables have their initial values.
       inputs: names for the program's inputs: name -> tensor that it reads from outside.
-      keep: values of tensors outside that are the same in every step, by tensor. Where the program
-        reads one of them directly, the folder's value can still be replaced in a step.
-      seed: for random operations of the program without a seed; default a random one. The folder
-        keeps it: runs of a folder draw the same numbers.
-      replace: whether it may take the place of an exported step.
+      keep: tensor outside the program -> its value, which is then the same in every step. If the
+        program reads such a tensor directly, a step may still be given another value.
+      seed: the seed for random operations of the program that have none; default a random one. The
+        folder stores it: all runs of the folder draw the same numbers.
+      replace: whether the new folder may replace an exported step in `folder`.
       cache_dir: see `session`.
 
     Raises:
@@ -229,7 +232,7 @@ def export(
 
 
 class _Contents:
-    """The manifest's entries of a program's parameters, in its order, and their values."""
+    """The entries for a program's parameters in the manifest, in order, and their values."""
 
     def __init__(self) -> None:
         self.parameters: list[dict[str, Any]] = []
@@ -243,7 +246,7 @@ class _Contents:
         session: tf.Session,
         fed: Mapping[str, Any],
     ) -> None:
-        """Adds an input, with its value if that is the same in every step."""
+        """Adds an input of the program; stores its value if that is the same in every step."""
         if all(host.outside.is_fixed(source, fed) for source in given.sources):
             self.parameters.append(entries.describe_input(name, given, "kept"))
             sources = self.parameters[-1]["sources"]
@@ -265,7 +268,11 @@ class _Contents:
     def add(
         self, describe: Callable[[Sequence[int]], dict[str, Any]], per_core: Sequence[np.ndarray]
     ) -> None:
-        """Adds a parameter by its value on each core; `describe` takes each core's row."""
+        """Adds a parameter of the program and stores its value of each core, `per_core`.
+
+        Equal values are stored once, as rows of an array. `describe` makes the parameter's manifest
+        entry from the row number of each core.
+        """
         value, rows = distinct_rows(per_core)
         self.parameters.append(describe(rows))
         self.arrays[array_name(self.parameters[-1])] = value
@@ -274,7 +281,7 @@ class _Contents:
 def _fetch_names(
     program: Program, cluster: Mapping[str, str], fetches: Mapping[str, Any] | Sequence[Any]
 ) -> dict[str, str]:
-    """Returns the tensors to fetch by the fetches' names; operations run without being fetched."""
+    """Returns name of a fetch -> name of its tensor; leaves out operations, which always run."""
     pairs: Iterable[tuple[str | None, Any]] = (
         fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)
     )
@@ -296,7 +303,7 @@ _MEETING = (meeting.__file__, members.__file__)
 
 
 def _runner() -> dict[str, bytes]:
-    """Returns the files of the runner, by path in the folder."""
+    """Returns the files of the runner, which runs exported steps: path in the folder -> content."""
     modules = [*sorted((_HERE / "runner").glob("*.py")), *map(Path, _MEETING)]
     paths = [_HERE / "run.py", *modules]
     files = {path.name if path == paths[0] else f"runner/{path.name}": path for path in paths}
@@ -336,9 +343,9 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
       path: prefix of the checkpoint's files.
 
     Returns:
-      The path to give to ``restore``; programs with the same variables can read it, on another
-      mesh, on another runtime or without a mesh. The step counter (``tf.train.get_global_step``),
-      where it stands outside the program, counts the runner's steps.
+      The path to give to ``restore``. Programs with the same variables can read the checkpoint, on
+      another mesh, on another runtime or without a mesh. A step counter
+      (``tf.train.get_global_step``) outside the program is increased by the runner's steps.
 
     Raises:
       StepError: when a file is missing or damaged.

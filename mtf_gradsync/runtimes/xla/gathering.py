@@ -1,4 +1,4 @@
-"""Exchanges between processes: values of all cores, and checks that all work and agree."""
+"""Exchanges values between processes; checks that all processes succeed and agree."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ExchangeError(ProcessesError):
 
 
 class OtherProcessError(ProcessesError):
-    """The error of another process's failure, which that process reports, too."""
+    """The error of a function that failed on another process; that process reports it, too."""
 
 
 def may_be_from_another_process(error: BaseException | None) -> bool:
-    """Returns whether XLA or another process raised an error, its cause or its context."""
+    """Returns whether an error, or what caused it, comes from XLA or from another process."""
     while error is not None:
         if isinstance(error, (ExchangeError, OtherProcessError)):
             return True
@@ -42,10 +42,10 @@ _TEXT_BYTES = 600
 
 
 def together(work: Callable[[], _Result]) -> _Result:
-    """Calls a function on every process, and waits until all have done so.
+    """Calls a function on every process, and waits until all processes have called it.
 
-    If the function fails here, its own error is raised; if it fails on another process, a
-    ProcessesError.
+    If the function fails on this process, its own error is raised. If it fails on another process,
+    a ProcessesError is raised.
     """
     try:
         result = work()
@@ -59,7 +59,10 @@ def together(work: Callable[[], _Result]) -> _Result:
 
 
 def check_same(what: str, content: bytes) -> None:
-    """Raises a ProcessesError unless all processes have the same content, which `what` names."""
+    """Raises a ProcessesError unless all processes give the same content.
+
+    `what` names the content in the error.
+    """
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     (digests,) = _exchanged([digest])
     others = [str(i) for i, d in enumerate(digests) if not np.array_equal(d, digests[0])]
@@ -72,7 +75,10 @@ def check_same(what: str, content: bytes) -> None:
 
 
 def check_equal(what: str, value: str, advice: str) -> None:
-    """Raises a ProcessesError that names the values unless all processes have the same one."""
+    """Raises a ProcessesError, which quotes the values, unless all processes give the same value.
+
+    `what` names the value in the error, and `advice` is the error's last sentence.
+    """
     values = _texts_of_all(value)
     others = [f"{v} on process {i}" for i, v in enumerate(values) if v != values[0]]
     if others:
@@ -83,7 +89,7 @@ def check_equal(what: str, value: str, advice: str) -> None:
 
 
 def _texts_of_all(text: str) -> list[str]:
-    """Returns the texts of all processes."""
+    """Returns the texts that all processes give, in their order."""
     padded = np.zeros(_TEXT_BYTES, np.uint8)
     data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
     padded[: len(data)] = data
@@ -92,7 +98,10 @@ def _texts_of_all(text: str) -> list[str]:
 
 
 def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Yields values in pieces to exchange, which are alike on all processes, or raises an error."""
+    """Yields lists of values to exchange at a time, to bound the memory that an exchange takes.
+
+    Raises a ProcessesError if shapes or dtypes of the values differ between processes.
+    """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     piece: list[np.ndarray] = []
     size = 0
@@ -111,7 +120,7 @@ def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
-    """Returns the rows of all processes, stacked ("gather") or added up ("sum")."""
+    """Returns all processes' `words`, stacked (how="gather") or added up (how="sum")."""
     import jax
 
     wait_for_turn()
@@ -130,7 +139,10 @@ def _packed(values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the inverse of `_packed` for ``[processes, bytes]``."""
+    """Returns the values of all processes, each ``[processes, ...]``: the inverse of `_packed`.
+
+    `packed` is ``[processes, bytes]``, and `like` are values of the shapes and dtypes wanted.
+    """
     found, begin = [], 0
     for value in like:
         part = np.ascontiguousarray(packed[:, begin : begin + value.nbytes])
@@ -140,14 +152,15 @@ def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray
 
 
 class Cores:
-    """The cores of a program, one jax device each: all on this process, or equally many on each.
+    """The cores of a program, one jax device each; every process has equally many of them.
 
-    All processes have to call its methods, with values of the same number and shapes.
+    All cores may also be on this process. All processes have to call the methods, with values of
+    the same number and shapes.
 
     Attributes:
       devices: devices of all cores, in physical order.
-      local: numbers of this process's cores.
-      local_devices: their devices.
+      local: the numbers of this process's cores.
+      local_devices: the devices of this process's cores.
     """
 
     def __init__(self, devices: Sequence[Any]):
@@ -168,11 +181,11 @@ class Cores:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does the work that one process does for all."""
+        """Whether this process is the one that does work for all, such as writing files."""
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns the values on all cores, value by value, from each process's own."""
+        """Returns, for each value, its values on all cores, from those of this process's cores."""
         if self.is_alone:
             return [list(per_core) for per_core in local]
         pieces = _pieces([np.stack(per_core) for per_core in local])

@@ -38,10 +38,10 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 
 
 def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of cores in a collective; empty for one group of all cores.
+    """Returns the groups of cores of a collective; empty if all cores are one group.
 
-    A permutation has pairs of source and target. Raises a ValueError when groups are given by the
-    axes of a mesh.
+    For a permutation, these are pairs of source and target. Raises a ValueError if the instruction
+    gives its groups by axes of a mesh.
     """
     if instruction.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)
@@ -60,7 +60,7 @@ def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _iota_groups(iota: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns groups that are written as a range of numbers, reshaped and transposed."""
+    """Returns the groups that HLO's short form describes: a range, reshaped and transposed."""
     sizes: Sequence[int] = iota.reshape_dims
     cores = np.arange(math.prod(sizes)).reshape(sizes).transpose(iota.transpose_perm)
     return tuple(map(tuple, cores.reshape(iota.num_groups, iota.group_size).tolist()))
@@ -116,37 +116,37 @@ class Instruction:
 
     @property
     def operation(self) -> str:
-        """Its kind; "all-reduce-start" and "all-reduce-done" count as "all-reduce"."""
+        """The kind of the instruction; "all-reduce-start" counts as "all-reduce", and so on."""
         return re.sub("-(start|done|update)$", "", self.opcode)
 
     @functools.cached_property
     def operands(self) -> list[Instruction]:
-        """The instructions that compute its operands."""
+        """The instructions that compute this instruction's operands."""
         return [self._computation.by_id[i] for i in self.proto.operand_ids]
 
     @property
     def users(self) -> list[tuple[Instruction, int]]:
-        """The instructions that use its value, each with the number of the operand."""
+        """The instructions that use this value, each with the number of the operand that it is."""
         return self._computation.users[self.proto.id]
 
     @property
     def called(self) -> list[Computation]:
-        """The computations that it calls: of a fusion, loop, branch or call."""
+        """The computations that the instruction calls: of a fusion, loop, branch or call."""
         return [self._computation.module.computations[i] for i in self.proto.called_computation_ids]
 
     @property
     def is_predicate(self) -> bool:
-        """Whether its value is boolean."""
+        """Whether the instruction's value is boolean."""
         return _type_name(self.shape) == "PRED"
 
     @property
     def bytes(self) -> int:
-        """The bytes of its value; see `shape_bytes`."""
+        """The bytes of the instruction's value; see `shape_bytes`."""
         return shape_bytes(self.shape)
 
 
 class Computation:
-    """A computation of a program, with its instructions in the order of the schedule, if any."""
+    """A computation of a program. Its instructions are in the schedule's order, if there is one."""
 
     def __init__(self, proto: Any, module: HloModule):
         self.name: str = proto.name
@@ -160,7 +160,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[int, list[tuple[Instruction, int]]]:
-        """The users of each instruction, by its number; see `Instruction.users`."""
+        """The users of each instruction, by the instruction's id; see `Instruction.users`."""
         found = collections.defaultdict(list)
         for instruction in self.by_id.values():
             for number, operand in enumerate(instruction.proto.operand_ids):
@@ -168,7 +168,7 @@ class Computation:
         return found
 
     def parameter(self, number: int) -> Instruction:
-        """Returns the instruction that stands for a parameter."""
+        """Returns the instruction that stands for the parameter of a number."""
         return next(
             one
             for one in self.instructions
@@ -195,9 +195,9 @@ class HloModule:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The parameter that each result is written over, if any, as numbers of both.
+        """Maps the number of a result to the number of the parameter that it is written over.
 
-        Raises a ValueError for an alias of a part of a parameter or of a result.
+        Raises a ValueError if only a part of a result or parameter is written over.
         """
         found = {}
         for entry in self.proto.input_output_alias.entries:
@@ -226,8 +226,8 @@ def read_module(serialized: bytes) -> HloModule:
 def shape_bytes(shape: Any) -> int:
     """Returns the bytes of a value, without the padding of a device's memory layout.
 
-    A tuple has the bytes of its parts; a dimension of unknown size counts with its bound. Raises a
-    ValueError when the size of the elements is not known.
+    The bytes of a tuple are those of all its parts. A dimension of dynamic size counts with its
+    upper bound. Raises a ValueError if the size of the elements is not known.
     """
     if _type_name(shape) == "TUPLE":
         return sum(shape_bytes(part) for part in shape.tuple_shapes)

@@ -30,19 +30,20 @@ class HloCollective:
     """A collective of a compiled program.
 
     Attributes:
-      operation: its kind, as in "all-reduce"; one of `COLLECTIVES`. Where the TPU compiler splits a
-        weight update, it writes a fusion of an all-reduce with what cuts its result or joins its
-        operands: that is a "reduce-scatter" or an "all-gather".
-      name: its name in the module.
+      operation: the kind of collective, as in "all-reduce"; one of `COLLECTIVES`. If the TPU
+        compiler splits a weight update, it fuses an all-reduce with operations that cut its result,
+        or that join its operands: such an all-reduce is listed as "reduce-scatter" or "all-gather".
+      name: the instruction's name in the module.
       bytes_per_core: bytes that one core puts in, without the padding of the TPU's memory layout.
-      groups: the cores that exchange data, group by group; empty for one group of all cores. For
-        "collective-permute" the pairs of source and target.
+      groups: the groups of cores that exchange data; empty if all cores are one group. For
+        "collective-permute", the pairs of source and target.
       computation: the name of the computation that contains it.
       inside: the branches and loops around it, outermost first, as in ("branch true of cond.5",
         "body of while.7"); empty for a collective that runs once on every step.
-      crosses_slices: whether it is of cores at one place of all slices, over the data center
-        network: the compiler writes a sum over several slices as one within each, a transfer
-        between them, and one within each. Its `groups` are empty; other groups are of one slice.
+      crosses_slices: whether the collective sends data between slices, over the data center
+        network. The compiler writes a sum over several slices as a sum within each slice, a
+        transfer between slices, and another collective within each slice. For the transfer,
+        `groups` is empty. All other groups are within one slice.
     """
 
     operation: str
@@ -55,12 +56,12 @@ class HloCollective:
 
     @property
     def is_conditional(self) -> bool:
-        """Whether it is inside a branch, and so runs on some steps only."""
+        """Whether the collective is inside a branch, and so runs in some steps only."""
         return any(part.startswith("branch ") for part in self.inside)
 
     @property
     def is_in_loop(self) -> bool:
-        """Whether it is inside a loop, and so may run many times in a step."""
+        """Whether the collective is inside a loop, and so may run many times in a step."""
         return any(not part.startswith("branch ") for part in self.inside)
 
 
@@ -75,9 +76,9 @@ def find_hlo_collectives(module: bytes) -> list[HloCollective]:
       module: a serialized ``HloModuleProto``, before or after optimization.
 
     Returns:
-      The collectives in the order in which they run; where the module has no schedule, in the
-      module's order. A collective in a computation that is called from several places appears once
-      for each call.
+      The collectives in the order in which they run, or, if the module has no schedule, in the
+      module's order. A collective in a computation that is called several times is listed once for
+      each call.
 
     Raises:
       ValueError: when `module` is no HLO module, or one that this TensorFlow cannot read.
@@ -132,7 +133,10 @@ _PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "resh
 
 
 def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, int]:
-    """Returns the operation, and bytes put in, that a fused all-reduce amounts to."""
+    """Returns the collective that a fused all-reduce amounts to, and the bytes a core puts in.
+
+    `size` is the size of the all-reduce's operands in bytes.
+    """
 
     def only_slices(value: Instruction) -> bool:
         return bool(value.users) and all(
@@ -141,7 +145,7 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
         )
 
     def put_in(value: Instruction) -> int | None:
-        """Returns the bytes written into zeros; None if a value is made otherwise."""
+        """Returns how many bytes were written into zeros to make a value; None if not so made."""
         if value.opcode in _PASSED_ON:
             return put_in(value.operands[0])
         if value.opcode != "dynamic-update-slice":
@@ -159,7 +163,10 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
 
 
 def _around(instruction: Instruction) -> list[tuple[str, ...]]:
-    """Returns, for each computation that an instruction calls, its branch's or loop's name."""
+    """Returns the names of branches or loops for the computations that an instruction calls.
+
+    There is an empty tuple for each computation that is no branch and no part of a loop.
+    """
     count = len(instruction.called)
     if instruction.opcode == "while":
         return [(f"{role} of {instruction.name}",) for role in ("body", "condition")]
@@ -171,7 +178,10 @@ def _around(instruction: Instruction) -> list[tuple[str, ...]]:
 
 
 def bytes_by_operation(collectives: Sequence[HloCollective]) -> dict[str, tuple[int, int]]:
-    """Returns operation -> (number of collectives, bytes per core); in a loop, they count once."""
+    """Returns operation -> (number of collectives, bytes per core).
+
+    A collective in a loop counts once.
+    """
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for collective in collectives:
         sums[collective.operation][0] += 1

@@ -1,9 +1,9 @@
 """The part of a user's graph outside the program, which TensorFlow runs on the host.
 
 A step has three parts: the operations that the program needs, the program, and the operations that
-need the program. The graph made here has the first and the last part. Where the last part reads a
-tensor of the first, it is fed the value that the first part computed, so that nothing (such as an
-input pipeline) runs twice.
+need the program. The graph made here has the first and the last part. If the last part reads a
+tensor of the first part, the value that the first part computed is fed to it, so that no operation
+(such as an input pipeline) runs twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Touched(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """The tensors of the parts before that a step's last part needs, by placeholders to feed."""
+    """The needs of a step's last part: what earlier parts compute, by the placeholders to feed."""
 
     carried: dict[str, str]  # -> tensor of the first part
     run_before: set[str]  # operations of the first part
@@ -53,11 +53,11 @@ class Needs(NamedTuple):
 
 
 class HostGraph:
-    """The part of a user's graph outside a program: `graph`, finalized, for a ``tf.Session``.
+    """The part of a user's graph outside a program, as a finalized `graph` for a ``tf.Session``.
 
-    Only this program of the graph runs. `ops` are the operations that its variables need, which the
-    constructor adds to the user's graph; `facts` are the user's graph's. A graph that cannot run is
-    unchanged, and raises an UnsupportedProgramError.
+    Other programs of the user's graph do not run. The constructor adds operations for variables,
+    `ops`, to the user's graph. `facts` are facts about the user's graph. If that graph cannot run,
+    the constructor raises an UnsupportedProgramError and leaves the graph unchanged.
     """
 
     def __init__(self, program: Program, lowerings: Sequence[mtf.Lowering]):
@@ -85,7 +85,7 @@ class HostGraph:
         self._touched: dict[frozenset[str], Touched] = {}
 
     def is_after(self, name: str) -> bool:
-        """Returns whether an operation or tensor needs the program."""
+        """Returns whether an operation or tensor depends on results of the program."""
         return split_input(name)[0] in self._after
 
     def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
@@ -105,10 +105,10 @@ class HostGraph:
         return True
 
     def source_of(self, name: str, per_replica: bool, cores: Cores) -> FetchSource:
-        """Returns the source of a fetch.
+        """Returns where the value of a fetch comes from: outside the program, or which cores.
 
-        Raises a ValueError for one in a loop or branch, and for one that belongs to, or needs,
-        another program of the graph.
+        `per_replica` asks for the values on all cores. Raises a ValueError for a fetch in a loop or
+        branch, and for a fetch that belongs to another program of the graph, or needs one.
         """
         facts = self.facts
         node_name, number = split_input(name)
@@ -140,7 +140,7 @@ class HostGraph:
         return FetchSource((), name, tuple(position.get(c) for c in wanted), per_replica, True)
 
     def ancestors(self, names: Iterable[str]) -> set[str]:
-        """Returns the operations of `graph` that some operations need, with them."""
+        """Returns operations of `graph` and all operations that they need."""
         found: set[str] = set()
         pending = [split_input(n)[0] for n in names]
         while pending:
@@ -152,7 +152,7 @@ class HostGraph:
         return found
 
     def needs(self, names: Iterable[str]) -> Needs:
-        """Returns the tensors of earlier parts that some of the last part need."""
+        """Returns what tensors and operations of the last part need from the earlier parts."""
         found = self.ancestors(names)
         return Needs(
             {k: v for k, v in self._carried.items() if split_input(k)[0] in found},
@@ -161,7 +161,7 @@ class HostGraph:
         )
 
     def touched(self, names: Iterable[str]) -> Touched:
-        """Returns the variables that running some operations and tensors of `graph` uses."""
+        """Returns the variables that are read or written if these names of `graph` are run."""
         key = frozenset(split_input(n)[0] for n in names)
         if key not in self._touched:
             used, written = set(), set()
@@ -176,7 +176,7 @@ class HostGraph:
         return self._touched[key]
 
     def _find_after(self, programs: set[str]) -> set[str]:
-        """Returns the operations that need one of some programs."""
+        """Returns the operations outside all programs that depend on one of `programs`."""
         facts = self.facts
         found: set[str] = set()
         for name in facts.order:
@@ -215,7 +215,10 @@ class HostGraph:
         graph_def.node.append(copy)
 
     def _is_sent(self, name: str, source: str, number: int) -> bool:
-        """Returns whether an input of the last part is a value of the first, not only a handle."""
+        """Returns whether an input is a value that the first part computes for the last part.
+
+        Handles of variables are no values: both parts have them.
+        """
         if name not in self._after or source in self._after:
             return False
         if number == CONTROL:
@@ -248,7 +251,7 @@ class HostGraph:
 
 
 class FetchSource(NamedTuple):
-    """The source of a fetch, outside the program or inside."""
+    """The source of a fetch's value, outside the program or on its cores."""
 
     # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
     names: tuple[str, ...] = ()
@@ -259,7 +262,7 @@ class FetchSource(NamedTuple):
     runs_program: bool = False  # whether it is inside the program
 
     def value(self, values: dict[str, Any]) -> Any:
-        """Returns the fetch's value, given all values of a step by name."""
+        """Returns the fetch's value, taken from `values`, all values of a step by name."""
         if self.inside:
             arrays = values[self.inside].arrays
             found = [
@@ -272,7 +275,10 @@ class FetchSource(NamedTuple):
 
 
 class FetchPlan(NamedTuple):
-    """The work of a step for a set of fetches: `first` outside, the program, `last` outside."""
+    """The work of a step for a set of fetches.
+
+    `first` is run before the program, `inside` is fetched from it, and `last` is run after it.
+    """
 
     places: tuple[FetchSource, ...]
     runs_program: bool
@@ -284,7 +290,7 @@ class FetchPlan(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[FetchSource], outside: HostGraph) -> FetchPlan:
-        """Plans a step."""
+        """Returns the plan of a step that fetches from `places`."""
         names = {name for place in places for name in place.names if name}
         last = {name for name in names if outside.is_after(name)}
         needs = outside.needs(last)

@@ -20,7 +20,7 @@ _TRIAL_SECONDS = 120
 
 
 class XlaMissingError(ImportError):
-    """The error of a jax, or a TPU compiler, that is missing or too old."""
+    """The error of jax or a TPU compiler that is missing or too old."""
 
 
 def why_no_xla() -> str:
@@ -60,7 +60,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=None)
 def _why_unfit(jax: str, jaxlib: str) -> str:
-    """Returns why a small program fails with untested versions; "" if it does not."""
+    """Returns why a small program fails with these versions of jax; "" if it works.
+
+    It is called only for versions that are not known to work.
+    """
     try:
         done = subprocess.run(
             [sys.executable, _TRIAL],
@@ -84,6 +87,6 @@ def _why_unfit(jax: str, jaxlib: str) -> str:
 
 
 def _error_in(stderr: str) -> str:
-    """Returns the error that ends a traceback, in one line without its details."""
+    """Returns the error at the end of a traceback, on one line and without details."""
     errors = re.findall(r"^[A-Za-z_][\w.]*: .*", stderr, re.MULTILINE)
     return errors[-1][:200].rstrip(".: ") if errors else ""

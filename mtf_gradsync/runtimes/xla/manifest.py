@@ -1,4 +1,4 @@
-"""Describes a core's program for a runner without TensorFlow."""
+"""Makes the manifest of an exported step: a core's program, described for the runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANDOM_STATE = "random_state"
 
 
 def made_by() -> dict[str, str]:
-    """Returns the versions of the libraries that write a folder."""
+    """Returns library -> its version, for the libraries with which a folder is written."""
     names = {"mtf_gradsync": "mtf-gradsync", "jax": "jax", "mesh_tensorflow": "mesh-tensorflow"}
     found = {"tensorflow": tf.__version__}
     for name, distribution in names.items():
@@ -28,10 +28,10 @@ def made_by() -> dict[str, str]:
 def input_names(
     tensors: Sequence[ReplicaInput], names: Mapping[str, Any] | None
 ) -> dict[str, ReplicaInput]:
-    """Returns the tensors that a program reads from outside by name, in their order.
+    """Returns name of an input -> tensor that the program reads from outside, in order.
 
-    `names` maps names to tensors that the program reads from outside, or to what
-    `Program.per_replica` returned. Other inputs are named after their operations.
+    `names` are the names that the user chose: name -> tensor that the program reads, or result of
+    `Program.per_replica`. Other inputs are named after their operations.
     """
     by_tensor: dict[str, ReplicaInput] = {}
     for i in tensors:
@@ -56,7 +56,7 @@ def input_names(
 
 
 def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[str, Any]:
-    """Returns the manifest's entry of an input; `default` is that of the runner's `Input`."""
+    """Returns the manifest's entry for an input; `default` is as in the runner's `Input`."""
     found = list(dict.fromkeys(given.sources))
     return {
         "kind": "input",
@@ -70,7 +70,7 @@ def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[
 
 
 def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mtf.MeshImpl]]:
-    """Returns Mesh-TensorFlow's variables and their meshes, by the name of core 0's slice."""
+    """Returns name of core 0's slice -> Mesh-TensorFlow's variable and its mesh."""
     found = {}
     for lowering in lowerings:
         for variable, laid_out in lowering.variables.items():
@@ -85,7 +85,10 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
 def master_names(
     given: ReplicaInput, mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]]
 ) -> list[str]:
-    """Returns the names of the global variables of which a program's variable is a slice."""
+    """Returns the names of the global variables that a program's variable is a slice of.
+
+    There are several if Mesh-TensorFlow stacked them, and none for other variables.
+    """
     variable, _ = mesh_variables.get(given.sources[0], (None, None))
     return [] if variable is None else getattr(variable, "original_names", [variable.name])
 
@@ -95,7 +98,10 @@ def describe_variable(
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns a variable's manifest entry; `rows` are the cores' rows of the stored array."""
+    """Returns the manifest's entry for a variable.
+
+    `rows` has, for each core, the row of the stored array with the core's value.
+    """
     variable, impl = mesh_variables.get(given.sources[0], (None, None))
     return {
         "kind": "variable",
@@ -109,7 +115,7 @@ def describe_variable(
 
 
 def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
-    """Returns how a variable is assembled from its slices: from which core each part is taken."""
+    """Returns how to assemble a variable from slices: the core and the position of each slice."""
     shape = variable.outputs[0].shape
     slices: dict[tuple[int, ...], int] = {}
     for logical in range(impl.size):
@@ -125,7 +131,7 @@ def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
 
 
 def describe_random_state(rows: Sequence[int]) -> dict[str, Any]:
-    """Returns the manifest's entry of the state that random numbers come from."""
+    """Returns the manifest's entry for the state of random numbers; `rows` are the cores' rows."""
     return {
         "kind": "random_state",
         "name": RANDOM_STATE,
@@ -142,9 +148,10 @@ def describe_results(
     positions: Mapping[str, int],
     graph: tf.Graph,
 ) -> list[dict[str, Any]]:
-    """Returns the manifest's entries of what a program returns, in order.
+    """Returns the manifest's entries for a program's results, in order.
 
-    `parameters` are the entries of its parameters, `positions` the number of each fetch by name.
+    `parameters` are the entries for the program's parameters. `positions` maps the name of a fetch
+    to its number among the program's fetches.
     """
     results = []
     for number, tensor in enumerate(replica.fetches):

@@ -1,4 +1,4 @@
-"""Extracts the program of one core from the graph of a SIMD program: the first step to HLO."""
+"""Extracts the program of one core from a SIMD program's graph, to be turned into HLO."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ReplicaProgram(NamedTuple):
 
 
 def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
-    """Extracts one core's program: all its effects, as on a TPU, and what `fetches` need besides.
+    """Returns the program of one core, with all side effects, and what `fetches` need.
 
     Fetches are tensors of the program outside loops and conditionals, or their names; others raise
     a ValueError. An operation that HLO lacks, or an input without a static shape, raises an
@@ -106,7 +106,10 @@ class _Cut:
         return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())
 
     def _is_inside(self, name: str) -> bool:
-        """Returns whether a node is in the core's program, as constants are: XLA reads shapes."""
+        """Returns whether a node is in the core's program; constants from outside are, too.
+
+        XLA needs constants for shapes.
+        """
         return name in self._facts.cluster or self._facts.node[name].op == "Const"
 
     def _ancestors(self, roots: Sequence[str]) -> set[str]:
@@ -141,7 +144,7 @@ class _Cut:
         return data + sorted(control)
 
     def _input(self, source: str, number: int) -> str:
-        """Makes a value from outside an input of the core's program, and returns its name."""
+        """Makes a tensor from outside an input of the core's program; returns the input's name."""
         facts = self._facts
         key = join_input(source, number)
         name = key.replace(":", "/output_")
@@ -178,7 +181,7 @@ class _Cut:
         return name
 
     def _fetch(self, fetch: Any) -> str:
-        """Returns the name of a fetched tensor inside the program."""
+        """Returns the name of a fetched tensor; raises a ValueError if it cannot be fetched."""
         try:
             tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)
         except (KeyError, TypeError, ValueError) as error:
@@ -207,7 +210,7 @@ def _placeholder(given: ReplicaInput) -> tf.NodeDef:
 
 
 def _for_xla(node: tf.NodeDef) -> None:
-    """Removes the attributes that tie a node to TPUs."""
+    """Removes the attributes that tie a node to TPUs, so that XLA's bridge accepts it."""
     untie(node)
     if node.op == "TPUReplicateMetadata":
         node.op = "NoOp"

@@ -33,10 +33,10 @@ _STABLEHLO = {
 def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     """Turns a core's program into the text of an MLIR module of StableHLO.
 
-    New values of variables are marked as written over the old ones. `with_names` gives each
-    operation the name of its operation in the graph; profiles of the compiled program show these
-    names. Without names, each loop has the attribute `TURNS`, where the graph says how often it
-    turns.
+    New values of variables are marked as written over the old values. If `with_names` is True, each
+    operation has the name of the graph's operation that it comes from; profiles of the compiled
+    program show these names. If it is False, each loop whose number of iterations the graph says
+    has this number as the attribute `TURNS`.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -70,15 +70,15 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
 
 
 def without_overwriting(module: str) -> str:
-    """Returns a module of `to_stablehlo` that writes no results over parameters."""
+    """Returns a module that `to_stablehlo` made, changed to write no results over parameters."""
     return re.sub(r" \{tf\.aliasing_output = \d+ : i32\}", "", module)
 
 
 def share_constants(operation: Any) -> None:
-    """Keeps the first of equal arrays in each block, as XLA does when it reads a module.
+    """Replaces equal constant arrays in each block by the first of them, as XLA does.
 
-    TensorFlow makes an array for each layer: of relative positions, for example, a megabyte each,
-    and more than twice that as text.
+    TensorFlow makes such arrays for each layer, of relative positions, for example: each a
+    megabyte, and more than twice as much as text.
     """
     from jaxlib.mlir import ir
 
@@ -100,7 +100,7 @@ def share_constants(operation: Any) -> None:
 
 
 def _put_collective(op: Any) -> None:
-    """Replaces a custom call by XLA's own collective."""
+    """Replaces a custom call that stands for a collective by XLA's own collective."""
     from jaxlib.mlir import ir
 
     target = ir.StringAttr(op.attributes["call_target_name"]).value
@@ -126,7 +126,7 @@ def _put_collective(op: Any) -> None:
 
 
 def _matrix(groups: list[list[int]]) -> Any:
-    """Returns groups of cores as an attribute; fills shorter groups up with -1."""
+    """Returns groups of cores as an attribute, a matrix; shorter groups are filled up with -1."""
     from jaxlib.mlir import ir
 
     longest = max((len(g) for g in groups), default=0)
@@ -135,7 +135,7 @@ def _matrix(groups: list[list[int]]) -> Any:
 
 
 def main_of(module: Any) -> Any:
-    """Returns the function of a module that a run of the program begins with."""
+    """Returns the function with which a run of a module begins: "main"."""
     from jaxlib.mlir import ir
 
     return next(
@@ -152,7 +152,7 @@ def _type_of(function: Any) -> Any:
 
 
 def _return_separately(main: Any) -> None:
-    """Makes a function return its results one by one if it returns one tuple of them."""
+    """Makes a function that returns one tuple return the tuple's elements as results."""
     from jaxlib.mlir import ir
 
     last = main.regions[0].blocks[0].operations[len(main.regions[0].blocks[0].operations) - 1]
@@ -199,9 +199,9 @@ class Artifact(NamedTuple):
 
 
 def to_artifact(module: str) -> Artifact:
-    """Returns StableHLO as a portable artifact for the oldest version that reads it.
+    """Returns StableHLO as a portable artifact, which versions of jax as old as possible can read.
 
-    A program with operations that artifacts lack is returned as text.
+    A program with operations that artifacts cannot hold is returned as text.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

@@ -1,7 +1,7 @@
-"""Runs a small program on two CPU devices, in the way this package hands programs to jax.
+"""Runs a small program on two CPU devices, in the way in which this package hands programs to jax.
 
-It runs as a script, without TensorFlow, beside the runner. Exit code 0 says that this jax can be
-used; otherwise the last line of stderr is the error.
+It is a script that runs without TensorFlow. Exit code 0 says that this jax can be used. Otherwise
+the last line of stderr is the error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ func.func public @main(%x: tensor<4xf32>, %y: tensor<4xi64>) -> (tensor<4xf32>, 
 
 
 def main() -> None:
-    """Compiles the program, runs it, serializes it, and runs the deserialized one."""
+    """Compiles the program and runs it; then serializes, deserializes and runs it again."""
     import jax
     from runner import jax_devices as device_tools  # type: ignore[import-not-found]  # beside this file
     from runner import loaded_program as programs

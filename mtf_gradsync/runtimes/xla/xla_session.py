@@ -43,7 +43,7 @@ _STEPS_UNCHECKED = 4
 
 
 class Dispatched:
-    """A step that runs on the devices, or waits for its turn."""
+    """A step that was begun, and may still run or wait on the devices."""
 
     def __init__(
         self,
@@ -52,7 +52,11 @@ class Dispatched:
         values: dict[str, Any],
         look: Callable[[], None] = lambda: None,
     ):
-        """Takes the step's values; `look` looks at all steps up to this one, after its end."""
+        """Takes what makes the step's result.
+
+        `structure` is the structure of the fetches, `places` their sources, and `values` the step's
+        values by name. `look` waits for all steps up to this one, and raises their errors.
+        """
         self._structure = structure
         self._places = places
         self._values = values
@@ -78,15 +82,15 @@ class Dispatched:
 class XlaSession(ReplicaSession):
     """A session on XLA devices. Use it as a context manager.
 
-    Variables stay on the devices from step to step, and new values are written over the old ones.
-    Every set of fetches from inside the program is compiled once, and kept.
+    Variables stay on the devices from step to step, and new values are written over the old values.
+    The program is compiled once for each set of fetches from inside it.
 
     With several processes, all of them have to make the same calls, `save` and `restore` included.
-    The first one writes checkpoints; all return when the files are there.
+    The first process writes checkpoints. `save` returns on all processes when the files exist.
 
     Attributes:
-      steps: steps made so far. A user may set the number of steps made before; errors of several
-        processes name the step by it.
+      steps: steps made so far. A user may set it to the number of steps that earlier runs made;
+        errors of several processes name a step by this number.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class XlaSession(ReplicaSession):
 
     @property
     def cores(self) -> Cores:
-        """The program's cores, and which of them are this process's."""
+        """The program's cores, and which of them are on this process."""
         return self._cores
 
     @property
@@ -152,7 +156,7 @@ class XlaSession(ReplicaSession):
 
     @property
     def peak_flops(self) -> float | None:
-        """The bfloat16 operations a second of all devices; None if unknown."""
+        """The peak of all devices together, in bfloat16 operations per second; None if unknown."""
         peaks = [peak_flops_of(device.device_kind) for device in self._cores.devices]
         known = [peak for peak in peaks if peak is not None]
         return sum(known) if len(known) == len(peaks) else None
@@ -182,8 +186,8 @@ class XlaSession(ReplicaSession):
     ) -> Any:
         """Runs the program once; see `ReplicaSession.run`.
 
-        With several processes, all of them have to call it with the same fetches. Each feeds the
-        inputs of its own cores; values on cores of other processes are None.
+        With several processes, all of them have to call it with the same fetches. Each process
+        feeds the inputs of its own cores. Fetched values on cores of other processes are None.
 
         Raises:
           DevicesError: when the step failed on the devices.
@@ -195,7 +199,7 @@ class XlaSession(ReplicaSession):
     def dispatch(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Dispatched:
-        """Begins a step, and returns before it is done. Arguments and errors are those of `run`.
+        """Begins a step, and returns before the step is done; takes the arguments of `run`.
 
         Steps run in the order in which they were dispatched.
 
@@ -255,8 +259,8 @@ class XlaSession(ReplicaSession):
     ) -> dict[str, DeviceValues]:
         """Runs the program, and returns its fetches by name.
 
-        Other code holds the values of `shared` and of fed inputs, too, so that results must not be
-        written over them.
+        `values` has the values of tensors outside by name. Results must not be written over the
+        values in `shared` and `fed`, because other code holds them, too.
         """
         self.steps += 1
         self._is_stepped = True
@@ -287,7 +291,11 @@ class XlaSession(ReplicaSession):
     def _returned(
         self, returned: dict[str, tuple[str, int]], values: dict[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Returns values of some of the program's cores, on the host of every process."""
+        """Returns values that the program computed, by the placeholder outside that takes each.
+
+        `returned` maps a placeholder to a tensor of the program and the core to take it from. The
+        values of all processes' cores are exchanged.
+        """
         inner = sorted({name for name, _ in returned.values()})
         with devices_errors():
             local = [[np.asarray(a) for a in values[name].arrays] for name in inner]
@@ -300,9 +308,9 @@ class XlaSession(ReplicaSession):
     def _run_outside(
         self, names: Iterable[str], feeds: dict[str, Any], everywhere: Iterable[str] | None = None
     ) -> dict[str, Any]:
-        """Runs operations and tensors on the host, with the newest values of variables.
+        """Runs operations and tensors outside the program, with the newest values of variables.
 
-        `everywhere` are the names that all processes together run, if these are more.
+        `everywhere` are the names that all processes together run; None if they run the same.
         """
         names = sorted(names)
         feeds = {name: copied(value) for name, value in feeds.items()}
@@ -324,7 +332,7 @@ class XlaSession(ReplicaSession):
             return self._variables.values_on_cores(names)
 
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
-        """Saves a checkpoint; with several processes the files are written before it returns."""
+        """Begins to save a checkpoint; with several processes, saves it before it returns."""
         if self._cores.is_alone:
             return super().begin_save(path, saver, global_step)
         written: Future[str] = Future()
@@ -332,7 +340,7 @@ class XlaSession(ReplicaSession):
         return written
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """Writes the checkpoint on the first process; returns on all when the files are there."""
+        """Writes the checkpoint on the first process; returns on all when it is written."""
 
         def write() -> str:
             if not self._cores.is_first:
@@ -367,7 +375,10 @@ class XlaSession(ReplicaSession):
 
 
 def host_config() -> tf.ConfigProto:
-    """Returns the configuration of sessions outside the program, which leaves GPUs to jax."""
+    """Returns the configuration of TensorFlow sessions outside the program: without GPUs.
+
+    The GPUs are left to jax.
+    """
     return tf.ConfigProto(device_count={"GPU": 0}, allow_soft_placement=True)
 
 
@@ -380,18 +391,18 @@ def session(
     config: tf.ConfigProto | None = None,
     cache_dir: str | None = "default",
 ) -> XlaSession:
-    """Makes a session on XLA devices, with variables initialized and copied into slices.
+    """Returns a session on XLA devices, with variables initialized and copied into slices.
 
-    It has the interface of `Program.session`, which runs on CPU replicas.
+    It has the same methods as the session of `Program.session`, which runs on CPU replicas.
 
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.
       lowering: see `Program.session`.
       devices: a jax device for each core; default the first ones that jax has.
       platform: "cpu", "gpu" or "tpu"; default jax's own choice.
-      config: configuration of the ``tf.Session`` for what stands outside the program.
-      cache_dir: where compiled programs are kept for the next start; default
-        `default_cache_dir`, None for nowhere.
+      config: configuration of the ``tf.Session`` that runs operations outside the program.
+      cache_dir: the folder in which compiled programs are cached for later runs; default
+        `default_cache_dir`. None for no cache.
 
     Returns:
       An `XlaSession`; use it as a context manager.
@@ -399,8 +410,9 @@ def session(
     Raises:
       XlaMissingError: when jax is not installed.
       DevicesError: when there are too few devices.
-      ProcessesError: when several processes do not fit together on the mesh.
-      UnsupportedProgramError: when the graph holds what cannot run.
+      ProcessesError: several processes cannot work on the mesh together, for example if they have
+        different numbers of cores.
+      UnsupportedProgramError: an operation of the graph cannot run on XLA devices.
       TypeError: when lowering is of no known kind.
     """
     return XlaSession(program, lowering, devices, platform, config, cache_dir)

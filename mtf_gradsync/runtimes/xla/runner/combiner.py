@@ -1,9 +1,9 @@
 """Combines collectives when a program is compiled for CPUs, as XLA does for TPUs and GPUs.
 
-The graph says which collectives are one group (`summed_together`); this module plans nothing.
-Collectives of a group that do not depend on each other become one, in the order of the program.
-Which tensors a strategy packs itself is in `mtf_gradsync.reduce.sums`. Large ones are written piece
-by piece, in place of a slow concatenation.
+The graph says which collectives are one group (`summed_together`); this module decides nothing
+about groups. Collectives of a group that do not depend on each other become one collective, in the
+order of the program. Which tensors a strategy packs itself is in `mtf_gradsync.reduce.sums`. Large
+packs are written piece by piece, in place of a slow concatenation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def nested_operations(operation: Any) -> Iterator[Any]:
-    """Yields all operations inside one, with old and new versions of jaxlib."""
+    """Yields all operations inside an operation; works with old and new versions of jaxlib."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -25,12 +25,12 @@ def nested_operations(operation: Any) -> Iterator[Any]:
 
 
 def text_of(module: Any, with_names: bool) -> str:
-    """Returns a module as text, with or without its operations' names in the graph."""
+    """Returns a module as text, with or without the names that its operations have in the graph."""
     return module.operation.get_asm(enable_debug_info=with_names)
 
 
 def fill_with_sum(region: Any, operand: Any) -> None:
-    """Fills a collective's empty region with the sum of elements of an operand's type."""
+    """Fills a collective's empty region with a sum, for elements of the operand's type."""
     from jaxlib.mlir import ir
 
     element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)
@@ -49,7 +49,7 @@ def create(
     attributes: Mapping[str, Any] | None = None,
     regions: int = 0,
 ) -> Any:
-    """Makes an operation with one result at the current insertion point; returns the result."""
+    """Adds an operation with one result at the current insertion point; returns the result."""
     from jaxlib.mlir import ir
 
     made = ir.Operation.create(
@@ -75,16 +75,16 @@ _NAME = re.compile(r'loc\("([^"\\]*)"')
 
 
 def group_names(module: Any) -> list[str | None]:
-    """Returns the group of each collective of a module, in order; None for those in no group."""
+    """Returns the group name of each collective of a module, in order; None if it has no group."""
     return [_group(op) for op in _collectives(module)]
 
 
 def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> bytes | str:
-    """Returns a program that computes the same bits, with few collectives in place of each group.
+    """Returns a program with few collectives in place of each group, and with the same results.
 
-    `program` is StableHLO as text with the groups as attributes, or a portable artifact, which may
-    lack the groups; then `groups` are from `group_names`. A program that this jax cannot read is
-    returned unchanged.
+    `program` is StableHLO: text that names the groups in attributes, or a portable artifact. For an
+    artifact without these attributes, `groups` are the names that `group_names` returned. A program
+    that this jax cannot read is returned unchanged.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -107,7 +107,7 @@ def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -
 
 
 class _Member(NamedTuple):
-    """A collective that is combined with others."""
+    """A collective of a group that is combined with the group's other collectives."""
 
     op: Any
     given: tuple[int, ...]  # the shape of its operand
@@ -117,7 +117,7 @@ class _Member(NamedTuple):
 
     @property
     def part(self) -> int:
-        """The number of elements per core that is gathered or scattered; or all of a sum's."""
+        """The elements that a core gives to a gather, or gets from a scatter or a sum."""
         return math.prod(self.given if self.op.name == _GATHER else self.result)
 
 
@@ -132,7 +132,7 @@ def _group(op: Any) -> str | None:
 
 
 def _blocks(operation: Any) -> Iterator[Any]:
-    """Yields all blocks in an operation, inner ones first: combining erases their operations."""
+    """Yields all blocks in an operation, inner blocks before the blocks around them."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -141,14 +141,14 @@ def _blocks(operation: Any) -> Iterator[Any]:
 
 
 def _combine_block(block: Any) -> bool:
-    """Combines the groups of a block; returns whether there was any."""
+    """Combines the groups of collectives in a block; returns whether any were combined."""
     keys = [_key(op.operation) for op in block]
     several = [key for key in dict.fromkeys(keys) if key is not None and keys.count(key) > 1]
     return any([_combine_group(block, key) for key in several])
 
 
 def _key(op: Any) -> tuple[str, ...] | None:
-    """Returns the key that is equal for collectives that can be combined."""
+    """Returns a collective's key; collectives with equal keys can be combined. None for others."""
     from jaxlib.mlir import ir
 
     if op.name not in (_ALL_REDUCE, *_AXIS):
@@ -161,7 +161,10 @@ def _key(op: Any) -> tuple[str, ...] | None:
 
 
 def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
-    """Combines the collectives of a key that do not depend on each other."""
+    """Combines the block's collectives of one key that do not depend on each other.
+
+    Returns whether any were combined.
+    """
     operations = [op.operation for op in block]
     run: list[int] = []  # the positions of those to combine next
     dependents: list[int] = []  # what takes their results
@@ -201,7 +204,7 @@ def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
 
 
 def _operands(operation: Any) -> Iterator[Any]:
-    """Yields all values that an operation takes, also inside its regions."""
+    """Yields all values that an operation and the operations in its regions take."""
     yield from operation.operands
     for inner in nested_operations(operation):
         yield from inner.operands
@@ -227,7 +230,7 @@ def _member(op: Any) -> _Member:
 
 
 def _combine(members: Sequence[_Member], after: Any) -> None:
-    """Makes one collective of many before `after`, and gives its results to their users."""
+    """Replaces several collectives by one, inserted before the operation `after`."""
     from jaxlib.mlir import ir
 
     first, cores = members[0].op, members[0].cores
@@ -267,7 +270,10 @@ def _combine(members: Sequence[_Member], after: Any) -> None:
 
 
 def _sent(member: _Member, stacks: bool) -> Any:
-    """Returns a member's operand, in the shape of the pack."""
+    """Returns a collective's operand, reshaped so that it can be packed with others.
+
+    `stacks` says that all operands have one shape and are stacked, not flattened.
+    """
     x, shape, axis = member.op.operands[0], list(member.given), member.axis
     if stacks:
         return _reshape(x, [1, *shape])
@@ -282,7 +288,7 @@ def _sent(member: _Member, stacks: bool) -> Any:
 
 
 def _received(member: _Member, piece: Any) -> Any:
-    """Returns a member's result, from its piece of the pack's result."""
+    """Returns a collective's result, made from its piece of the combined result."""
     if member.op.name == _GATHER:
         axis, count = member.axis, len(member.given)
         x = _reshape(piece, [member.cores, *member.given])
@@ -347,7 +353,7 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
 def write_by_piece(module: Any) -> bool:
-    """Makes a module write large packs piece by piece; returns whether there are any."""
+    """Makes a module write large packs piece by piece; returns whether it has such packs."""
     operations = list(nested_operations(module.operation))
     packs = [op for op in operations if _is_large_concatenation(op)]
     if packs:
@@ -371,7 +377,7 @@ def _is_large_concatenation(op: Any) -> bool:
 
 
 def _is_summed(op: Any) -> bool:
-    """Returns whether a tensor goes into a sum over cores."""
+    """Returns whether the result of an operation is added up over cores."""
     users = [use.owner for use in op.results[0].uses]
     users += [
         use.owner for u in users if u.name == "stablehlo.reshape" for use in u.results[0].uses
@@ -380,10 +386,10 @@ def _is_summed(op: Any) -> bool:
 
 
 def _scatter_as_packed(op: Any) -> None:
-    """Scatters a pack by its rows, in the shape in which it was packed.
+    """Makes a reduce-scatter take its pack in the shape in which it was packed.
 
-    TPUs need another shape, in tiles. Here that change of shape would become one loop with the last
-    piece.
+    For TPUs the program reshapes the pack into tiles first. On CPUs this reshape would be fused
+    with the last piece into one loop.
     """
     from jaxlib.mlir import ir
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str], folder: str, meet_at: Callable[..., Any] | None = 
 
 
 def parser(folder: str) -> argparse.ArgumentParser:
-    """Returns a parser of the command line's flags; `folder` is the default."""
+    """Returns a parser of the command line's flags; `folder` is the step to run by default."""
     made = argparse.ArgumentParser(
         prog="run.py", description="Runs training steps that mtf_gradsync exported."
     )
@@ -122,7 +122,7 @@ _TIMEOUT = 300.0
 def _start_jax(
     flags: argparse.Namespace, cores: int, steps: int, meet_at: Callable[..., Any] | None
 ) -> None:
-    """Joins other processes, if there are any, and asks for CPU devices."""
+    """Joins the other processes, if the flags name any, and asks jax for CPU devices."""
     processes = flags.num_processes or 1
     if flags.cpu_devices or not flags.distributed:
         make_cpu_devices(flags.cpu_devices or -(-cores // processes))
@@ -165,7 +165,7 @@ def _start_jax(
 def _batches(
     flags: argparse.Namespace, inputs: Sequence[Input], seed: int
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """Returns the number of steps to make, and the inputs of each."""
+    """Returns the number of steps to make, and an iterator over the inputs of each step."""
     needed = [i for i in inputs if i.default is None]
     if flags.inputs:
         return _from_file(flags, inputs)

@@ -20,7 +20,7 @@ MANIFEST, PROGRAM, VALUES, SUMS = "manifest.json", "program.stablehlo", "values.
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns a folder's manifest, after checking all files that are needed to run the step."""
+    """Returns a folder's manifest; first checks all files that are needed to run the step."""
     sums = read_sums(folder)
     for name in (MANIFEST, PROGRAM, VALUES):
         path = folder / name
@@ -60,9 +60,12 @@ def write_folder(
     others: Mapping[str, bytes],
     replace: bool,
 ) -> None:
-    """Writes a folder, whole or not at all: the manifest, `VALUES`, and other files.
+    """Writes the folder of an exported step, completely or not at all.
 
-    Raises a StepError if something is there that `replace` does not allow to replace.
+    It has the manifest, `VALUES` and other files.
+
+    `values` are the arrays to write into `VALUES`, and `others` the contents of other files by
+    path. Raises a StepError if the folder exists and may not be replaced.
     """
     check_free(folder, replace)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +97,10 @@ def write_folder(
 
 
 def check_free(folder: Path, replace: bool) -> None:
-    """Raises a StepError if a folder's path is taken and may not be replaced."""
+    """Raises a StepError if something exists at a folder's path and may not be replaced.
+
+    Only an exported step may be replaced, and only if `replace` is True.
+    """
     if not os.path.lexists(folder):
         return
     if not replace:
@@ -104,12 +110,12 @@ def check_free(folder: Path, replace: bool) -> None:
 
 
 def array_name(parameter: Mapping[str, Any]) -> str:
-    """Returns the name of a parameter's array in `VALUES`."""
+    """Returns the name under which a parameter's array is in the file `VALUES`."""
     return f"{parameter['kind']}s/{parameter['name']}"
 
 
 def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Returns the different values of cores as an array ``[rows, ...]``, and each core's row."""
+    """Returns the distinct values of cores as an array ``[rows, ...]``, and each core's row."""
     found: dict[bytes, int] = {}
     kept: list[np.ndarray] = []
     rows: list[int] = []
@@ -123,7 +129,10 @@ def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]
 
 
 def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Assembles a variable, or all that Mesh-TensorFlow stacked in one, from its cores' slices."""
+    """Returns variables by name, assembled from the slices on cores of one stored variable.
+
+    These are the variable itself, or the variables that Mesh-TensorFlow stacked in it.
+    """
     layout = parameter["whole"]
     if layout is None:
         return {parameter["name"]: per_core[0]}
@@ -134,7 +143,7 @@ def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> di
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Returns the dtype of a name as in "bfloat16", which numpy alone does not know."""
+    """Returns the dtype of a name, also of names such as "bfloat16" that numpy does not know."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -144,7 +153,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def without_dtype(value: np.ndarray) -> np.ndarray:
-    """Returns an array that numpy's files can hold: only bits, for a dtype they do not know."""
+    """Returns an array that numpy can save: unknown dtypes become integers with the same bits."""
     value = np.asarray(value)
     if value.dtype.kind != "V":
         return value
@@ -152,7 +161,7 @@ def without_dtype(value: np.ndarray) -> np.ndarray:
 
 
 def with_dtype(value: np.ndarray, name: str) -> np.ndarray:
-    """Returns the array that `without_dtype` was given."""
+    """Returns an array with the dtype `name` again: the inverse of `without_dtype`."""
     return value.view(dtype_of(name))
 
 

@@ -1,4 +1,4 @@
-"""Finds devices, copies arrays to them and back, and explains their errors."""
+"""Finds jax's devices, copies arrays to them and back, and explains their errors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _LONGEST = 600
 
 
 class StepError(Exception):
-    """The error of a step without something that it needs; it says what, and a remedy."""
+    """The error of a step that lacks something; the message says what, and a remedy."""
 
 
 class DevicesError(StepError, RuntimeError):
-    """The error of missing devices, or of a step that failed on them."""
+    """The error of missing devices, or of a step that failed on its devices."""
 
 
 @contextlib.contextmanager
 def devices_errors(in_step: bool = True) -> Iterator[None]:
-    """Turns XLA's errors in the block into `DevicesError`, with its message and a remedy.
+    """Turns XLA's errors in the block into `DevicesError` with XLA's message and a remedy.
 
-    With in_step=False, for compiling a program, it turns only errors about too little memory.
+    With in_step=False, which is for compiling, only errors about too little memory are turned.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def devices_errors(in_step: bool = True) -> Iterator[None]:
 
 
 def short(error: Exception) -> str:
-    """Returns an error's message as one sentence on one line."""
+    """Returns an error's message on one line, shortened, and with a full stop."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
     return text if text.endswith((".", "!", "?")) else text + "."
@@ -58,8 +58,9 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 class DeviceValues:
     """The values of a program on the cores of this process.
 
-    The values are single-device jax arrays in the order of this process's devices, as programs take
-    them, or one array `joined` over all devices of the program, as programs return them.
+    Programs take them as single-device jax arrays, in the order of this process's devices. Programs
+    return them as one array `joined` over all devices of the program. This class holds either form,
+    and makes the other.
     """
 
     def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
@@ -80,7 +81,7 @@ class DeviceValues:
         return self._arrays if self._joined is None else self._joined
 
     def joined(self, sharding: Any) -> Any:
-        """Returns the values as one jax array, by a sharding over all devices of the program.
+        """Returns the values as one jax array with a sharding over all devices of the program.
 
         Values may differ between devices even if the sharding replicates them: it only tells jax
         that each device has an array of the full shape.
@@ -97,7 +98,7 @@ class DeviceValues:
 def make_cpu_devices(count: int, replace: bool = False) -> None:
     """Asks jax for CPU devices of this process; has no effect once jax has started its devices.
 
-    With `replace` it also replaces a number in XLA_FLAGS.
+    If XLA_FLAGS already has a number of CPU devices, only `replace` changes it.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in flags if not flag.startswith(COUNT_FLAG)]
@@ -106,10 +107,10 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
 
 
 def exchange_at(address: str) -> None:
-    """Makes CPU devices exchange values over sockets of one address of this machine.
+    """Makes CPU devices of several processes exchange values at one address of this machine.
 
-    By default gloo takes the address of the machine's host name. Call it before jax starts its
-    devices.
+    By default gloo, jax's library for this, takes the address of the machine's host name. Call this
+    function before jax starts its devices.
     """
     try:
         from jaxlib import _jax as library
@@ -121,10 +122,10 @@ def exchange_at(address: str) -> None:
 
 
 def find_devices(count: int, platform: str | None) -> list[Any]:
-    """Returns the first `count` devices of all processes, of a platform or of jax's choice.
+    """Returns the first `count` devices of a platform, over all processes.
 
-    Platforms are "cpu", "gpu" ("cuda", "rocm") and "tpu". Raises a DevicesError if there is no such
-    platform or it has too few devices.
+    Platforms are "cpu", "gpu" ("cuda", "rocm") and "tpu"; None is jax's own choice. Raises a
+    DevicesError if there is no such platform or it has too few devices.
     """
     try:
         import jax
@@ -160,10 +161,10 @@ def first_devices(devices: Sequence[Any], count: int) -> list[Any]:
 
 
 def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> DeviceValues:
-    """Copies one value to each of this process's devices; 64-bit numbers keep their types.
+    """Copies a value for each of this process's devices to it; 64-bit numbers keep their types.
 
-    A CPU device may use an array's memory as its own: nobody else may write there, and two arrays
-    that a step writes over may not share it.
+    A CPU device may use the memory of an array in `per_core` as its own. So no other code may write
+    to it, and two arrays that a step writes over may not share memory.
     """
     import jax
 
@@ -188,7 +189,10 @@ def keeping_64_bits() -> ContextManager[None]:
 
 
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
-    """Returns the same bytes in a dtype of jax: TensorFlow 2.12 has its own bfloat16."""
+    """Returns an array, with another library's bfloat16 replaced by jax's; same bytes.
+
+    TensorFlow 2.12 has its own bfloat16.
+    """
     import jax.numpy as jnp
 
     if value.dtype.name == "bfloat16" and value.dtype != jnp.bfloat16:
@@ -197,7 +201,7 @@ def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
 
 
 def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the values of all processes' cores; all processes have to call this."""
+    """Returns a value's copies on the cores of all processes; all processes have to call this."""
     with devices_errors():
         mine = [np.array(array) for array in value.arrays]
     if len(mine) == len(devices):
@@ -218,10 +222,10 @@ def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray
 
 
 def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") -> np.ndarray:
-    """Returns the rows of all processes, stacked ("gather") or added up ("sum").
+    """Returns all processes' rows, stacked (how="gather") or added up (how="sum").
 
-    `devices` are the devices of all processes. All have to call this with rows of one shape and
-    dtype.
+    `devices` are the devices of all processes. All processes have to call this, with rows of one
+    shape and dtype.
     """
     import jax
 
@@ -235,7 +239,10 @@ def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") ->
 
 @functools.lru_cache(maxsize=None)
 def _exchange(devices: tuple[Any, ...], how: str) -> tuple[list[Any], Any, Callable[[Any], Any]]:
-    """Returns a device of each process, the rows' sharding, and a function that combines rows."""
+    """Returns what `exchanged` needs: devices, a sharding, and a function that combines rows.
+
+    There is one device of each process, and the sharding puts a row on each of these devices.
+    """
     import jax
 
     # One device of each process takes part: once it has the values, nothing runs any more.
@@ -251,7 +258,7 @@ def _exchange(devices: tuple[Any, ...], how: str) -> tuple[list[Any], Any, Calla
 
 
 def describe(devices: Sequence[Any]) -> str:
-    """Returns a description of devices, such as "8 cpu devices (cpu), 4 of them here"."""
+    """Returns text about devices, such as "8 cpu devices (cpu), 4 of them here"."""
     here = sum(d.process_index == d.client.process_index() for d in devices)
     text = f"{len(devices)} {devices[0].platform} {'device' if len(devices) == 1 else 'devices'}"
     text += f" ({devices[0].device_kind})"

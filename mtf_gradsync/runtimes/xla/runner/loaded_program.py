@@ -1,4 +1,4 @@
-"""Compiles a program for devices, one core on each, and runs it; processes take turns."""
+"""Compiles a program for devices, one core on each, and runs programs one after the other."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _results: weakref.WeakSet[DeviceValues] = weakref.WeakSet()
 def run_in_turn(
     run: Callable[[Sequence[DeviceValues]], list[DeviceValues]], arguments: Sequence[DeviceValues]
 ) -> list[DeviceValues]:
-    """Runs a program after those that were called before; may return before its results are ready.
+    """Runs a program after the programs called before it; its results may not be ready yet.
 
-    A program that takes results of the last one waits for them by itself, on the devices. If this
-    process waits for a program that has failed, that program's error is raised here.
+    If the program takes results of the last program, the devices let it wait for these. If not,
+    this process waits until the last program has ended, and raises its error if it failed.
     """
     global _last, _results
     if _results.isdisjoint(arguments):
@@ -36,7 +36,7 @@ def run_in_turn(
 def wait_for_turn() -> None:
     """Waits until the program that was called last has ended on all devices of this process.
 
-    If that program has failed, its error is raised here.
+    If the program failed, its error is raised here.
     """
     global _last
     last, _last = _last, None
@@ -57,11 +57,11 @@ class RefusedError(StepError):
 def compiled(
     program: bytes | str, devices: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Compiles and loads StableHLO (text or a portable artifact), one replica for each device.
+    """Returns an executable of StableHLO (text or a portable artifact), one replica per device.
 
-    Options are those of XLA's compiler by name, beyond its defaults. Raises a RefusedError when
-    this jax cannot compile the program, a DevicesError when the devices have no room for it, and a
-    StepError when this jax has another interface than the versions that are known here.
+    `options` are options of XLA's compiler by name, besides the defaults. Raises a RefusedError if
+    this jax cannot compile the program, a DevicesError if the devices have too little memory for
+    it, and a StepError if this version of jax has an unknown interface.
     """
     import jax
 
@@ -89,7 +89,7 @@ def compiled(
 def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
     """Returns the compiler's options for one replica on each device.
 
-    Devices may also be those that a topology describes; `options` are as for `compiled`.
+    `devices` may also be devices that a topology describes. `options` are as for `compiled`.
     """
     try:
         from jax.extend.backend import get_compile_options
@@ -104,14 +104,15 @@ def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = 
 
 
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
-    """Returns an executable as bytes; raises a RuntimeError if the platform cannot."""
+    """Returns an executable as bytes; raises a RuntimeError if the platform cannot do that."""
     return devices[0].client.serialize_executable(executable)
 
 
 def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
-    """Returns an executable of `serialized_executable`, from the same jaxlib and for such devices.
+    """Returns the executable that `serialized_executable` turned into bytes.
 
-    Raises a RuntimeError when these bytes are no such executable.
+    The bytes must come from the same jaxlib and be for devices of the same kind. Raises a
+    RuntimeError if they are not such an executable.
     """
     client, options = devices[0].client, compile_options(devices)
     if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
@@ -138,9 +139,9 @@ class LoadedProgram:
         self._handlers: list[Any] = []
 
     def run(self, arguments: Sequence[DeviceValues]) -> list[DeviceValues]:
-        """Runs the program once, and may return before the results are there.
+        """Runs the program once; may return before the results are computed.
 
-        Arguments that results are written over cannot be used again.
+        Arguments over which results are written cannot be used again.
         """
         return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
 

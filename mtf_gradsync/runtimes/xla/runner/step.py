@@ -36,8 +36,8 @@ class Input(NamedTuple):
       shape: shape of the array. If cores read different rows of the array, the rows are along its
         first dimension.
       dtype: numpy's dtype.
-      default: the value if none is given: "kept" for the folder's value, "step" for the number of
-        steps made before, None for nothing.
+      default: what the step takes if the caller gives no value: "kept" for the value in the folder,
+        "step" for the number of steps made before. None if the caller must give a value.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Input(NamedTuple):
 
 
 class Fetched(Mapping):
-    """The values that a step returned, by name. Reading one waits for the step.
+    """The values that a step returned, by name. Reading a value waits for the step.
 
-    A value is from this process's first core; `per_core` returns all of this process's cores'
-    values.
+    Each is the value on this process's first core. `per_core` returns the values on all cores of
+    this process.
     """
 
     def __init__(self, values: Mapping[str, DeviceValues]):
@@ -71,7 +71,7 @@ class Fetched(Mapping):
         return len(self._values)
 
     def per_core(self, name: str) -> list[np.ndarray]:
-        """Returns the values of this process's cores, in order."""
+        """Returns the value on each of this process's cores, in order."""
         with devices_errors():
             return [np.asarray(array)[()] for array in self._values[name].arrays]
 
@@ -175,14 +175,14 @@ class Step:
         return Fetched({name: fetched[name] for name in self.manifest["fetches"]})
 
     def wait(self) -> None:
-        """Waits until all steps are done."""
+        """Waits until all steps that were begun are done."""
         with devices_errors():
             for value in self._on_devices.values():
                 for array in value.arrays:
                     array.block_until_ready()
 
     def variables(self, per_core: bool = False) -> dict[str, Any]:
-        """Returns the newest values of the variables. With several processes, all have to call it.
+        """Returns the newest values of all variables; with several processes, all must call it.
 
         Args:
           per_core: whether to return the list of the cores' slices in place of an assembled array.
@@ -204,16 +204,16 @@ class Step:
         return found
 
     def save(self, folder: str, replace: bool = False) -> None:
-        """Writes a folder like the one that was loaded, with the newest values.
+        """Writes a folder like the one that was loaded, with the variables' newest values.
 
         With several processes, all have to call it; the one with the first core writes.
 
         Args:
           folder: the folder to write.
-          replace: whether it may take the place of an exported step that is there.
+          replace: whether it may replace an exported step in `folder`.
 
         Raises:
-          StepError: when something is there that may not be replaced.
+          StepError: when something exists at `folder` that may not be replaced.
         """
         check_free(Path(folder), replace)
         manifest = {**self.manifest, "steps": self.steps, "parameters": []}
@@ -234,7 +234,7 @@ class Step:
             write_folder(Path(folder), manifest, arrays, others, replace)
 
     def _finish(self) -> None:
-        """Waits for all steps, before another program exchanges values between the processes."""
+        """Waits for all steps; called before another program exchanges values between processes."""
         with devices_errors():
             wait_for_turn()
 
@@ -248,7 +248,7 @@ class Step:
         return {i.name: np.full(i.shape, now, i.dtype) for i in counters}
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
-        """Returns the inputs' values on this process's cores."""
+        """Returns each input's values on this process's cores, after checking what was given."""
         missing = [i.name for i in self.inputs if i.default is None and i.name not in given]
         unknown = [name for name in given if name not in self._given]
         if missing or unknown:

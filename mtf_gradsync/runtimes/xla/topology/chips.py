@@ -15,15 +15,16 @@ class Chip(NamedTuple):
     """The published figures of one TPU chip. Rates are per chip and per second.
 
     Attributes:
-      name: as topology names spell it, as in "v5e" of "v5e:4x4".
-      peak_flops: floating-point operations in bfloat16.
+      name: the chip's name in names of topologies: "v5e" in "v5e:4x4", for example.
+      peak_flops: peak of floating-point operations in bfloat16.
       hbm_bytes: size of the memory.
       hbm_bytes_per_second: bytes read from the memory and written to it.
-      links: links to neighbouring chips.
+      links: the number of links to neighbouring chips.
       link_bytes_per_second: bytes over one link in one direction.
-      full_ring: chips along a direction of a whole pod, where the links close to a ring; 0 where
-        rings close by optical switches, in slices whose directions are all multiples of 4.
-      sources: addresses of the sources: of the chip's figures, of its links'.
+      full_ring: the number of chips along a direction of a whole pod; the links of so many chips
+        close to a ring. 0 if optical switches close the rings: they do in slices whose sizes are
+        multiples of 4 along all directions.
+      sources: web addresses of the sources: for the chip's figures, and for the links' figures.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Generation(NamedTuple):
     """A TPU generation, as its programs see it.
 
     Attributes:
-      name: as topology names spell it, as in "v3" of "v3:2x2".
+      name: the generation's name in names of topologies: "v3" in "v3:2x2", for example.
       memory_per_core: bytes of HBM that a program may use on one core.
       example: a topology of this generation with 8 cores.
       cores_per_chip: the number of cores on a chip.
@@ -122,13 +123,13 @@ _DEVICE_KINDS = {
 
 
 def peak_flops_of(device_kind: str) -> float | None:
-    """Returns the published peak of a jax device, in bfloat16 operations a second.
+    """Returns the published peak of a jax device, in bfloat16 operations per second.
 
     Args:
       device_kind: what ``jax.devices()[0].device_kind`` says, as in "TPU v5 lite".
 
     Returns:
-      The operations of one device, which is a core of a program; None where its peak is not known.
+      The peak of one device, which is a core of a program; None if it is not known.
     """
     name = _DEVICE_KINDS.get(device_kind[4:] if device_kind.startswith("TPU ") else device_kind)
     generation = next((one for one in GENERATIONS if one.name == name), None)

@@ -1,4 +1,4 @@
-"""The TPU compiler's answer for a SIMD program, as a table and as JSON."""
+"""The result of compiling a SIMD program for a TPU; prints as a table, and as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CoreMemory:
     Attributes:
       arguments: inputs and variables.
       outputs: fetches and new values of variables.
-      aliased: the part of the outputs that is written over arguments, and so counts once.
+      aliased: bytes of outputs that are written over arguments, and so count once in `total`.
       temporaries: the peak of all intermediate values.
       code: the program's instructions.
     """
@@ -56,32 +56,31 @@ class CompiledProgram:
     """The compiler's answer for one program and one topology.
 
     Attributes:
-      topology: as in "v3:2x2".
-      device_kind: libtpu's name of such a core, as in "TPU v3".
+      topology: the name of the topology that the program was compiled for, as in "v3:2x2".
+      device_kind: libtpu's name of the topology's devices, as in "TPU v3".
       num_replicas: the number of cores that run the program.
-      error: why the program was refused, in short; "" where the compiler accepted it.
-      before: collectives of the program before the compiler's optimization. Empty where TensorFlow
+      error: why the program was refused, in short; "" if the compiler accepted it.
+      before: collectives of the program before the compiler's optimization. Empty if TensorFlow
         itself refused the program.
-      after: collectives of the compiled program. Empty where it was refused.
+      after: collectives of the compiled program. Empty if the program was refused.
       after_unsharded: collectives of the program compiled without splitting the weight update over
-        the cores. The split turns one all-reduce into several operations, so compare bytes here.
-        Empty unless asked for by `update_not_split`.
-      memory: bytes on one core; None where the program was refused.
-      seconds: how long the compilation took. That is no measure of how fast the program runs.
-      estimates: estimates by name. "step": of the program; of its conditionals no branch counts
-        (but in `flops` by libtpu 0.0.17 the dearest). "conditions_true" and
-        "conditions_false", where it has conditionals: of the program with all conditions true, as
-        in an update step, or false. "bare": of the program with the bare optimizer, with all
-        conditions true.
-      bare_memory: bytes on one core of the program with the bare optimizer; None where that was not
-        asked for.
-      of_update: collectives of the compiled program with all conditions true, as in an update step,
-        where it has conditionals; else those in `after`.
+        the cores. The split turns one all-reduce into several operations, so compare the bytes of
+        these collectives. Empty unless `update_not_split` asked for it.
+      memory: bytes on one core; None if the program was refused.
+      seconds: how long the compilation took. This says nothing about how fast the program runs.
+      estimates: name -> estimate of a program's cost. "step": the program; branches of conditionals
+        do not count (but in `flops` by libtpu 0.0.17 the most expensive branch counts).
+        "conditions_true" and "conditions_false", if the program has conditionals: the program with
+        all conditions true, as in an update step, or with all false. "bare": the program with the
+        bare optimizer, with all conditions true.
+      bare_memory: bytes on one core of the program with the bare optimizer; None if none was given.
+      of_update: collectives of the compiled program with all conditions true, as in an update step.
+        If the program has no conditionals, the same as `after`.
       of_skipped_step: collectives of the compiled program with all conditions false, as in a step
-        that only accumulates; empty where it has no conditionals.
+        that only accumulates. Empty if the program has no conditionals.
       not_estimated: name of an estimate -> why the program for it was refused.
-      bare_lacks_fetches: whether a step of the bare program returns less than the program's, so
-        that it is a little cheaper.
+      bare_lacks_fetches: whether a step of the bare program returns less than a step of the
+        program, so that the bare step is a little cheaper.
     """
 
     topology: str
@@ -106,13 +105,14 @@ class CompiledProgram:
         return not self.error
 
     def fits(self) -> dict[str, bool]:
-        """Returns by TPU generation whether the program fits into a core's memory.
+        """Returns for each TPU generation whether the program fits into a core's memory.
 
-        The bytes are those on `topology`. Other generations pad and schedule a little differently:
-        near the limit, compile for the generation itself.
+        Compared are the bytes of the program compiled for `topology`. Other generations pad and
+        schedule a little differently: if the bytes are near a generation's limit, compile for that
+        generation.
 
         Returns:
-          Name of the generation, as in "v3" -> whether the program fits. Empty where it was
+          Name of the generation, as in "v3" -> whether the program fits. Empty if the program was
           refused.
         """
         if self.memory is None:
@@ -120,7 +120,7 @@ class CompiledProgram:
         return {g.name: self.memory.total <= g.memory_per_core for g in self._generations()}
 
     def _generations(self) -> list[Generation]:
-        """Returns all generations, and the topology's own with its number of cores."""
+        """Returns all generations, the topology's own with its number of cores per chip."""
         own = slice_of(self.topology).generation
         return [own if g.name == own.name else g for g in GENERATIONS]
 
@@ -140,7 +140,7 @@ class CompiledProgram:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Returns all attributes as JSON text, with "accepted", "total" and "fits"."""
+        """Returns all attributes, and "accepted", "total" and "fits", as JSON text."""
         content = dataclasses.asdict(self)
         content["accepted"] = self.accepted
         content["fits"] = self.fits()

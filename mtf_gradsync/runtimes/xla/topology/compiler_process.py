@@ -1,7 +1,7 @@
 """Runs the TPU compiler in a process of its own.
 
-libtpu reads its environment variables once, when it is loaded; and a compiler that crashes ends
-only its own process.
+libtpu reads its environment variables only once, when it is loaded. And if the compiler crashes, it
+ends only its own process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_REASON = re.compile(r"\s*(PC: )?@ |https://symbolize|.*\] RAW: ")
 
 
 class CompilerDiedError(RuntimeError):
-    """The error of a compiler's process that ended without an answer."""
+    """The error of a compiler whose process ended without an answer."""
 
 
 def ask(
@@ -37,12 +37,16 @@ def ask(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> dict[str, Any]:
-    """Returns the compiler's answer for a program, which `compiler_script` writes into the folder.
+    """Returns the TPU compiler's answer for a program; `compiler_script` writes it to `folder`.
 
-    Without a module the answer is about the topology only. `estimate` has StableHLO of further
-    programs, by name; `begun` is called with the compiler's process once it runs, so that the
-    caller can end it. The answer has "no_topology" with libtpu's message; or "device_kind",
-    "num_cores", "places", and for a compiled program "seconds", "memory" and "cost", or "error".
+    `module` is the program's StableHLO; if it is None, the answer is about the topology only.
+    `estimate` has the StableHLO of further programs by name. `update_not_split` also compiles
+    without splitting the weight update. `begun` is called with the compiler's process when it runs,
+    so that the caller can end it.
+
+    If libtpu does not know the topology, the answer has "no_topology" with libtpu's message.
+    Otherwise it has "device_kind", "num_cores" and "places", and for a program either "seconds",
+    "memory" and "cost", or "error".
     """
     environment = {
         **os.environ,

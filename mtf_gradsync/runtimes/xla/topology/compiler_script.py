@@ -21,7 +21,10 @@ _CHIPS_PER_HOST = 4
 
 
 def main(private: Any, folder: str) -> dict[str, Any]:
-    """Compiles the folder's ``module.mlir`` by ``request.json``; see `compiler_process.ask`."""
+    """Compiles ``module.mlir`` of a folder as ``request.json`` asks; see `compiler_process.ask`.
+
+    `private` is the module `mtf_gradsync.runtimes._private.jax`. Returns the answer, for JSON.
+    """
     # `private` is the module `mtf_gradsync.runtimes._private.jax`, which cannot be imported here.
     from jax.experimental import topologies
     from runner.loaded_program import compile_options  # type: ignore[import-not-found]  # by its path
@@ -87,7 +90,7 @@ def main(private: Any, folder: str) -> dict[str, Any]:
 
 
 def _hosts(topology: str) -> dict[str, Any]:
-    """Returns libtpu's settings of hosts: a slice smaller than a host is all on one."""
+    """Returns libtpu's settings of hosts, which put a slice smaller than a host on one host."""
     sizes = topology.partition(":")[2].split("x")
     if not all(size.isdigit() for size in sizes):
         return {}

@@ -45,7 +45,7 @@ def compile_for_tpu(
     update_not_split: bool = False,
     bare_fetches: Sequence[Any] = (),
 ) -> CompiledProgram:
-    """Compiles a program for a TPU: is it accepted, with which collectives, memory and cost?
+    """Compiles a program for a TPU; returns whether it is accepted, its collectives and memory.
 
     No TPU is needed. The program is compiled as a TPU runs it, with all its updates: variables are
     arguments of a core's program, and their new values are results that are written over them.
@@ -53,24 +53,27 @@ def compile_for_tpu(
     Args:
       program: what `tpu_program` yielded, with the whole model built.
       fetches: tensors of the program that a step returns besides the updates, such as the loss.
-      topology: TPU generation and chips, as in "v3:2x2", or a slice of Google Cloud, as in "v4-8";
-        it must have as many cores as the program's mesh. (A "v3" chip has two, and a "v4" chip is
-        one, as users run it; "v4:2x2x1/two_cores" makes it two.)
+      topology: TPU generation and chips, as in "v3:2x2", or a slice of Google Cloud, as in "v4-8".
+        It must have as many cores as the program's mesh. A "v3" chip has two cores. A "v4" chip
+        counts as one core, as users run it; with "/two_cores" ("v4:2x2x1/two_cores") it counts as
+        two.
       save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to.
-      bare: the same model's program with the bare optimizer; its estimate is added as "bare".
+      bare: the program of the same model with the bare optimizer, for comparison. Its estimate has
+        the name "bare" in the answer.
       update_not_split: whether to compile a second time, without splitting the weight update over
         the cores, so that the bytes of collectives can be compared.
-      bare_fetches: what a step of `bare` returns; without its loss it is a little cheaper.
+      bare_fetches: the tensors that a step of `bare` returns, such as its loss. If it returns none,
+        it is a little cheaper than a real step.
 
     Returns:
-      The compiler's answer; a program that it refuses is an answer too.
+      The compiler's answer, also if the compiler refuses the program.
 
     Raises:
       XlaMissingError: when jax or libtpu are not installed.
       CompilerDiedError: when the compiler's process crashed.
       UnsupportedProgramError: when an operation or input has no counterpart in HLO.
-      ValueError: when there is no such topology, its number of cores is not that of the program's
-        mesh, `bare` has another number, or a fetch is no tensor of its program.
+      ValueError: there is no such topology, its number of cores is not that of the program's mesh
+        or of `bare`, or a fetch is no tensor of its program.
     """
     slice_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
@@ -104,7 +107,7 @@ class LoweredProgram(NamedTuple):
 
 
 def lower(program: Program, fetches: Sequence[Any] = ()) -> LoweredProgram:
-    """Returns a core's program as StableHLO for `compile_lowered`; needs no TPU compiler."""
+    """Returns a core's program as StableHLO, for `compile_lowered`; needs no TPU compiler."""
     replica = replica_program(program, fetches)
     try:
         return LoweredProgram(replica.num_replicas, to_stablehlo(to_hlo(replica)))
@@ -122,9 +125,9 @@ def compile_lowered(
 ) -> CompiledProgram:
     """Returns the TPU compiler's answer for a program of `lower`; see `compile_for_tpu`.
 
-    `others` is StableHLO of further programs to estimate, by name; None estimates the program
-    itself with its conditions true and false. Each is compiled once more for each of its loops.
-    `begun` is called with the compiler's process once it runs.
+    `others` is the StableHLO of further programs to estimate, by name. None estimates the program
+    itself with all conditions true, and with all false. To estimate loops, each program is compiled
+    once more for each of its loops. `begun` is called with the compiler's process when it runs.
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
     if others is None:
@@ -190,7 +193,11 @@ def compile_lowered(
 def _with_loops(
     name: str, read: Mapping[str, CostEstimate], loops: Sequence[OneTurnMore], unknown: int
 ) -> CostEstimate:
-    """Returns the estimate of a program with every turn of its loops."""
+    """Returns the estimate of a program in which every iteration of its loops counts.
+
+    `read` has the estimates by name: of the program, and of each program in `loops`. `unknown` is
+    the number of loops that count once.
+    """
     once = total = read[name]
     for i, one in enumerate(loops):
         more = read.get(f"{name}.loop_{i}")
@@ -202,9 +209,9 @@ def _with_loops(
 
 
 def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the coordinates of each core's chip, then its number on the chip.
+    """Returns each core's place: the coordinates of its chip, then its number on the chip.
 
-    Cores are in the order of a program's cores.
+    The cores are in the order of a program's cores.
     """
     slice_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
@@ -215,7 +222,7 @@ def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]:
-    """Returns the bare program as StableHLO, or else why TensorFlow refuses it."""
+    """Returns the bare program as StableHLO, or None and the reason why TensorFlow refuses it."""
     try:
         lowered = lower(bare, fetches)
     except UnsupportedProgramError as error:
@@ -224,7 +231,7 @@ def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]
 
 
 def _conditions(module: str) -> dict[str, str]:
-    """Returns a program with its conditions true and with them false, by the estimate's name."""
+    """Returns name of an estimate -> the program with all conditions true, or with all false."""
     made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
     return {name: text for name, text in made.items() if text is not None}
 
@@ -249,6 +256,6 @@ def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> No
 
 
 def _short(text: str) -> str:
-    """Returns the line of a compiler's message that a user can act on."""
+    """Returns a compiler's message on one line, without its stack trace, shortened."""
     text = " ".join(text.split("Stack trace", 1)[0].split())
     return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."

@@ -1,4 +1,4 @@
-"""An estimate of a compiled program's cost, with every turn of its loops."""
+"""An estimate of a compiled program's cost, in which every iteration of loops counts."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ _OPPOSITE = "mtf_gradsync.opposite"
 
 @dataclasses.dataclass(frozen=True)
 class CostEstimate:
-    """The estimate of one step on one core. It is no timing.
+    """The estimated cost of one step on one core. It is not measured.
 
-    It adds up the operations of the compiled program one after the other: nothing overlaps, and
-    links, the host and the input do not count.
+    It adds up the operations of the compiled program, as if they ran one after the other. The time
+    on links, on the host and for the input does not count.
 
     Attributes:
       flops: floating-point operations, by the compiler's count.
-      bytes_accessed: bytes that operations read and write, whichever of the core's memories has
-        them; without the copies between these that run while other operations do.
-      seconds: the time of all operations, each at its roofline: the longer of its products at the
-        chip's published peak, and of its bytes at the published bandwidth of the memory.
-      unknown: the number of custom calls whose operations are not known; their bytes count.
+      bytes_accessed: bytes that operations read and write, in any of the core's memories. Copies
+        between these memories that run while other operations run do not count.
+      seconds: the time of all operations, each at its roofline: the longer of two times, of its
+        multiplications at the chip's published peak and of its bytes at the published bandwidth of
+        the memory.
+      unknown: the number of custom calls whose operations are not known. Only their bytes count.
       unknown_operations: targets of these custom calls.
       bytes_copied: bytes that the compiled program copies from one memory of the core to another
         while other operations run, padding included. In small programs `compiler_bytes` counts each
-        about four times.
-      loops_counted_once: the number of loops of which one turn is in the numbers, because it is not
-        known how often they turn.
+        of these bytes about four times.
+      loops_counted_once: the number of loops of which only one iteration counts, because their
+        number of iterations is not known.
       rates: the published rates of the core.
-      compiler_seconds: libtpu's own estimate, for comparing two programs. That of libtpu 0.0.17
-        does not depend on the chip, and that of 0.0.42 leaves out small operations beside many that
-        it cannot estimate.
+      compiler_seconds: libtpu's own estimate, for comparing two programs. The estimate of libtpu
+        0.0.17 does not depend on the chip. The estimate of 0.0.42 leaves out small operations if
+        there are many that it cannot estimate.
       compiler_bytes: libtpu's own count of bytes.
     """
 
@@ -64,7 +65,10 @@ class CostEstimate:
 
     @property
     def roofline_seconds(self) -> float:
-        """The least time, by peak operations or by bytes, whichever is longer; 0 if unknown."""
+        """The least possible time: the longer of the times for all operations and for all bytes.
+
+        0 if the rates are unknown.
+        """
         if self.rates is None:
             return 0.0
         return max(self.flops / self.rates.flops, self.bytes_accessed / self.rates.bytes)
@@ -79,10 +83,10 @@ class CostEstimate:
 
 
 def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -> CostEstimate:
-    """Returns the estimate of a compiled program, an ``HloModuleProto``, for cores of some rates.
+    """Returns the estimate of a compiled program (a serialized ``HloModuleProto``).
 
-    The numbers are libtpu's "flops", "bytes accessed" and "optimal_seconds", a sum in which each
-    operation that libtpu cannot estimate counts as -1.
+    `numbers` are libtpu's "flops", "bytes accessed" and "optimal_seconds". The last is a sum in
+    which each operation that libtpu cannot estimate counts as -1. `rates` are those of a core.
     """
     module = read_module(compiled)
     work = work_of(module, rates)
@@ -146,7 +150,7 @@ def with_conditions(module: str, value: bool) -> str | None:
 def _put_in_line(conditional: Any, branch: int) -> None:
     """Replaces a conditional by one of its branches.
 
-    The compiler keeps a conditional with collectives even where its condition is a constant.
+    A constant condition would not do: the compiler keeps conditionals that have collectives.
     """
     *operations, last = conditional.regions[branch].blocks[0].operations
     for operation in operations:
@@ -160,17 +164,18 @@ _WHILE = "stablehlo.while"
 
 
 class OneTurnMore(NamedTuple):
-    """A program with one more turn of a loop, placed before the loop."""
+    """A program with one more iteration of one loop, placed before the loop."""
 
     module: str  # StableHLO
     times: int  # how often its difference from the program is to be added to the program's estimate
 
 
 def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
-    """Returns a program with one more turn for each loop whose turns count; counts other loops.
+    """Returns programs with one more iteration of a loop, and the number of other loops.
 
-    Add the differences of their estimates to the program's, and each turn of each loop counts. A
-    loop without the attribute `TURNS`, or inside a loop without it, counts once.
+    There is a program for each loop whose number of iterations is known (attribute `TURNS`) and
+    that is in no loop of unknown number. The difference between its estimate and the program's is
+    the cost of an iteration. Other loops count once.
     """
     if _WHILE not in module:
         return [], 0
@@ -195,7 +200,7 @@ def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
 
 
 def _loops(operation: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yields loops, and the loops around each, in an order that copies of a program share."""
+    """Yields each loop with the loops around it; copies of a program give the same order."""
     for region in operation.regions:
         for block in region:
             for inner in (op.operation for op in block):
@@ -206,7 +211,7 @@ def _loops(operation: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, 
 
 
 def _put_a_turn_before(loop: Any) -> None:
-    """Copies a loop's body to before it, and begins the loop with that turn's results."""
+    """Copies a loop's body to a place before the loop, which begins with the copy's results."""
     from jaxlib.mlir import ir
 
     turn = loop.clone(ip=ir.InsertionPoint(loop))

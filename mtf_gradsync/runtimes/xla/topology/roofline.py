@@ -1,4 +1,4 @@
-"""Estimates a compiled program's time by a chip's rates: each operation at its roofline."""
+"""Estimates a compiled program's time from a chip's rates: each operation at its roofline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEAST, _MOST = 0.95, 3.0
 
 
 def why_doubtful(seconds: float, roofline: float) -> str:
-    """Returns why an estimate contradicts the roofline of the whole; "" if it does not."""
+    """Returns why an estimate contradicts the whole program's roofline; "" if it does not."""
     whole = f"its roofline of {1e3 * roofline:.3g} ms"
     if seconds < _LEAST * roofline:
         return f"below {whole}"
@@ -38,7 +38,7 @@ def why_doubtful(seconds: float, roofline: float) -> str:
 
 
 class Work(NamedTuple):
-    """The operations of a step on one core; a loop's count once, and branches' not at all."""
+    """The work of a step on one core; loops count as one iteration, and branches not at all."""
 
     flops: float  # of products of matrices and of convolutions
     bytes: float  # that operations read and write
@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 def work_of(module: HloModule, rates: Rates) -> Work:
-    """Returns the work of a compiled program."""
+    """Returns the work of a compiled program on one core, for cores of some rates."""
     flops = bytes_ = seconds = 0.0
     custom_calls = []
     for instruction in _run_by(module.entry):
@@ -65,7 +65,7 @@ def work_of(module: HloModule, rates: Rates) -> Work:
 
 
 def _run_by(computation: Computation) -> Iterator[Instruction]:
-    """Yields the instructions that take time; loops turn once."""
+    """Yields the instructions that take time, those of loops once, those of branches never."""
     for instruction in computation.instructions:
         if instruction.opcode in ("while", "call"):
             for called in instruction.called:
@@ -75,7 +75,10 @@ def _run_by(computation: Computation) -> Iterator[Instruction]:
 
 
 def _flops(instruction: Instruction) -> float:
-    """Returns the floating-point operations of an instruction's products: two per multiply."""
+    """Returns the floating-point operations of an instruction: two per multiplication.
+
+    Only products of matrices and convolutions count.
+    """
     if instruction.opcode == "dot":
         left = instruction.operands[0].shape.dimensions
         summed = instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions
@@ -91,9 +94,9 @@ def _flops(instruction: Instruction) -> float:
 def _bytes(instruction: Instruction) -> int:
     """Returns the bytes that an instruction reads and writes.
 
-    An operation in two halves reads at its start and writes at its end. Copies to the core's fast
-    memory and back are such, and run beside other operations: the bytes that they bring count at
-    the operation that reads them.
+    An operation that is split into start and end reads at its start and writes at its end. Copies
+    to and from the core's fast memory count as 0, because they run beside other operations: their
+    bytes count in the operation that reads them.
     """
     opcode = instruction.opcode
     is_free_call = opcode == "custom-call" and instruction.proto.custom_call_target in _FREE_CALLS
@@ -116,7 +119,7 @@ def _copies_beside(instruction: Instruction) -> bool:
 
 
 def _read_by(instruction: Instruction, number: int) -> int:
-    """Returns the bytes of one operand that an instruction reads."""
+    """Returns how many bytes of the operand `number` an instruction reads."""
     whole, opcode = instruction.operands[number].bytes, instruction.opcode
     if number == 0 and opcode in _SLICES:
         return min(whole, instruction.bytes)
@@ -128,7 +131,7 @@ def _read_by(instruction: Instruction, number: int) -> int:
 
 
 def _read_within(value: Instruction) -> int:
-    """Returns the bytes of a value that the instructions of a fusion read."""
+    """Returns how many bytes of a value the instructions of a fusion read."""
     if not value.users:
         return value.bytes
     return sum(
@@ -138,7 +141,7 @@ def _read_within(value: Instruction) -> int:
 
 
 def _written(instruction: Instruction) -> int:
-    """Returns the bytes that an instruction writes; for an in-place update only the slice."""
+    """Returns the bytes that an instruction writes; an in-place update writes only its slice."""
     if instruction.opcode == "dynamic-update-slice":
         into, written = instruction.operands[:2]
         if _passed_on(into).opcode in ("parameter", "get-tuple-element"):
@@ -154,14 +157,14 @@ def _written_by_root(root: Instruction) -> int:
 
 
 def _passed_on(value: Instruction) -> Instruction:
-    """Returns the instruction that computed a value which others only pass on."""
+    """Returns the instruction that computed a value; skips those that only pass the value on."""
     while value.opcode in _PASSED_ON:
         value = value.operands[0]
     return value
 
 
 def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
-    """Returns a convolution's operations, without those on padding or dilation.
+    """Returns a convolution's floating-point operations, without those on padding or dilation.
 
     The TPU compiler writes products of matrices as convolutions with much padding and dilation.
     """
@@ -184,7 +187,12 @@ def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
 
 
 def _positions(numbers: int, kernel: int, results: int, window: Any) -> int:
-    """Returns, along a dimension, the number of kernel places over results that meet a number."""
+    """Returns the number of multiplications along a dimension of a convolution.
+
+    These are the pairs of a kernel element and a result for which the kernel element is over a
+    number of the input, not over padding or dilation. `numbers`, `kernel` and `results` are sizes
+    along the dimension.
+    """
     found = 0
     for place in range(kernel):
         first = place * window.window_dilation - window.padding_low

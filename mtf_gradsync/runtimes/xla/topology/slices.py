@@ -1,4 +1,4 @@
-"""Parses the names of slices of TPU chips: libtpu's, and Google Cloud's."""
+"""Parses names of slices of TPU chips, in libtpu's spelling or in Google Cloud's."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class Slice(NamedTuple):
     """A slice of TPU chips, read from its name.
 
     Attributes:
-      topology: libtpu's name of the chips, as in "v4:2x2x1".
-      config: libtpu's name of a way to see their cores, as in "megacore"; "" for its own choice.
-      generation: the generation, with the memory of such a core.
+      topology: libtpu's name of the topology, as in "v4:2x2x1".
+      config: libtpu's name of how the chips' cores appear, as in "megacore"; "" for libtpu's
+        default.
+      generation: the generation, with the memory of a core as `config` defines it.
       chip: the published figures of the chip.
-      slices: the number of such slices, which a data center network joins.
+      slices: the number of equal slices, joined by a data center network.
     """
 
     topology: str
@@ -42,7 +43,7 @@ class Slice(NamedTuple):
 
     @property
     def rates(self) -> Rates:
-        """The rates of one core: its share of the chip's."""
+        """The rates of one core: the chip's rates divided by its number of cores."""
         cores = self.generation.cores_per_chip
         return Rates(self.chip.peak_flops / cores, self.chip.hbm_bytes_per_second / cores)
 
@@ -51,10 +52,10 @@ def slice_of(topology: str) -> Slice:
     """Parses the name of a slice, or of several equal slices.
 
     Args:
-      topology: libtpu's name of a topology ("v5e:4x4"), or Google Cloud's of a slice
-        ("v5litepod-16"); "2xv5e:4x4" for two that a data center network joins. On v4 a core is a
-        chip, as with the runtimes of TensorFlow and JAX; behind a topology "/two_cores" makes it
-        half a chip.
+      topology: libtpu's name of a topology ("v5e:4x4"), or Google Cloud's name of a slice
+        ("v5litepod-16"). "2xv5e:4x4" is two slices that a data center network joins. On v4 a core
+        is a whole chip, as with the runtimes of TensorFlow and JAX. With "/two_cores" after the
+        topology, a core of v4 is half a chip.
 
     Returns:
       The slice.
@@ -84,10 +85,10 @@ def slice_of(topology: str) -> Slice:
 
 
 def _topology_of_cloud(name: str) -> str:
-    """Returns libtpu's name of a slice named as in "v4-8"; other names unchanged.
+    """Returns libtpu's name of a slice that Google Cloud calls "v4-8"; other names unchanged.
 
-    Slices whose number of chips is a power of two are as close to a square or a cube as can be;
-    the smallest ones of a cube are flat, as in 2x2x1.
+    A slice whose number of chips is a power of two is as close to a square or a cube as possible.
+    The smallest slices of three dimensions are flat, as in 2x2x1.
     """
     match = re.fullmatch(r"(\w+)-(\d+)", name)
     if match is None or match[1] not in _CLOUD_NAMES:
