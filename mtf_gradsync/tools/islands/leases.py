@@ -248,7 +248,7 @@ class Lease:
 
 
 class Reminders:
-    """Logs messages on conditions that last: at growing intervals, and once more at their end.
+    """A logger of conditions that last: it repeats a message, and logs when the condition ends.
 
     A condition, such as a folder that fails, has a key.
     """

@@ -41,7 +41,7 @@ class StepCounts(NamedTuple):
 
 
 class Values:
-    """Reads and writes the variables that islands exchange, in a session.
+    """The access, in a session, to the variables that islands exchange: it reads and writes them.
 
     These are the trained variables, and floating-point variables that are averaged and not trained,
     such as means over batches and moving averages. Names of averaged variables begin with

@@ -1,4 +1,4 @@
-"""Verification: whether an update is the same however a program is divided."""
+"""Verification: checks that a program's update is the same for each way to divide it over cores."""
 
 from mtf_gradsync.tools.verification.programs import Division
 from mtf_gradsync.tools.verification.verdicts import Compared, DivisionResult, Verification

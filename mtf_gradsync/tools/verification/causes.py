@@ -1,4 +1,7 @@
-"""Finds the cause of a difference: parts of a model that depend on its division, usual faults."""
+"""Finds why a division's update differs: parts of the model that depend on it, or usual faults.
+
+A division is a way to divide the same training over cores: by mesh, runtime or microbatches.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,28 @@ from mtf_gradsync.extension import mtf, some_of, tf, walk
 
 
 def behind(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
-    """Returns the operations that compute losses, in the order of their graphs."""
+    """Returns the operations from which losses are computed, in the order of their graphs."""
     there = set(walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs]))
     return [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
 
 
 def random_operations(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
-    """Returns the operations that draw random numbers for losses."""
+    """Returns the operations that draw random numbers on which losses depend."""
     return [op for op in behind(losses) if isinstance(op, mtf.ops.RandomOperation)]
 
 
 def narrow_dtypes(losses: Sequence[mtf.Tensor]) -> list[str]:
-    """Returns the names of a model's dtypes that are narrower than float32."""
+    """Returns the names of floating-point dtypes narrower than float32 that losses depend on."""
     dtypes = {x.dtype for op in behind(losses) for x in op.outputs}
     return sorted(x.name for x in dtypes if x.is_floating and x.size < 4)
 
 
 class _Flow(NamedTuple):
-    """The kinds of operations on the way to a tensor of a forward pass.
+    """Two facts of a tensor in the forward pass.
 
     Attributes:
-      is_summed: something was summed over the batch on its way.
-      is_trained: a variable is on its way.
+      is_summed: whether the tensor depends on a sum over the batch.
+      is_trained: whether the tensor depends on a variable.
     """
 
     is_summed: bool = False
@@ -56,12 +59,17 @@ def _has_any(x: mtf.Tensor, dims: Sequence[str]) -> bool:
 def statistics_of(
     losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]
 ) -> list[tuple[str, mtf.Tensor]]:
-    """Returns the statistics of the batch that the model uses for its examples.
+    """Returns the statistics over the batch that the model combines with single examples.
 
-    A number that only scales the loss, such as 1 / the sum of a mask, does not count.
+    Batch normalization uses such a statistic. A number that only scales the loss, such as 1 / the
+    sum of a mask, does not count.
+
+    Args:
+      losses: the losses of the model.
+      batch_dims: the names of the batch's dimensions.
 
     Returns:
-      Names of the operations that use a statistic for examples, and the statistic.
+      Pairs: the name of an operation that combines a statistic with examples, and the statistic.
     """
     forward = behind(losses)
     flows = _flows(forward, batch_dims)
@@ -90,7 +98,10 @@ _LINEAR = (
 
 
 def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) -> bool:
-    """Returns whether the factor of a product reaches the loss only as a factor."""
+    """Returns whether a product's statistic only scales the loss, since what follows is linear.
+
+    `op` is the product, and `users` has the operations that read each tensor.
+    """
     seen, waiting = {op}, [op]
     while waiting:
         for out in waiting.pop().outputs:
@@ -109,7 +120,7 @@ def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) 
 
 
 def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[str]:
-    """Returns the names of operations that multiply sums over the batch."""
+    """Returns the names of operations that multiply two trained sums over the batch."""
     forward = behind(losses)
     flows = _flows(forward, batch_dims)
     found = []
@@ -121,7 +132,10 @@ def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -
 
 
 def rounds_to_bfloat16(graph: tf.Graph, model: Sequence[str]) -> bool:
-    """Returns whether only the lowered program has bfloat16, not its model (`narrow_dtypes`)."""
+    """Returns whether a lowered program has bfloat16 although its model has none.
+
+    `graph` is the program's TensorFlow graph, and `model` is what `narrow_dtypes` returns.
+    """
     if tf.bfloat16.name in model:
         return False
     return any(x.dtype == tf.bfloat16 for op in graph.get_operations() for x in op.outputs)
@@ -133,7 +147,10 @@ _BFLOAT16 = (2.0**-12, 2.0**-5)
 
 
 def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
-    """Returns the labels in `numbers` whose value, or its reciprocal, is `factor`; "" for none."""
+    """Returns, as text, the labels in `numbers` whose value or its reciprocal equals `factor`.
+
+    Returns "" if no value does.
+    """
     found = []
     for name, value in numbers.items():
         if value and abs(factor - value) < _CLOSE * value:
@@ -144,21 +161,20 @@ def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
 
 
 class DifferenceFacts(NamedTuple):
-    """The facts of a difference, from which `cause_of` finds its cause.
+    """The facts of a difference from the reference, from which `cause_of` finds its cause.
 
     Attributes:
-      what: the kind of value that differs first, as `DivisionResult.what`.
+      what: the kind of value that differs first: see `DivisionResult.what`.
       culprit: the wrapper, axis or change without which nothing differs; "" if unknown.
-      factor: the number that it is multiplied by, if it is one.
-      of_factor: the meaning of that number.
-      error: the size of the error.
-      differs: how many of the variables with a gradient differ.
-      factors_are_one: whether all variables' gradients are multiplied by one number.
+      factor: the quotient of the value and the reference's, if it is one number for all elements.
+      of_factor: the meaning of `factor`, such as "the number of shards"; "" if unknown.
+      error: the size of the error, relative to the largest number.
+      factors_are_one: whether all variables' gradients have the same factor.
       forward: whether the loss differs, too.
-      rounds: whether only the update, and not the model, has bfloat16.
-      products: operations that multiply means over the batch (`products_of_means`).
-      reducer: the strategy by which the culprit reduces gradients, if it rounds them.
-      counts: how the update changes counters of the program; see `cause_of`.
+      rounds: whether the update has bfloat16 although the model has none.
+      products: names of operations that multiply means over the batch (`products_of_means`).
+      reducer: the name of the culprit's strategy, if it rounds gradients when it reduces them.
+      counts: the cause in words, if it lies in the program's own counters; else "".
       sees_gradients: whether gradients were compared.
     """
 
@@ -183,7 +199,7 @@ _OF_FORWARD = (
 
 
 def cause_of(facts: DifferenceFacts) -> str:
-    """Returns the usual cause of a difference: the first that fits the facts."""
+    """Returns a likely cause of a difference, in words: the first usual one that fits the facts."""
     return next(_causes(facts))
 
 
@@ -293,7 +309,7 @@ def _causes(facts: DifferenceFacts) -> Iterator[str]:
 
 
 def lowered_elsewhere(recorded: Any, mesh_shape: str) -> str:
-    """Returns the mesh that a program was lowered on if another was asked for; else ""."""
+    """Returns the mesh on which a program was lowered if it is not `mesh_shape`; else ""."""
     asked = mtf.convert_to_shape(mesh_shape)
     found = {v.mesh: v for v in recorded.variables.values()}
     for lowering in recorded.lowerings:

@@ -1,4 +1,4 @@
-"""Compares values of divisions: errors, factors, and the errors that rounding explains."""
+"""Compares values of a division with the reference: errors, factors, and expected rounding."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MOST_ROUNDED = 1e-3
 
 
 class Difference(NamedTuple):
-    """The difference of a variable's values from the reference's.
+    """The difference of a variable's value from the reference's.
 
     Attributes:
-      variable: its name.
-      error: the largest difference, over the largest number of the reference.
-      expected: the error that rounding explains.
-      factor: the number that makes one of the other; None where none does.
+      variable: the variable's name.
+      error: the largest difference, divided by the largest number of the reference.
+      expected: the largest error that rounding explains.
+      factor: the number by which the reference is multiplied; None if it is not one number.
     """
 
     variable: str
@@ -45,16 +45,16 @@ class Difference(NamedTuple):
 
 
 def is_finite(value: np.ndarray) -> bool:
-    """Returns whether all numbers are finite; values that are not floating-point are."""
+    """Returns whether all numbers of an array are finite; True for arrays of text."""
     return (
         bool(np.isfinite(np.asarray(value, np.float64)).all()) if value.dtype.kind != "S" else True
     )
 
 
 def error_of(value: np.ndarray, reference: np.ndarray) -> float:
-    """Returns the largest difference, divided by the reference's largest number.
+    """Returns the largest difference of two arrays, divided by the reference's largest number.
 
-    The error is infinite if one number is not finite and the other is not the same.
+    The error is infinite if shapes differ, or if two numbers differ and one of them is not finite.
     """
     if value.shape != reference.shape:
         return float("inf")
@@ -69,7 +69,9 @@ def error_of(value: np.ndarray, reference: np.ndarray) -> float:
 
 
 def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> float | None:
-    """Returns the factor between a value and its reference, or None if it is not one number.
+    """Returns the number f for which `value` is f * `reference`, or None if there is none.
+
+    The two sides may differ by the error `expected`.
 
     Examples:
       >>> factor_of(np.array([2.0, 4.0]), np.array([1.0, 2.0]), 1e-6)
@@ -90,9 +92,10 @@ def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> floa
 def compare(
     values: Values, reference: Values, order: Sequence[str], expected: Mapping[str, float]
 ) -> list[Difference]:
-    """Compares variables in the given order; one that is missing differs infinitely.
+    """Returns the differences of variables from the reference, in the order of the names `order`.
 
-    `expected` is the error that rounding explains, by variable.
+    The error of a variable that is missing is infinite. `expected` has, by name, the largest errors
+    that rounding explains.
     """
     found = []
     for name in order:
@@ -107,9 +110,10 @@ def compare(
 
 
 def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, float]:
-    """Returns for each variable the error that rounding explains.
+    """Returns, by variable, the largest error that rounding explains.
 
-    `others` are the same values computed in float64, or from examples in other orders.
+    It is a multiple of the difference between `reference` and `others`, which are the same values
+    computed in float64, or from the examples in another order.
     """
     return {
         name: max(

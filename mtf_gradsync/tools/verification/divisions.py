@@ -1,4 +1,4 @@
-"""The divisions of a program that `verify` tries, and what each changes."""
+"""The divisions that `verify` tries: ways to divide the same training over cores."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from mtf_gradsync.tools.verification.recorded_program import Changes, RecordedPr
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """A way to divide a program.
+    """A way to divide a program's training over cores.
 
     Attributes:
-      name: for the table.
+      name: the name in the table of results.
       mesh_shape: Mesh-TF's mesh shape.
       layout: Mesh-TF's layout rules.
-      runtime: the name of its runtime.
-      changes: the changes of its stack of wrappers.
-      params: more of the program's settings, as pairs.
-      is_reference: whether its gradients are those to compare with.
-      precision: the narrowest float that its model is built with, "" for its own.
+      runtime: the name of the runtime that runs the program.
+      changes: changes of the program's stack of wrappers and of its model.
+      params: pairs (name, value) of settings that replace the program's own.
+      is_reference: whether this is the reference, with which the others are compared.
+      precision: the narrowest floating-point dtype in which the model is built, such as "float32";
+        "" keeps the model's own dtypes.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Division:
 
     @property
     def key(self) -> Any:
-        """The key that equal divisions share."""
+        """The key by which divisions are cached: divisions that differ only in name share it."""
         shape = mtf.convert_to_shape(self.mesh_shape).to_string
         params = tuple((name, repr(value)) for name, value in self.params)
         more = (self.precision, self.is_reference)
@@ -51,12 +52,15 @@ MICRO_STEPS = 2
 def as_configured(
     mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: RuntimeName
 ) -> Division:
-    """Returns the division that the program has by itself."""
+    """Returns the division of the program as the user configured it.
+
+    `drops` are names of parts of the model to remove (`model_changes.DROPS`).
+    """
     return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
 
 
 def reference(base: Division) -> Division:
-    """Returns the division onto one core, without wrappers, with the program's own changes."""
+    """Returns the reference: one core and no wrappers, with the other changes that `base` has."""
     return dataclasses.replace(
         base,
         name="one core, unwrapped",
@@ -76,13 +80,13 @@ def on_one_core(mesh_shape: str) -> str:
 def default_divisions(
     base: Division, recorded: RecordedProgram, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
 ) -> list[Division]:
-    """Returns the divisions of the given kinds (`KINDS`) that a program can have.
+    """Returns the divisions of the given kinds (`KINDS`) that are possible for a program.
 
     Args:
-      base: the program's own.
-      recorded: the facts recorded when it was built.
+      base: the program's own division.
+      recorded: the facts recorded when the program was built.
       kinds: the kinds of divisions to return.
-      k_of_stack: how many microbatch steps its stack joins.
+      k_of_stack: the number of steps whose gradients the program's own stack accumulates.
     """
     found = []
     dims = mtf.convert_to_shape(base.mesh_shape).dims
@@ -138,7 +142,7 @@ def default_divisions(
 
 
 def without(base: Division, label: str) -> Changes:
-    """Returns `base`'s changes with wrapper `label` removed as well."""
+    """Returns the changes of a division, plus the removal of the wrapper `label`."""
     return base.changes._replace(without=(*base.changes.without, label))
 
 
@@ -147,7 +151,7 @@ def _has_schedulers(base: Division, recorded: RecordedProgram) -> bool:
 
 
 def masked_shards(recorded: RecordedProgram) -> int:
-    """Returns the number of shards of the stack's `SyncReplicasOptimizer`; 0 without one."""
+    """Returns how many shards the stack's `SyncReplicasOptimizer` has; 0 if there is none."""
     for wrapper in recorded.wrappers.values():
         if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:
             return wrapper.axes.num_shards
@@ -155,7 +159,7 @@ def masked_shards(recorded: RecordedProgram) -> int:
 
 
 def axes_of_batch(layout: str, recorded: RecordedProgram) -> list[str]:
-    """Returns the mesh axes that a layout splits the batch over."""
+    """Returns the mesh axes over which a layout splits the program's batch."""
     names = recorded.batch_dims
     rules = mtf.convert_to_layout_rules(layout)
     pairs = sorted(rules._pairs)

@@ -1,4 +1,8 @@
-"""Runs a program in several divisions from the same values, on the same batches."""
+"""Runs a program in several divisions, from the same initial values and on the same batches.
+
+A step runs the program once. An update is a step, or several whose gradients are accumulated, in
+which variables change.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +42,22 @@ _MOVED, _MOVED_ZEROS = 0.05, 0.02
 
 
 class Outcome(NamedTuple):
-    """The results of a division's run.
+    """The results of running a division.
 
     Attributes:
-      recorded: the facts recorded when it was built.
-      losses: the mean loss of each update, by weights where the program gives them.
-      gradients: the gradients of each update, by variable.
-      values: all variables after the last update, except wrappers'.
-      changed_before: variables and slots that changed in a step before its update.
-      written_early: the program's own variables that changed before the update.
-      apart: variables whose copies differ between cores.
-      alike: random numbers that are alike in slices of several cores, and along which mesh axes.
-      batches: how many batches an update joined, at most.
-      weighted: whether the program says how much the loss of a step stands for.
-      exchanges: whether the program exchanges float32 as bfloat16.
-      rounds: whether the update has bfloat16, and the model has not.
+      recorded: the facts recorded when the program was built in this division.
+      losses: for each update the mean loss of its steps, weighted if the program gives weights.
+      gradients: for each update, name of a variable -> its gradient.
+      values: name -> value after the last update, for all variables except wrappers' state.
+      changed_before: names of variables and slots that changed in a step without an update.
+      written_early: names of the program's own other variables that changed in such a step.
+      apart: names of variables whose copies differ between cores.
+      alike: pairs of random numbers that are equal on several cores, and the mesh axes along which
+        these cores lie.
+      batches: the largest number of batches in an update.
+      weighted: whether the program gives weights of the losses of steps.
+      exchanges: whether the program's model sends float32 numbers as bfloat16.
+      rounds: whether the update has bfloat16 although the model has none.
     """
 
     recorded: RecordedProgram
@@ -70,19 +75,20 @@ class Outcome(NamedTuple):
 
 
 class CannotBeDivided(Exception):
-    """The error of a program that does not build or run in a division; it says why."""
+    """The error of a program that does not build or run in a division; its text says why."""
 
 
 class BatchesEndError(ValueError):
-    """The error of an input with too few batches for the updates."""
+    """The error of an input that has too few batches for the requested updates."""
 
 
 class BatchSeries(NamedTuple):
-    """The batches that a built program runs on, and the values of its counters.
+    """The batches on which a built program runs, and the values to which its counters are set.
 
     Attributes:
-      groups: the batches of each update.
-      counted: counters of the program's own before each update; None to leave them alone.
+      groups: for each update, its batches.
+      counted: for each update, the values of the program's own counters (such as a global step)
+        before it; None to leave counters alone.
     """
 
     groups: list[list[Batch]]
@@ -90,13 +96,15 @@ class BatchSeries(NamedTuple):
 
 
 class Engine:
-    """A runner of divisions of one program.
+    """A runner of the divisions of one program.
+
+    Call `begin` first. Outcomes are cached by division.
 
     Args:
       program: the program.
-      batches: its batches, in order.
-      steps: how many updates.
-      moved: whether variables begin with values that are moved a little.
+      batches: the program's batches, in order.
+      steps: the number of updates to make.
+      moved: whether small random numbers are added to the initial values of trained variables.
     """
 
     def __init__(self, program: UserProgram, batches: Iterable[Batch], steps: int, moved: bool):
@@ -115,23 +123,29 @@ class Engine:
 
     @property
     def steps_per_update(self) -> int:
-        """The most batches that the program itself joins in an update."""
+        """The largest number of batches that the unchanged program needs for an update."""
         return max(map(len, self.groups))
 
     @property
     def repeats_steps(self) -> bool:
-        """Whether the reference repeats the program's microbatch steps, and joins none.
+        """Whether the reference runs the program's microbatch steps one by one.
 
-        This holds if the program accumulates by itself: by an optimizer that gets gradients of
-        zeros on the steps before an update, or without one.
+        Otherwise it makes an update from one step on the joined batch. It must repeat steps if the
+        program accumulates by itself: with an optimizer that gets gradients of zeros in steps
+        without an update, or with no optimizer that was seen.
         """
         return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
     def begin(self, division: Division) -> Outcome:
-        """Runs the program unchanged, which sets the batches of each update and the first values.
+        """Runs the unchanged program; records the batches of each update, and initial values.
 
-        Raises `CannotBeDivided` where it fails or makes no update, `BatchesEndError`, and
-        `NotOnCoresError`, after which it can be begun again.
+        Other divisions then use the same batches and values.
+
+        Raises:
+          CannotBeDivided: the program fails, or makes no update.
+          BatchesEndError: there are too few batches.
+          NotOnCoresError: the program makes a placement mesh where it should not. Call `begin`
+            again with the runtime "placement_mesh".
         """
         first = self._next()
         try:
@@ -154,7 +168,7 @@ class Engine:
         return outcome
 
     def run(self, division: Division) -> Outcome:
-        """Runs a division; raises `CannotBeDivided` if it cannot be run."""
+        """Returns the outcome of a division; raises `CannotBeDivided` if it cannot be run."""
 
         def series(groups: list[list[Batch]]) -> BatchSeries:
             # Where its steps are joined, an update has the counters of the last of them.
@@ -164,10 +178,10 @@ class Engine:
         return self.run_series(division, [series])[0]
 
     def run_series(self, division: Division, series: Sequence[Any]) -> list[Outcome]:
-        """Runs a division once for each series, from the first values each time.
+        """Runs a division once for each of `series`, from the same initial values each time.
 
-        Each of `series` makes a `BatchSeries` of the batches of each update in this division. The
-        first outcome is kept.
+        Each of `series` is a function that takes this division's batches of each update, and
+        returns the `BatchSeries` to run on. The first outcome is cached.
         """
         done = self._done.get(division.key)
         if isinstance(done, CannotBeDivided):
@@ -184,10 +198,10 @@ class Engine:
         return outcomes
 
     def _runs(self, division: Division, series: Sequence[BatchSeries]) -> list[Outcome]:
-        """Builds a division, and runs it on each series of batches from the first values.
+        """Builds a division, and runs it on each series of batches from the same initial values.
 
-        Where K is a schedule and its steps are joined, batches are of several sizes: each size is
-        built by itself, and goes on with the values that the one before has left.
+        If updates have different numbers of batches, joined batches have several sizes. Then the
+        program is built for each size, and begins with the values that the one before has left.
         """
         sizes = [size_of(group[0]) for group in series[0].groups]
         outcomes: list[list[Outcome]] = [[] for _ in series]
@@ -210,7 +224,7 @@ class Engine:
         return [_followed(each) for each in outcomes]
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
-        """Returns the batches of an update: the program's own, joined, or in parts."""
+        """Returns an update's batches for a division: as they are, joined, or split into parts."""
         if self.repeats_steps:
             return group
         changes = division.changes
@@ -234,7 +248,10 @@ class Engine:
             ) from None
 
     def _groups_of(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
-        """Yields for each update an iterator of the batches until the program has made it."""
+        """Yields, for each update, an iterator of batches that ends when the update is made.
+
+        Records the batches in `groups`.
+        """
         self._batches = itertools.chain([first], self._batches)
         for _ in range(self._steps):
             group: list[Batch] = []
@@ -271,7 +288,15 @@ class Engine:
         counted: Sequence[Values] | None,
         begin: int = 0,
     ) -> Outcome:
-        """Makes the updates from number `begin` on, one for each group of batches."""
+        """Runs a built program for the updates from number `begin` on; returns their outcome.
+
+        Args:
+          built: the built program.
+          running: its session.
+          groups: for each update, its batches.
+          counted: see `BatchSeries`.
+          begin: the number of the first update.
+        """
         recorded, division = built.recorded, built.division
         losses, gradients, changed, early, joined = [], [], [], [], 1
         after = running.values()
@@ -320,7 +345,7 @@ class Engine:
 
 
 def _followed(outcomes: Sequence[Outcome]) -> Outcome:
-    """Returns one outcome of runs that follow each other."""
+    """Joins the outcomes of runs of which each begins with the values of the one before."""
 
     def both(field: str) -> list[Any]:
         return [x for one in outcomes for x in getattr(one, field)]
@@ -336,7 +361,7 @@ def _followed(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def reordered(groups: list[list[Batch]]) -> BatchSeries:
-    """Returns a series with the examples of each batch in another order."""
+    """Returns a series in which the examples of each batch are in another, seeded order."""
     shuffled = []
     for group in groups:
         rows = [np.random.RandomState(0).permutation(size_of(batch)) for batch in group]
@@ -345,7 +370,7 @@ def reordered(groups: list[list[Batch]]) -> BatchSeries:
 
 
 def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
-    """Returns the values of trained variables plus random numbers, seeded by their names."""
+    """Returns the values of trained variables, plus small random numbers seeded by their names."""
     found = {}
     for name in recorded.variables:
         value = values.get(name)
@@ -359,13 +384,13 @@ def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
 
 
 def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
-    """Returns the weighted mean of the steps' losses."""
+    """Returns the weighted mean of losses; `steps` are pairs of a loss and its weight."""
     losses, weights = np.array([one for one in steps if one[1] > 0] or steps, np.float64).T
     return float(np.average(losses, weights=weights if weights.any() else None))
 
 
 def _without_records(values: Values) -> dict[str, np.ndarray]:
-    """Returns the values of variables but for those of `RecordedProgram`."""
+    """Returns values without the variables that `RecordedProgram` has added to the program."""
     hidden = (GRADIENT, UPDATES, RANDOM)
     return {k: np.array(v) for k, v in values.items() if not k.endswith(hidden)}
 
@@ -380,10 +405,11 @@ def _updates(values: Values) -> float:
 
 
 def _is_updated(recorded: RecordedProgram, before: Values, after: Values) -> bool:
-    """Returns whether a step has made an update.
+    """Returns whether a step has made an update, given all values before and after the step.
 
-    Gradients of zeros that change nothing come from a program that accumulates by itself. Without
-    an optimizer, a step that changes values is an update.
+    If an optimizer was seen, it must have applied gradients. Gradients that are all zero and change
+    nothing do not count: they come from a program that accumulates by itself. If no optimizer was
+    seen, a step that changes trained variables is an update.
     """
     is_applied = _updates(after) > _updates(before)
     if recorded.sees_gradients and not is_applied:
@@ -402,14 +428,14 @@ def _changed(before: Values, after: Values, names: Iterable[str]) -> list[str]:
 
 
 def _programs_own(built: BuiltDivision, values: Values) -> list[str]:
-    """Returns the untrained variables that neither an optimizer nor a wrapper has made."""
+    """Returns the names of untrained variables that no optimizer and no wrapper has made."""
     state = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
     others = {*state, *built.recorded.order, *built.recorded.slots}
     return [name for name in _without_records(values) if name not in others]
 
 
 def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, np.ndarray]:
-    """Returns the program's own counters that advanced by one, with their values before."""
+    """Returns name -> value before the step, for the program's scalars that a step raised by 1."""
     return {
         name: before[name]
         for name in _programs_own(built, after)
@@ -420,14 +446,14 @@ def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, 
 
 
 def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
-    """Returns the examples of the shards that the mask lets contribute."""
+    """Returns the batch with only the examples of shards for which the mask is True."""
     return rows_of(batch, np.repeat(np.asarray(mask), size_of(batch) // len(mask)))
 
 
 def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:
-    """Returns whether a SIMD program's model sends float32 as bfloat16, as Mesh-TF's all-to-all.
+    """Returns whether a SIMD program's model sends float32 as bfloat16: Mesh-TF's all-to-all does.
 
-    If a strategy of the stack does so, too, the answer is False: this explains no difference then.
+    Returns False if a wrapper reduces gradients by a strategy, which might send bfloat16 as well.
     """
     wrappers, out = built.recorded.wrappers, built.division.changes.without
     strategies = [getattr(one, "reducer", None) for k, one in wrappers.items() if k not in out]

@@ -1,6 +1,6 @@
-"""Changes a model while it is built: random numbers, capacities, statistics, precision.
+"""Changes a model while it is built, so that its update does not depend on the division.
 
-Parts that depend on the program's division are removed, so that the rest can be compared.
+Removes random numbers, capacities of experts and statistics over the batch; raises the precision.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _drop_random(undone: contextlib.ExitStack, sizes: list[int]) -> None:
 
 
 def _drop_capacity(undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Gives Mesh-TensorFlow's experts room for all examples, until `undone` is closed."""
+    """Gives Mesh-TensorFlow's experts capacity for all examples, until `undone` is closed."""
     moe = sys.modules.get("mesh_tensorflow.transformer.moe")
     for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
         layer = getattr(moe, name, None)
@@ -72,16 +72,23 @@ DROPS = tuple(_DROPS)
 
 
 def drop(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Removes from models what `names` says (`DROPS`), until the stack `undone` is closed.
+    """Removes parts of models that are built from now on, until the stack `undone` is closed.
 
-    How many random numbers each dropout would have drawn is appended to `sizes`.
+    Args:
+      names: the parts to remove, out of `DROPS`.
+      undone: the exit stack that undoes the removal.
+      sizes: for each removed dropout, the count of random numbers that it would have drawn is
+        appended to this list.
     """
     for name in names:
         _DROPS[name](undone, sizes)
 
 
 def make_constant(tensors: Sequence[mtf.Tensor]) -> None:
-    """Replaces tensors, before their graph is lowered, by tensors of ones without gradients."""
+    """Makes tensors constant: they are lowered to ones, and have no gradients.
+
+    Call it before the tensors' graph is lowered.
+    """
     for x in tensors:
         operation: Any = x.operation
 

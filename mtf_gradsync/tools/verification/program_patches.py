@@ -1,4 +1,4 @@
-"""Patches of optimizers and Mesh-TensorFlow that record a program while it is built."""
+"""Patches of optimizers and of Mesh-TensorFlow that record and change a program as it is built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mtf_gradsync.tools.verification.recorded_program import Changes, RecordedPr
 
 @contextlib.contextmanager
 def recording(changes: Changes) -> Iterator[RecordedProgram]:
-    """Changes the stack of a program that is built inside the block, and records the program."""
+    """Records the program that is built inside the block, and applies `changes` to it."""
     recorded = RecordedProgram(changes)
     with contextlib.ExitStack() as undone:
         undone.callback(recorded.undo)
@@ -129,7 +129,7 @@ def _never_pending(method: Any) -> Any:
 
 
 def _made_anyhow(init: Any) -> Any:
-    """Returns a constructor that accepts one core even if the wrapper refuses it."""
+    """Returns a wrapper's constructor that works on one core even if `init` refuses that."""
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -155,7 +155,7 @@ def _made_anyhow(init: Any) -> Any:
 
 
 def _is_bound(wrapper: Wrapper) -> bool:
-    """Returns whether gin binds arguments of a wrapper."""
+    """Returns whether gin has bindings for arguments of the wrapper's class."""
     with contextlib.suppress(ValueError):
         return bool(gin.get_bindings(type(wrapper)))
     return False

@@ -1,4 +1,4 @@
-"""A user's program, built and run in each division in its own graph and session."""
+"""The user's program: building it in a division (a mesh, layout and runtime), and running it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class UserProgram:
       function: `model_fn(features, labels, mode, params[, config])`, which returns a spec; or
         `step(mesh, inputs, params)`, which returns a loss and mtf operations, where `inputs` has
         the structure of a batch.
-      params: the settings that it gets, with "mesh_shape" and "layout" among them.
+      params: the settings that the function gets; "mesh_shape" and "layout" are among them.
     """
 
     def __init__(self, function: Callable[..., Any], params: Mapping[str, Any]):
@@ -50,7 +50,7 @@ class UserProgram:
         self._names = set(names)
 
     def build(self, division: Division, batch: Batch) -> BuiltDivision:
-        """Builds the program in a graph of its own, for batches like this one."""
+        """Builds the program in a division, in a new graph, for batches of this one's shapes."""
         params = {**self.params, **dict(division.params)}
         params.update(mesh_shape=division.mesh_shape, layout=division.layout)
         if "batch_size" in params:
@@ -114,21 +114,21 @@ class UserProgram:
 
 
 class NotOnCoresError(ValueError):
-    """The error of a program that makes a placement mesh where a SIMD program is asked for."""
+    """The error of a program that makes a placement mesh although a SIMD runtime was requested."""
 
 
 class BuiltDivision(NamedTuple):
     """A program, built in a division.
 
     Attributes:
-      division: how it is divided.
-      graph: its graph.
+      division: the division.
+      graph: the TensorFlow graph of the program.
       program: the SIMD program; None on a placement mesh.
-      recorded: the facts recorded meanwhile.
-      inputs: placeholders of a batch.
-      loss: the loss.
-      weight: how much the loss stands for, by the program; None if it does not say.
-      updates: the operations of a step.
+      recorded: the facts recorded while the program was built.
+      inputs: the placeholders of a batch.
+      loss: the mean loss.
+      weight: the weight of the loss; None if the program gives none.
+      updates: the operations to run in a step.
     """
 
     division: Division
@@ -142,7 +142,7 @@ class BuiltDivision(NamedTuple):
 
     @contextlib.contextmanager
     def session(self) -> Iterator[Running]:
-        """Opens a session, with initial values."""
+        """Opens a session in which variables have their initial values."""
         lowerings = self.recorded.lowerings
         if not lowerings:
             name = self.division.name
@@ -178,7 +178,12 @@ class BuiltDivision(NamedTuple):
 class Running:
     """A session of a built program.
 
-    On a placement mesh, `to_masters` and `to_slices` copy the variables' values.
+    Args:
+      built: the built program.
+      session: the session of its runtime.
+      to_masters: on a placement mesh, the operation that copies variables' slices (the parts on
+        processors) into masters (whole variables); else None.
+      to_slices: on a placement mesh, the operation that copies masters into slices; else None.
     """
 
     def __init__(
@@ -194,7 +199,7 @@ class Running:
             self._beginnings = Beginnings(built.graph)
 
     def step(self, batch: Batch) -> tuple[float, float]:
-        """Runs a step; returns its loss, and the weight that the loss stands for, by default 1."""
+        """Runs a step on a batch; returns the loss and its weight (1 if the program gives none)."""
         built, self._is_stepped = self.built, True
         feed = dict(zip(built.inputs, map(copied, tf.nest.flatten(batch))))
         fetches = [built.loss, *([] if built.weight is None else [built.weight])]
@@ -209,7 +214,7 @@ class Running:
         return self._session.run(self._masters)
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Sets the values of the program's variables of the same name and shape."""
+        """Sets variables to `values`, by name; ignores those of other names or shapes."""
         there = self.values()
         fitting = {k: v for k, v in values.items() if k in there and there[k].shape == v.shape}
         fitting = {k: np.asarray(v, there[k].dtype) for k, v in fitting.items()}
@@ -224,12 +229,12 @@ class Running:
         self._session.run(self._to_slices)
 
     def compared_cores(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """Compares the values that cores hold.
+        """Compares copies of the same slice, and random numbers, between cores.
 
         Returns:
-          The variables of which cores hold copies that differ by more than rounding; copies of kept
-          gradients have their variables' names. And the recorded random numbers with equal slices,
-          each with the mesh axes along which the slices lie.
+          A list of names of variables whose copies, or whose gradients' copies, differ by more than
+          rounding; and a list of pairs: the name of random numbers that are equal on two cores
+          though they are different slices, and the mesh axes along which the cores lie.
         """
         if self._to_masters is None:
             self._session.variables()  # brings the slices to TensorFlow
@@ -271,20 +276,21 @@ class Running:
 
 
 def _axes_between(shape: mtf.Shape, core: int, other: int) -> str:
-    """Returns the names of the mesh axes along which two cores' places differ."""
+    """Returns, as text, the names of the mesh axes in whose coordinates two cores differ."""
     places = (mtf.pnum_to_processor_coordinates(shape, x) for x in (core, other))
     return " and ".join(d.name for d, a, b in zip(shape.dims, *places) if a != b)
 
 
 def size_of(batch: Batch) -> int:
-    """Returns the number of examples in a batch, whose scalars are for all of them."""
+    """Returns the number of examples in a batch: the first dimension of its arrays."""
     return next((len(x) for x in tf.nest.flatten(batch) if np.ndim(x)), 1)
 
 
 def joined_batch(batches: Sequence[Batch]) -> Batch:
     """Returns one batch with the examples of several.
 
-    It raises ValueError where a number for all examples of a batch is not that of the others.
+    Raises ValueError if the batches have different values of an input that is one number, since
+    such a number is for all examples of a batch.
     """
 
     def joined(*parts: Any) -> Any:
@@ -310,5 +316,5 @@ def batch_parts(batch: Batch, count: int) -> list[Batch]:
 
 
 def rows_of(batch: Batch, rows: Any) -> Batch:
-    """Returns the given examples of a batch."""
+    """Returns a batch of some examples; `rows` (indices, a slice or a mask) says which."""
     return tf.nest.map_structure(lambda x: x[rows] if np.ndim(x) else x, batch)

@@ -1,4 +1,4 @@
-"""Records a program while it is built: its stack, which it changes, gradients and lowerings."""
+"""Records a program while it is built (wrappers, gradients, lowerings), and changes its stack."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ _REST = ("opt", "optimizer", "_opt", "_optimizer")
 
 
 class Changes(NamedTuple):
-    """Changes of a program's stack of wrappers.
+    """Changes of a program: of its stack of wrappers, and of its model.
 
     Attributes:
-      without: labels of wrappers to take out (`RecordedProgram.stack`).
-      unwrapped: whether the others are taken out, too, as for the reference; clipping of its own
-        stands for each `ClipByGlobalNormOptimizer` among these.
-      micro_steps: over how many microbatch steps gradients are accumulated around the stack.
-      mask: whether each shard contributes, for `SyncReplicasOptimizer`; None for all.
-      mesh: mesh shape and layout, for the accumulation.
-      drops: the parts that are removed from the model (`model_changes.DROPS`).
-      statistics: the dimensions of the batch over which statistics are made constants; () for none.
+      without: labels of wrappers to remove (`RecordedProgram.stack`).
+      unwrapped: whether all other wrappers are removed, too, as for the reference. A plain clip by
+        global norm then replaces each removed `ClipByGlobalNormOptimizer` that is not in `without`.
+      micro_steps: over how many steps gradients are accumulated, by an added wrapper; 1 adds none.
+      mask: for each shard, whether it contributes to `SyncReplicasOptimizer`; None for all.
+      mesh: mesh shape and layout of the added accumulation.
+      drops: names of the parts to remove from the model (`model_changes.DROPS`).
+      statistics: names of the batch's dimensions; statistics over these are replaced by constants.
+        () replaces none.
     """
 
     without: tuple[str, ...] = ()
@@ -65,18 +66,18 @@ class RecordedProgram:
     """The facts of a program, recorded while it was built.
 
     Attributes:
-      stack: labels of the wrappers, from the outside in: the name of the class, with a number from
-        the second of a kind on.
-      wrappers: the wrappers by label.
-      innermost: the optimizer that makes the update.
-      lowerings: the lowerings that were made.
+      stack: labels of the wrappers, from the outside in. A label is the name of the class; from the
+        second wrapper of a class on, a number follows.
+      wrappers: label -> wrapper.
+      innermost: the optimizer that makes the update; None if none was seen.
+      lowerings: the lowerings that the program made.
       order: names of the variables in the order in which the backward pass makes their gradients.
-      variables: the mesh variables that got a gradient, by name.
+      variables: name -> Mesh-TF variable, for variables that got a gradient.
       slots: names of the variables that the innermost optimizer has made.
-      averages: names of the averages made by wrappers that keep averages.
+      averages: names of moving averages that wrappers keep for variables.
       has_experts: whether the model has experts of Mesh-TensorFlow's transformer.
-      random_sizes: how many random numbers losses are made of, by operation, also of those that
-        were taken out.
+      random_sizes: how many random numbers each operation draws, for the operations on which losses
+        depend, and for removed dropouts.
     """
 
     def __init__(self, changes: Changes):
@@ -106,34 +107,34 @@ class RecordedProgram:
 
     @property
     def order(self) -> list[str]:
-        """The names of the variables in the order of the backward pass."""
+        """The names of variables in the order in which the backward pass makes their gradients."""
         return sorted(self._positions, key=lambda name: self._positions[name])
 
     @property
     def batch_dims(self) -> tuple[str, ...]:
-        """The names of the dimensions that the wrappers split the batch along."""
+        """The names of the batch's dimensions, as the wrappers know them; ("batch",) by default."""
         found = (w._stack_shard_names() for w in self.wrappers.values())
         return next((names for names in found if names), ("batch",))
 
     @property
     def schedulers(self) -> tuple[str, ...]:
-        """The labels of the wrappers that may join several steps in an update."""
+        """The labels of the wrappers that may make one update from several steps."""
         return tuple(k for k, w in self.wrappers.items() if schedules_updates(stages_of(w)))
 
     @property
     def islands(self) -> tuple[str, ...]:
-        """The labels of the wrappers that train islands apart."""
+        """The labels of wrappers whose islands train without exchanging gradients (DiLoCo)."""
         return tuple(k for k, w in self.wrappers.items() if keeps_outer_values(stages_of(w)))
 
     @property
     def averages(self) -> set[str]:
-        """The names of the variables' moving averages; none if no wrapper only keeps averages."""
+        """The names of moving averages, if a wrapper of the stack does nothing but keep them."""
         if not any(map(self.keeps_averages, self.wrappers)):
             return set()
         return {f"{name}/{AVERAGE}" for name in self.variables}
 
     def keeps_averages(self, label: str) -> bool:
-        """Returns whether a wrapper keeps averages, and does nothing else."""
+        """Returns whether a wrapper keeps averages of variables and has no effect on updates."""
         stages = stages_of(self.wrappers[label])
         return averages(stages) and not schedules_updates(stages)
 
@@ -145,11 +146,15 @@ class RecordedProgram:
     # What the patched methods call.
 
     def differentiates(self, losses: Sequence[mtf.Tensor]) -> None:
-        """Notes the losses that `mtf.gradients` is called with."""
+        """Records the losses with which `mtf.gradients` is called."""
         self._differentiated += losses
 
     def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes gradients by the changed stack; without wrappers, those of a mean."""
+        """Computes gradients as the changed stack does, or those of the mean loss without wrappers.
+
+        It replaces `compute_gradients` of wrappers: `method` is the replaced method, and `opt` the
+        optimizer on which it was called.
+        """
         if loss not in self._given:
             self._given.append(loss)
         stack = self._changed(opt)
@@ -172,7 +177,11 @@ class RecordedProgram:
     def apply(
         self, method: Any, opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Applies gradients by the changed stack, and notes what the innermost one receives."""
+        """Applies gradients by the changed stack, and records those the innermost optimizer gets.
+
+        It replaces `apply_grads` of optimizers: `method` is the replaced method, and `opt` the
+        optimizer on which it was called.
+        """
         if any(opt is busy for busy in self._busy):
             return method(opt, grads, variables, *args, **kwargs)
         is_outermost = not self._busy
@@ -210,7 +219,11 @@ class RecordedProgram:
         grads: Sequence[Any],
         variables: Sequence[mtf.Variable],
     ) -> Sequence[mtf.Operation]:
-        """Makes updates that wait for all reads, also the program's own without any wrapper."""
+        """Returns update operations that wait until the step has read all variables.
+
+        Wrappers order updates after reads by themselves; this does it for programs without
+        wrappers. `make_update` makes the operations.
+        """
         if any(isinstance(busy, Wrapper) for busy in self._busy):
             return make_update()
         ProgramWrites.wait_for([g for g in grads if g is not None])
@@ -226,14 +239,14 @@ class RecordedProgram:
         return gated_update(make, grads)
 
     def undo(self) -> None:
-        """Restores the stack that was changed."""
+        """Restores the program's optimizers as they were before the changes."""
         while self._undo:
             self._undo.pop()()
 
     # The rest.
 
     def _changed(self, opt: Any) -> Any:
-        """Returns the outermost optimizer of the changed stack."""
+        """Changes the stack whose outermost optimizer is `opt`; returns the new outermost one."""
         if id(opt) in self._outermost:
             return self._outermost[id(opt)]
         stack = [opt, *(opt.inner_stack() if isinstance(opt, Wrapper) else ())]
@@ -267,7 +280,7 @@ class RecordedProgram:
         return outermost
 
     def _watch(self, opt: Any) -> None:
-        """Notes the gradients of an optimizer whose class is not Mesh-TensorFlow's."""
+        """Records the gradients that reach an optimizer that is no `mtf.optimize.Optimizer`."""
         method = opt.apply_grads
         signature = inspect.signature(method, follow_wrapped=False)
 
@@ -282,7 +295,7 @@ class RecordedProgram:
         self._undo.append(lambda: delattr(opt, "apply_grads"))
 
     def end(self) -> None:
-        """Notes the built program's random draws, and its variables if no optimizer was seen."""
+        """Ends the recording: records random draws, and variables if no optimizer was seen."""
         self.random_sizes += [op.outputs[0].shape.size for op in random_operations(self.losses)]
         if self.variables:
             return
@@ -292,7 +305,7 @@ class RecordedProgram:
                 self._positions[variable.name] = -_first_use(lowering.graph, variable.name)
 
     def _note_weights(self, weights: Any) -> None:
-        """Notes the weights of a step's loss; None if the program gives none."""
+        """Records the weights that the program gives for a step's loss; ignores None."""
         if weights is None or id(weights) in self._weights:
             return
         total = weights.value if isinstance(weights, mtf.Variable) else weights
@@ -301,7 +314,10 @@ class RecordedProgram:
         self._weights[id(weights)] = weights, total
 
     def weight(self) -> tf.Tensor | None:
-        """Returns the weight of a step's loss, a scalar; None if it is not one number."""
+        """Returns the total weight of a step's loss, or None.
+
+        None stands for a program that gave no weights, or several different ones in a step.
+        """
         if len(self._weights) != 1:
             return None
         ((_, total),) = self._weights.values()
@@ -322,7 +338,10 @@ class RecordedProgram:
             self._set(wrapper, "_to_aggregate", min(wrapper._to_aggregate, sum(mask)))
 
     def _accumulated(self, left: Sequence[Any]) -> Any:
-        """Returns the stack with accumulation added as far outside as its order permits."""
+        """Adds accumulation to a stack, as far outside as allowed; returns the outermost optimizer.
+
+        `left` is the stack from the outside in.
+        """
         shape, layout = self.changes.mesh
         names = next((x._given_names for x in left if isinstance(x, Wrapper)), ("batch",))
         for number, inner in enumerate(left):
@@ -361,7 +380,11 @@ class RecordedProgram:
     def _as_reference(
         self, opt: Any, grads: list[Any], variables: list[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
-        """Returns gradients without shard dims, clipped if the removed wrappers clipped them."""
+        """Returns the gradients that the reference applies: means over shards, clipped if needed.
+
+        They are clipped if wrappers that clip were removed only for the reference. `opt` is the
+        outermost optimizer of the program's stack.
+        """
         plain = []
         for grad, variable in zip(grads, variables):
             if grad is not None and grad.shape != variable.shape:
@@ -381,7 +404,10 @@ class RecordedProgram:
     def _note(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
-        """Returns operations that record gradients and random numbers, and count the update."""
+        """Returns operations that store gradients and random numbers in variables, for comparison.
+
+        The operations also count the update. Does nothing for variables recorded before.
+        """
         operations: list[mtf.Operation] = []
         for grad, variable in zip(grads, variables):
             if grad is None or variable.name in self.variables:
@@ -408,7 +434,10 @@ def _clips(opt: Any) -> bool:
 
 
 def _first_use(graph: mtf.Graph, name: str) -> int:
-    """Returns the place of a variable's first use, where the backward pass ends for it."""
+    """Returns the number of the first operation that reads a variable.
+
+    The backward pass has the variable's gradient when it reaches this operation.
+    """
     for number, operation in enumerate(graph.operations):
         if any(x.operation.name == name for x in operation.inputs):
             return number

@@ -1,4 +1,4 @@
-"""The reference of a comparison, one core without wrappers, and its sensitivity to rounding."""
+"""The reference of comparisons: the program on one core without wrappers, and expected rounding."""
 
 from __future__ import annotations
 
@@ -34,21 +34,23 @@ from mtf_gradsync.tools.verification.engine import (
 
 
 class Reference(NamedTuple):
-    """The outcome that divisions are compared with.
+    """The outcome with which divisions are compared.
 
     Attributes:
-      initial: the values that all divisions begin with.
-      outcome: the reference's outcome, in the program's own dtypes.
-      exact: the same without rounding where that was possible; else the outcome.
-      expected: the errors of gradients, of variables and of the loss that rounding explains: by
-        variable and update (`flat`), by variable, and as "loss".
-      by_order: by variable, how far its gradient is from that of the same examples in another
-        order, if that is more than rounding.
-      counted_first: where the program joins steps, an update with the program's counters of the
-        first of these; None where there are none.
-      counted_after: an update with counters that were advanced before; None where there are none.
-      step_by_step: the program's own microbatch steps on one core, for what it writes in each.
-      source: the source of the expected errors.
+      initial: name -> value with which all divisions begin.
+      outcome: the outcome on one core without wrappers, in the program's own dtypes.
+      exact: the same outcome computed in float64; equal to `outcome` if float64 was impossible.
+      expected: the largest errors that rounding explains. Keys are those of `flat` for gradients,
+        names for variables, and "loss".
+      by_order: name of a variable -> the error of its gradient if examples are in another order;
+        only errors larger than rounding.
+      counted_first: if an update has several steps, the outcome with the program's own counters as
+        of the first of them instead of the last; None if there are no such counters.
+      counted_after: the outcome with the program's counters advanced before the update; None if
+        there are no counters.
+      step_by_step: the outcome of the program's microbatch steps one by one on one core. It serves
+        to compare variables that the program writes in each step; None if there are none.
+      source: how the expected errors were found: "float64", or by another order of the examples.
     """
 
     initial: Values
@@ -62,9 +64,10 @@ class Reference(NamedTuple):
     source: str
 
     def not_shown(self) -> list[str]:
-        """Returns the variables whose comparison would show nothing.
+        """Returns names of variables whose comparison would show nothing.
 
-        Their gradients, or without an optimizer their changes, are zero everywhere or not finite.
+        Their gradients are zero everywhere or not finite. If no optimizer was seen, this is said of
+        their changes in place of gradients.
         """
         found = []
         for name in self.exact.recorded.order:
@@ -77,7 +80,7 @@ class Reference(NamedTuple):
         return found
 
     def not_finite(self) -> list[str]:
-        """Returns those of the variables whose gradients are not finite."""
+        """Returns names of variables whose gradients are not finite."""
         gradients = self.exact.gradients
         return [
             name
@@ -87,14 +90,15 @@ class Reference(NamedTuple):
 
 
 def make_reference(engine: Engine, division: Division, base: Outcome) -> Reference:
-    """Runs the reference, and measures how far rounding moves its values.
-
-    Raises `CannotBeDivided` where the program does not run on one core.
+    """Runs the reference, also in float64 or on reordered examples to measure rounding.
 
     Args:
-      engine: runs divisions.
-      division: the reference's.
-      base: the outcome of the program as it is.
+      engine: the runner of divisions.
+      division: the division of the reference: one core without wrappers.
+      base: the outcome of the unchanged program.
+
+    Raises:
+      CannotBeDivided: the program does not run on one core.
     """
     first, last = ([pair[n] for pair in engine.counted] for n in (0, 1))
     joins = engine.steps_per_update > 1
@@ -175,7 +179,10 @@ class Comparison(NamedTuple):
 
     @property
     def first(self) -> tuple[str, Difference | None]:
-        """The kind and difference of the first value that rounding does not explain, or None."""
+        """The first difference that rounding does not explain, or None; with the kind of its value.
+
+        The kind is "gradient", "slot", "value" or "loss", which are looked at in this order.
+        """
         kinds = {"gradient": self.gradients, "slot": self.slots, "value": self.values}
         for what, found in kinds.items():
             first = next((x for x in found if not x.is_equal), None)
@@ -185,7 +192,10 @@ class Comparison(NamedTuple):
 
     @property
     def worst(self) -> Difference:
-        """The largest error of gradients, or else of values, over the error of rounding."""
+        """The difference of a gradient whose error is the largest multiple of expected rounding.
+
+        If there are no gradients, the difference of a value; if there are no values, the loss's.
+        """
         every = self.gradients or self.values or [self.loss]
         return max(every, key=lambda x: x.error / x.expected)
 
@@ -197,14 +207,14 @@ def compare_with(
     left_out: Sequence[str],
     exact: Outcome | None = None,
 ) -> Comparison:
-    """Compares a division with the reference.
+    """Compares the outcome of a division with the reference.
 
     Args:
       reference: the reference.
-      outcome: the division's.
-      masked: whether it leaves shards out.
-      left_out: variables that are not compared.
-      exact: what to compare with in place of `reference.exact`.
+      outcome: the outcome of the division.
+      masked: whether the division leaves out shards.
+      left_out: names of variables that are not compared.
+      exact: the outcome to compare with; default `reference.exact`.
     """
     exact = exact or reference.exact
     more = BFLOAT16 if outcome.exchanges else 0.0
@@ -231,7 +241,11 @@ def compare_with(
 def _factor_of_change(
     reference: Reference, told: Values, exact: Outcome, found: Difference
 ) -> float | None:
-    """Returns the factor between two changes of a variable, or None if it is not one number."""
+    """Returns the factor between a variable's change and its change in the reference.
+
+    Returns None if the factor is not one number. `told` are the division's values, `exact` is the
+    reference's outcome, and `found` the difference of the variable.
+    """
     name = found.variable
     if not all(name in values for values in (reference.initial, told, exact.values)):
         return None
@@ -252,7 +266,11 @@ def _slots(
     left_out: Sequence[str],
     expected: Mapping[str, float],
 ) -> list[Difference]:
-    """Compares the variables without gradients."""
+    """Returns the differences of variables without gradients, such as slots.
+
+    `told` are the division's values by name; the other arguments are those of `compare_with`, and
+    `expected` are errors that rounding explains.
+    """
     known = {*exact.recorded.order, *left_out}
     names = [k for k, v in told.items() if k not in known and v.dtype.kind in "iufbV"]
     places = {name: number for number, name in enumerate(exact.recorded.order)}
@@ -271,7 +289,7 @@ def _slots(
 
 
 def flat(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns the gradients of all updates, by `<variable>@<number of the update>`."""
+    """Returns `<variable>@<number of the update>` -> gradient, for the gradients of all updates."""
     return {f"{k}@{number}": v for number, of in enumerate(updates) for k, v in of.items()}
 
 
@@ -282,9 +300,10 @@ def _loss(outcome: Outcome) -> dict[str, np.ndarray]:
 def _told_apart(
     outcome: Outcome, exact: Outcome, expected: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
-    """Returns the values, but the exact ones of variables whose gradients are only rounding.
+    """Returns a division's values, with the exact values where a gradient is only rounding.
 
-    The sign of such a gradient is rounding, too, and Adam, for one, makes a full step of it.
+    The sign of such a gradient is rounding, too, and an optimizer such as Adam makes a full step of
+    it. So these elements would differ for no fault of the division.
     """
     values = dict(outcome.values)
     for number, (found, right) in enumerate(zip(outcome.gradients, exact.gradients)):

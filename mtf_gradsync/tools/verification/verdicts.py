@@ -1,4 +1,4 @@
-"""The answer of `verify`: a line for each division, as text, JSON and a picture."""
+"""The result of `verify`: a line for each division, as text, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EXIT_CODES = {EQUAL: 0, NOT_EQUAL: 1, NOT_SHOWN: 3}
 
 
 class Compared(NamedTuple):
-    """The number of variables that were compared with the reference's.
+    """The numbers of variables that were compared with the reference.
 
     Attributes:
-      gradients: variables whose gradients were compared, finite and not all zeros.
-      values: variables with a gradient whose new values were compared.
-      slots: other variables: of the optimizer, and of the program.
+      gradients: the number of variables whose gradients were compared, and are not all zero.
+      values: the number of variables with a gradient whose new values were compared.
+      slots: the number of other variables that were compared: slots, and the program's own.
     """
 
     gradients: int = 0
@@ -32,28 +32,32 @@ class Compared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DivisionResult:
-    """The result of one division.
+    """The result of one division: whether its update equals the reference's.
 
     Attributes:
-      division: its name.
-      mesh_shape: its mesh.
-      layout: its layout rules.
-      runtime: its runtime.
-      verdict: `EQUAL`, `NOT_EQUAL`, `NOT_SHOWN` or `CANNOT_BE`.
-      error: the largest error of a gradient, over the largest number of the reference's.
-      expected: the error that rounding explains of that variable.
+      division: the division's name.
+      mesh_shape: the shape of the mesh.
+      layout: the layout rules.
+      runtime: the runtime's name.
+      verdict: `EQUAL`, `NOT_EQUAL`, `NOT_SHOWN` (the comparison proves nothing) or `CANNOT_BE` (the
+        program does not run in this division).
+      error: the worst error of a gradient, relative to the reference's largest number; if values
+        differ, the error of the first one that differs.
+      expected: the largest error of the same variable that rounding explains.
       variable: the first variable that differs, in the order of the backward pass.
       what: the kind of value that differs: "gradient", "value", "slot", "loss", "copies", "random
         numbers", "value before the update".
-      factor: the number that it is multiplied by, or of a value its change, if it is one.
-      of_factor: the meaning of that number, such as "the number of shards".
-      brought_in_by: the wrapper or mesh axis without which it is equal.
-      cause: what usually is the cause; or why it is not shown, or cannot be.
-      errors: the error of each variable's gradient.
+      factor: the number by which the gradient is multiplied, or the change of the value; None if
+        it is not one number.
+      of_factor: the meaning of `factor`, such as "the number of shards".
+      brought_in_by: the wrapper, mesh axis or other part without which the division is equal.
+      cause: the likely cause of a difference; or why nothing is shown, or the program cannot run.
+      errors: name of a variable -> error of its gradient.
       compared: how many variables were compared.
-      not_shown: variables that were not compared, or whose gradient is zero everywhere.
-      without: the parts removed from the program, such as "random numbers".
-      is_asked: whether the user asked for this division; others are tried.
+      not_shown: names of variables whose gradient is zero everywhere or not finite.
+      without: the parts that were removed from the program, such as "random numbers".
+      is_asked: whether the user asked for this division; other divisions are tried by default, and
+        may be impossible.
     """
 
     division: str
@@ -77,7 +81,7 @@ class DivisionResult:
 
     @property
     def explained(self) -> str:
-        """The explanation besides the verdict, or ""."""
+        """The explanation of the verdict, in words; "" if there is nothing to explain."""
         if self.verdict == EQUAL and self.without:
             text = f"equal without {' and '.join(self.without)}"
             return f"{text}. {self.cause}" if self.cause else f"{text}."
@@ -100,17 +104,17 @@ class DivisionResult:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The answer of `verify`.
+    """The result of `verify`.
 
     Attributes:
-      lines: one for each division, the program as it is first.
-      reference: the division that others were compared with.
-      source: the source of the expected rounding.
-      steps: how many updates were made.
-      batches: how many each of them joins.
-      variables: how many variables have a gradient.
-      sees_gradients: whether the program has an optimizer, whose gradients were compared; else its
-        values were.
+      lines: the result of each division; the first is the program as configured.
+      reference: the reference with which divisions were compared, in words.
+      source: how the expected rounding was found, such as "float64".
+      steps: the number of updates that were made.
+      batches: for each update, the number of its batches.
+      variables: the number of variables that have a gradient.
+      sees_gradients: whether an optimizer was seen, so that gradients could be compared. Otherwise
+        only values were.
     """
 
     lines: tuple[DivisionResult, ...]
@@ -123,12 +127,12 @@ class Verification:
 
     @property
     def steps_per_update(self) -> int:
-        """The most batches that an update joins."""
+        """The largest number of batches in an update."""
         return max(self.batches)
 
     @property
     def verdict(self) -> str:
-        """`NOT_EQUAL`, `NOT_SHOWN` or `EQUAL`: the worst verdict of all divisions."""
+        """The worst verdict of all divisions: `NOT_EQUAL`, else `NOT_SHOWN`, else `EQUAL`."""
         if any(line.verdict == NOT_EQUAL for line in self.lines):
             return NOT_EQUAL
         return NOT_SHOWN if self._open() else EQUAL
@@ -140,11 +144,11 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        """The command's exit code: 0 for `EQUAL`, 1 for `NOT_EQUAL`, 3 for `NOT_SHOWN`."""
+        """The exit code of the command: 0 for `EQUAL`, 1 for `NOT_EQUAL`, 3 for `NOT_SHOWN`."""
         return _EXIT_CODES[self.verdict]
 
     def _open(self) -> list[DivisionResult]:
-        """Returns the lines whose division is neither equal nor unequal."""
+        """Returns the lines that show nothing, or that the user asked for and that cannot run."""
         return [
             line
             for line in self.lines
@@ -203,10 +207,11 @@ class Verification:
         return "The same training, however it is divided."
 
     def plot(self, path: str | Path) -> None:
-        """Draws each gradient's error in each division, over the expected error.
+        """Draws the errors of gradients, a row for each division, into the picture `path`.
 
-        Errors that are not finite are drawn at the right edge. For a division that is not equal,
-        the worst variable is named. Raises ImportError without matplotlib.
+        The expected error is marked. Errors that are not finite are drawn at the right edge. If a
+        division is not equal, one of its variables is named: the first that differs, or the worst.
+        Raises ImportError without matplotlib.
         """
         from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Compares each division with the reference, and finds what brings a difference in."""
+"""Compares each division with the reference, and finds the part that causes a difference."""
 
 from __future__ import annotations
 
@@ -41,7 +41,14 @@ REFERENCE = "one core without wrappers"
 
 
 class Verifier:
-    """The maker of a line for each division, with the cause of a difference."""
+    """The comparer of divisions with the reference, which finds causes of differences.
+
+    Args:
+      engine: the runner of divisions, after `Engine.begin`.
+      base: the division of the program as configured.
+      outcome: the outcome of `base`.
+      out: names of parts that were removed from the program.
+    """
 
     def __init__(self, engine: Engine, base: Division, outcome: Outcome, out: tuple[str, ...]):
         self._engine, self._base, self._own, self._out = engine, base, outcome, out
@@ -53,12 +60,16 @@ class Verifier:
 
     @property
     def source(self) -> str:
-        """The source of the expected errors."""
+        """How the expected errors were found: see `Reference.source`."""
         known = [x.source for x in self._references.values() if isinstance(x, Reference)]
         return known[0] if known else "nothing"
 
     def reference(self, of: Division) -> Reference:
-        """Returns the reference for a division; raises `CannotBeDivided` if it cannot be run."""
+        """Returns the reference for a division, cached; raises `CannotBeDivided` if it cannot run.
+
+        The reference depends on the division `of`, since a mask, or a removed wrapper that clips,
+        changes what is to be computed.
+        """
         division = kinds.reference(self._base)
         # What is left of the stack decides whether, and the mask of what, gradients are clipped.
         clips = [
@@ -88,7 +99,7 @@ class Verifier:
         return found
 
     def line(self, division: Division) -> DivisionResult:
-        """Compares a division with the reference; returns the result."""
+        """Runs a division and compares it with the reference; returns the result."""
         division, out = self._with_constant_statistics(division)
         found = DivisionResult(
             division.name,
@@ -151,7 +162,7 @@ class Verifier:
     def _alike(
         self, division: Division, reference: Reference, outcome: Outcome
     ) -> tuple[str, str] | None:
-        """Returns random numbers that are equal on all shards, and along which axes; or None."""
+        """Returns random numbers that are equal on all shards, and the shards' mesh axis; or None."""
         if division == self._base and self._own.alike:
             return self._own.alike[0]
         shape = mtf.convert_to_shape(division.mesh_shape)
@@ -165,7 +176,10 @@ class Verifier:
         return None
 
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
-        """Replaces the batch's statistics by constants where microbatches have others."""
+        """Replaces the batch's statistics by constants if microbatches have other statistics.
+
+        Returns the changed division, and the names of all parts that are removed.
+        """
         other_steps = division.changes.micro_steps > 1 or division.changes.mask is not None
         if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
             return division, self._out
@@ -174,7 +188,7 @@ class Verifier:
         return dataclasses.replace(division, changes=changes), (*self._out, text)
 
     def _why_open(self, reference: Reference) -> str:
-        """Returns the reason why some variables are not shown."""
+        """Returns why the comparison proves nothing for some variables."""
         names = reference.not_shown()
         if not np.isfinite(reference.exact.losses).all():
             return f"The loss of the reference is {reference.exact.losses[-1]}."
@@ -187,7 +201,10 @@ class Verifier:
         )
 
     def _with_schedule(self, line: DivisionResult, reference: Reference) -> DivisionResult:
-        """Returns an equal division's line, checked for a rate that changes within an update."""
+        """Checks an equal division for schedules that follow steps in place of updates.
+
+        Returns `line`, or a line that is not equal if such a schedule changes the result.
+        """
         early = reference.counted_first
         if early is None:
             return line
@@ -218,7 +235,15 @@ class Verifier:
         compared: Comparison,
         line: DivisionResult,
     ) -> DivisionResult:
-        """Returns the line of a division that differs from the reference."""
+        """Returns the result of a division that differs from the reference, with the cause.
+
+        Args:
+          division: the division.
+          reference: the reference.
+          outcome: the outcome of the division.
+          compared: the differences of the outcome from the reference.
+          line: the result so far.
+        """
         what, first = _first(compared, outcome)
         assert first is not None
         line = dataclasses.replace(line, error=first.error, expected=first.expected)
@@ -277,7 +302,10 @@ class Verifier:
         return products_of_means(recorded.losses, recorded.batch_dims)
 
     def _reducer(self, culprit: str) -> str:
-        """Returns the strategy of a wrapper that rounds gradients; "" for other wrappers."""
+        """Returns the class name of the strategy by which a wrapper reduces gradients, or "".
+
+        `culprit` is the label of the wrapper. Strategies may round gradients.
+        """
         wrapper = self._own.recorded.wrappers.get(culprit)
         strategy = getattr(wrapper, "reducer", None)
         return type(strategy).__name__ if isinstance(strategy, GradientStrategy) else ""
@@ -285,7 +313,10 @@ class Verifier:
     def _counts(
         self, division: Division, reference: Reference, outcome: Outcome, line: DivisionResult
     ) -> str:
-        """Returns the cause if counters that advanced too early explain a difference; else ""."""
+        """Returns the cause, in words, if counters that advance too early explain a difference.
+
+        Otherwise returns "".
+        """
         later = reference.counted_after
         if later is None:
             return ""
@@ -313,7 +344,10 @@ class Verifier:
         return _first(compared, outcome)[1] is None
 
     def _culprit(self, division: Division, first: Difference) -> str:
-        """Returns the wrapper, axis or other part without which the division is equal."""
+        """Returns the name of the wrapper, axis or other part without which a division is equal.
+
+        Returns "" if no such part is found. `first` is the first difference of the division.
+        """
         simpler = list(self._simpler(division))
         # What was found once is tried first.
         known = [name for variable, factor, name in self._found if variable == first.variable]
@@ -325,7 +359,7 @@ class Verifier:
         return ""
 
     def _simpler(self, division: Division) -> Iterator[tuple[str, Division]]:
-        """Yields divisions with one part taken away, each with the name of the part."""
+        """Yields simpler divisions: the name of a part, and the division without this part."""
         changes = division.changes
         if changes.micro_steps > 1:
             more = changes._replace(micro_steps=1)
@@ -352,9 +386,10 @@ class Verifier:
                 yield f"runtime {division.runtime}", dataclasses.replace(division, runtime=runtime)
 
     def _numbers(self, division: Division, outcome: Outcome, culprit: str) -> dict[str, float]:
-        """Returns the numbers that a factor may equal, by their labels.
+        """Returns label -> number, for numbers that a factor may equal, such as that of the shards.
 
-        If a mesh axis makes the difference, numbers of other axes are a coincidence.
+        If a mesh axis makes the difference (`culprit`), numbers of other axes are left out, since
+        an equality with them would be a coincidence.
         """
         shape = mtf.convert_to_shape(division.mesh_shape)
         batch_axes = kinds.axes_of_batch(division.layout, outcome.recorded)
@@ -377,7 +412,10 @@ class Verifier:
 
 
 def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
-    """Returns the kind and the difference that come first; None if nothing differs."""
+    """Returns the first difference of an outcome, or None, with the kind of the value that differs.
+
+    Writes before the update and unequal copies come first, as they explain later differences.
+    """
     # These two explain what differs in later steps.
     for what, names in (
         ("value before the update", outcome.changed_before),

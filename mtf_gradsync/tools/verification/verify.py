@@ -1,4 +1,4 @@
-"""`verify`: compares a program's divisions with one core, and finds the cause of a difference."""
+"""`verify`: compares each way to divide a program over cores with one core, and explains faults."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def verify(
     own_values: bool = False,
     progress: bool = False,
 ) -> Verification:
-    """Shows whether an update is the same however a program is divided, or what makes it differ.
+    """Shows whether a program's update is the same however it is divided over cores, or why not.
 
-    From the same values and batches it makes an update on one core without wrappers, and in each
-    division. It compares the gradients that reach the innermost optimizer, the new values, slots
-    and all other variables, on all cores, and the losses. Parts that must differ are removed first:
-    random numbers, capacities of experts, and statistics of the batch where microbatches have
-    others. A model in bfloat16 or float16 is run in float32.
+    `verify` makes an update on one core without wrappers (the reference), and an update from the
+    same values and batches in each division: a mesh and layout, a runtime, or microbatch steps. It
+    compares the gradients that reach the innermost optimizer, the new values of all variables on
+    all cores, and the losses. Parts of a model that must differ are removed first: random numbers,
+    capacities of experts, and, with microbatches, statistics over the batch. A model in bfloat16 or
+    float16 is run in float32.
 
     Args:
       program: a model_fn `(features, labels, mode, params[, config])` that returns a spec, or a
@@ -58,26 +59,26 @@ def verify(
         where `inputs` are placeholders in the structure of a batch. It has to read the mesh from
         `params["mesh_shape"]` and `params["layout"]`, and the batch's size from its inputs or
         `params["batch_size"]`.
-      input_fn: batches: a function that returns a `tf.data.Dataset` or an iterable, called with
-        params if it takes them; or the iterable. A batch is a structure of arrays (for a model_fn
-        features, or features and labels), with the examples as first dimension; a number without
-        dimensions is for all examples.
-      params: the program's settings, "mesh_shape" and "layout" (as strings) among them; if several
-        are given, the first are the reference's, and each is a division.
-      meshes: mesh shapes to try; None for the default set.
+      input_fn: the batches: an iterable, or a function that returns an iterable or a
+        `tf.data.Dataset`. The function is called with `params` if it has an argument of this name.
+        A batch is a structure of arrays (for a model_fn features, or features and labels), with the
+        examples as first dimension; a number without dimensions is for all examples.
+      params: the program's settings; "mesh_shape" and "layout" (as strings) are among them. If a
+        list of several settings is given, the reference uses the first, and each is a division.
+      meshes: mesh shapes to try; None for the default divisions.
       steps: number of updates.
-      divisions: which kinds of the default set: "mesh" (the program as it is, always there),
-        "batch", "model", "order", "microbatches", "wrappers", "masked", "runtimes". None for all,
-        or with `meshes` for none.
-      without: what to take out of the model from the beginning: "dropout", "random", "capacity".
+      divisions: which kinds of default divisions to try: "mesh" (the program as it is, always
+        tried), "batch", "model", "order", "microbatches", "wrappers", "masked", "runtimes". None
+        tries all, or none if `meshes` is given.
+      without: what to remove from the model from the beginning: "dropout", "random", "capacity".
       runtime: the runtime of divisions that do not name one: "placement_mesh", "cpu_replicas" or
         "xla".
-      own_values: whether variables begin with the program's own values. By default these are moved
-        a little, by numbers that the variables' names seed, so that a layer of zeros hides nothing.
+      own_values: whether variables begin with the program's own initial values. By default small
+        random numbers are added to these, so that a layer of zeros hides no fault.
       progress: whether to show a progress bar on terminals.
 
     Returns:
-      The verification; print it.
+      The verification: a table of the divisions with explanations, which can be printed.
 
     Raises:
       ValueError: an argument is out of range, or the batches end.
@@ -143,7 +144,11 @@ def verify(
 
 
 def _comparable(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
-    """Returns the program without its parts that must differ, and the names of these parts."""
+    """Removes parts that differ between divisions from the program's own division.
+
+    Returns the changed division, and the names of the removed parts. `outcome` is the outcome of
+    the unchanged program.
+    """
     recorded, changes = outcome.recorded, base.changes
     out, drops = [], list(changes.drops)
     if recorded.islands:
@@ -171,7 +176,7 @@ def _with_params(base: Division, more: Mapping[str, Any], number: int) -> Divisi
 
 
 def _batches(input_fn: Any, params: Mapping[str, Any]) -> Iterator[Batch]:
-    """Yields batches of arrays."""
+    """Yields the batches of `verify`'s argument `input_fn`, as structures of arrays."""
     graph = tf.Graph()
     with graph.as_default():
         given = input_fn
