@@ -162,7 +162,10 @@ class Verifier:
     def _alike(
         self, division: Division, reference: Reference, outcome: Outcome
     ) -> tuple[str, str] | None:
-        """Returns random numbers that are equal on all shards, and the shards' mesh axis; or None."""
+        """Returns random numbers that are equal on all shards, and the mesh axis; or None.
+
+        The axis is the one along which all numbers repeat.
+        """
         if division == self._base and self._own.alike:
             return self._own.alike[0]
         shape = mtf.convert_to_shape(division.mesh_shape)
