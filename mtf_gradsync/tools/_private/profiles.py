@@ -92,12 +92,12 @@ class Profiler:
                 stack.callback(folder.cleanup)
                 jax.profiler.start_trace(folder.name, profiler_options=options)
                 stack.pop_all()
-            # Only now: what did not begin must not end another profiler.
+            # Set only now: a profile that did not begin must not end that of another profiler.
             self._folder = folder
             return
         from jaxlib import xla_client
 
-        jax.devices()  # a profile has only what was there before
+        jax.devices()  # a profile has only the devices that existed before it began
         options = xla_client.profiler.ProfileOptions()
         options.python_tracer_level = 0
         self._session = xla_client.profiler.ProfilerSession(options)

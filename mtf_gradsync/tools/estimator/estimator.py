@@ -150,7 +150,8 @@ class Estimator(_TensorFlows):
         not_read = [name for name in _NOT_READ if self._setting(name) is not None]
         if not_read:
             _logger.warning(
-                "Of config %s have no effect: the mesh, and runtime=, say where steps run.",
+                "These settings of config have no effect: %s. The mesh, and runtime=, say where "
+                "steps run.",
                 ", ".join(not_read),
             )
         self._params = params
@@ -256,7 +257,7 @@ class Estimator(_TensorFlows):
             )
             if program is not None and self._setting("save_summary_steps"):
                 write_summary(self.model_dir, _traffic(program, spec), step_saved)
-            # Asked again where a worker was lost: by then there may be a newer one.
+            # Called again after a worker was lost: by then there may be a newer checkpoint.
             sessions = place.sessions(spec, scaffold, lambda: newest(self.model_dir))
             made_a_step = False
             with naming_uneven_batches(input_fn), tf.train.MonitoredSession(

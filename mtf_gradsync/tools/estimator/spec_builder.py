@@ -166,8 +166,7 @@ class SpecBuilder:
         config = self._config
         model_dir = getattr(config, "model_dir", None)
         with _outside_programs():
-            # Estimator makes a saving hook of its own where the spec has none, and that knows of
-            # no slices.
+            # If the spec has no saving hook, Estimator makes one, which knows of no slices.
             saver = add_saver(config, lowering)
             restore = mtf.MtfRestoreHook(lowering)
             period = saving_period(config) if model_dir else {}
@@ -176,7 +175,7 @@ class SpecBuilder:
                 saving.append(tf.train.CheckpointSaverHook(model_dir, saver=saver, **period))
 
         def scaffold() -> tf.train.Scaffold:
-            # The saving hook that Estimator makes where there is none writes a checkpoint of the
+            # If there is no saving hook, Estimator makes one, which writes a checkpoint of the
             # beginning before any other hook begins.
             begin = None if saving else _local_init_op(lowering)
             return tf.train.Scaffold(saver=saver, local_init_op=begin)
@@ -260,7 +259,7 @@ class SpecBuilder:
             restore = mtf.MtfRestoreHook(lowering)
 
         def scaffold() -> tf.train.Scaffold:
-            # Who loads an exported model runs its local_init_op, and no hooks.
+            # A server that loads an exported model runs its local_init_op, and no hooks.
             return tf.train.Scaffold(local_init_op=_local_init_op(lowering))
 
         exported = {"serving_default": tf.estimator.export.PredictOutput(values)}

@@ -19,11 +19,11 @@ _END = "end: "
 class Ran(NamedTuple):
     """One run of an operation of a compiled program, on one core."""
 
-    core: int  # its place among this process's cores
+    core: int  # its number among this process's cores
     execution: int  # the run of the program, from 0; -1 where the profile does not say
     operation: str  # its name in the compiled program
     begin: int  # in nanoseconds since the epoch
-    end: int  # likewise; what threads have begun for others may be over earlier
+    end: int  # in nanoseconds, too; may be too late if other threads did the work
 
 
 class _Found(NamedTuple):
@@ -67,7 +67,7 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
     the begin of the profile, to which some versions of jax relate times.
     """
     for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
-        # Versions differ: since the epoch, or since the profile began.
+        # Versions of jax count from the epoch, or from the begin of the profile.
         begin = int(event.start_ns) + (0 if event.start_ns > 10**17 else start)
         yield event, begin, begin + int(event.duration_ns)
 
@@ -124,16 +124,16 @@ def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
             elif name.endswith("::ExecuteHelper"):
                 pool.roots.add(task)
             elif name.startswith(_END):
-                # What a thread began, another one may end.
+                # Another thread may end what a thread began.
                 ends[_stats(event).get("_c")] = begin
             else:
                 stats = _stats(event)
                 if stats.get("hlo_module") == module and "hlo_op" in stats:
-                    # Who ends a task of one operation goes on with the next operation.
+                    # A thread that ends a task of one operation goes on with the next operation.
                     pool.end(task, begin)
                     where, execution = stats.get("device_ordinal"), stats.get("run_id")
                     tasks: list[Any] = []
-                    # What it schedules while it runs are parts of it.
+                    # Tasks that an operation schedules while it runs are parts of the operation.
                     begun = [(e, t) for e, t in begun if begin < e] + [(end, tasks)]
                     one = _Found(where, execution, stats["hlo_op"], begin, end)
                     found.append((task, stats.get("_p"), tasks, one))
@@ -295,7 +295,7 @@ def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
     seen = {one.where for one in found}
     names = list(ordinals)
     if not seen <= set(names):
-        # By their place: processes may count from 0, each.
+        # Numbers in their order: each process may count its devices from 0 in a profile.
         names = [sorted(ordinals).index(o) for o in ordinals]
     core_of = {name: core for core, name in enumerate(names)}
     first: dict[Any, int] = {}

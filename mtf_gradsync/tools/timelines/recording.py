@@ -165,8 +165,8 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
     """
     if not recording.steps:
         raise TimelineError(
-            "No step was made while the timeline was recorded. Make some inside the `with` block, "
-            "by session.run of what trains, after one step before it."
+            "No step was made while the timeline was recorded. Make steps inside the `with` "
+            "block, by session.run of the train_op, after one step before the block."
         )
     begin, end = recording.steps[0].begin, recording.steps[-1].end
     seen = {event.core for event in recording.events if begin < event.end and event.begin < end}
@@ -183,7 +183,7 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces the method `name` of `owner` inside the block by what `make` returns for it."""
-    # Not None where another recording has replaced it.
+    # Not None if another recording has replaced the method, too.
     own = vars(owner).get(name)
     setattr(owner, name, make(getattr(owner, name)))
     try:

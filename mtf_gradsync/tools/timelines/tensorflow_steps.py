@@ -25,7 +25,7 @@ from mtf_gradsync.tools.timelines.recording import (
     timed,
 )
 
-# On a placement mesh: how values of several cores are put together.
+# Operations that put values of several cores together, on a placement mesh.
 _JOINS = frozenset(["Add", "AddN", "AddV2", "Concat", "ConcatV2", "Maximum", "Minimum", "Pack"])
 _COPIES = frozenset(["Identity", "Snapshot"])
 _OWN_COLLECTIVES = ("Collective", "Nccl")
@@ -103,7 +103,7 @@ def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]
                     continue
                 for node in device.node_stats:
                     operation, times = operations.get(node.node_name), _times(node)
-                    # What names no device stands on the host, beside the mesh.
+                    # An operation that names no device runs on the host, beside the mesh.
                     on_host = number and operation is not None and not operation.device
                     if times is None or on_host or node.node_name.startswith("_"):
                         continue
@@ -120,8 +120,8 @@ def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]
             events.append(found)
         return {core: _short(device) for core, device in sorted(seen.items())}, events, collectives
 
-    # A server answers with times for FULL_TRACE only. Here it has the same of CPUs, and a profiler
-    # that writes lines at every step.
+    # A server gives times for FULL_TRACE only. In this process that level gives no other times of
+    # CPUs, and begins a profiler that logs lines in every step.
     level = "FULL_TRACE" if is_remote else "SOFTWARE_TRACE"
     return _recorded(session, graph, "placement_mesh", level, read)
 

@@ -93,7 +93,7 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
         )
         found += [recording] if session.cores.is_alone else _gathered(session, recording)
     finally:
-        # What ends the block is worth more than what the profiler says.
+        # An error that ends the block matters more than an error of the profiler.
         with contextlib.suppress(RuntimeError):
             profiler.stop()
 
@@ -167,7 +167,7 @@ def _recording(
     last: dict[int, int] = {}
     for one in ran:
         last[one.execution] = max(last.get(one.execution, 0), one.end)
-    # The devices know when a step ended. Without them it is when its result was there.
+    # Devices know when a step ended. Without their times it ends when its result is there.
     marks = events
     if len(last) == len(ends):
         ends = sorted(last.values())
@@ -198,7 +198,7 @@ def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
     (sizes,) = cores.gather([[np.array(len(mine))] * count])
     padded = np.zeros(int(max(sizes)), np.uint8)
     padded[: len(mine)] = mine
-    # A part of it for each core: every core's array has one shape.
+    # A part of the text for each core: the arrays of all cores have the same shape.
     parts = np.array_split(np.pad(padded, (0, -len(padded) % count)), count)
     (gathered,) = cores.gather([parts])
     texts: dict[int, list[np.ndarray]] = {}
@@ -252,7 +252,7 @@ def operations_of(
             found.name[instruction.name] = shown
             if instruction.operation in COLLECTIVES:
                 found.collective.add(instruction.name)
-                # What begins and ends apart has its bytes where it begins.
+                # A collective with a separate end has its bytes in the instruction that begins it.
                 if instruction.name in exchanges or shown not in found.facts:
                     exchange = exchanges.get(instruction.name)
                     found.facts[shown] = _facts(_parts(name, nodes), exchange, by_name)

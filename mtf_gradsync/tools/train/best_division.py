@@ -42,9 +42,9 @@ _KNOWN = {
     _SHARDS: {"opt", "mesh_shape", "layout"},
 }
 _K = "backward_passes_per_step"
-# In lengths of the run, a microbatch step counts as a step.
+# Settings for lengths of a run, which count each microbatch step as a step.
 _LENGTHS = ("train_steps", "total_run_steps", "save_checkpoints_steps", "log_steps")
-# What a proof on this machine makes of a model's sizes, and of its mesh, steps and sequences.
+# The largest sizes of a model, mesh, number of steps and sequence in a proof on this machine.
 _SMALLER = {
     "num_layers": 2,
     "d_model": 64,
@@ -53,7 +53,7 @@ _SMALLER = {
     "key_value_size": 16,
 }
 _MOST_REPLICAS, _MOST_PARTS, _MOST_STEPS, _LENGTH = 4, 2, 4, 16
-# A model with more layers is compiled with so many.
+# A model with more layers than this is compiled with this many.
 _COMPILED_LAYERS = 2
 
 
@@ -284,7 +284,7 @@ class BestDivision:
         if stack.inner_steps:
             lines.append(f"{own.scope}{_OUTER}.inner_steps = {stack.inner_steps}")
         if self._own_steps == 1 and stack.steps > 1 and not self._config.schedule_step:
-            # So that schedules count updates, as they did.
+            # Each step was an update: schedules have to go on counting updates.
             lines.append("train.run.schedule_step = @get_update_step")
         return [*lines, *_counts(stack.steps), *_meshes(choice.mesh_shape, choice.layout)]
 
@@ -483,8 +483,8 @@ def find_and_prove(
     say(f"\nWhat its optimizer does:\n\n{best.described(choice)}")
     if choice.stack.inner_steps:
         say(
-            "\nOuter steps change the training: what is proved below is a step without them, and "
-            "nothing is proved of what is learned."
+            "\nOuter steps change the training: the proof below is of a step without them, and "
+            "says nothing of what is learned."
         )
     if not prove:
         say("\nNot proved: --no_proof.")

@@ -207,7 +207,7 @@ def check_schedule(config: RunConfig) -> None:
     for name in ("keep_best", "max_steps_without_decrease"):
         if getattr(config, name) and config.eval_dataset_fn is None:
             raise ConfigError(
-                f"train.run.{name} = {getattr(config, name)!r} goes by the held-out loss: bind "
+                f"train.run.{name} = {getattr(config, name)!r} needs a held-out loss: bind "
                 "train.run.eval_dataset_fn"
             )
     steps = config.timeline_steps

@@ -19,7 +19,7 @@ from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
 from mtf_gradsync.tools.train.run import NOTHING, Accepted, RunRole, run
 from mtf_gradsync.tools.train.runner import choose_runtime
 
-# By these each process decides alone how many steps it makes, and when all exchange something.
+# Settings from which each process finds how many steps to make, and when all exchange values.
 _SCHEDULE = ("train_steps", "save_checkpoints_steps", "log_steps", "timeline_steps")
 
 
@@ -86,7 +86,7 @@ def run_on_processes(
             say(f"process 0 {first_does or f'evaluates, and writes to {model_dir}'}")
             role = role._replace(checkpoint_dir=model_dir)
             config = dataclasses.replace(config, eval_dataset_fn=None)
-            # Process 0 writes the same files.
+            # Process 0 writes the same files to model_dir; those of this process are deleted.
             with tempfile.TemporaryDirectory() as own:
                 return work(config, own, lambda line: None, accepted, role)
     except MissingProcessesError:

@@ -51,8 +51,8 @@ def write_figure(path: Path, figure: Any) -> None:
     write_bytes(path, content.getvalue())
 
 
-# Placeholders of the page's colors, of letters and axes, the grid, and lines and bars: drawn in
-# these, replaced in the file.
+# Placeholders for the page's colors (letters and axes, the grid, lines and bars): figures are
+# drawn in these colors, and `as_svg` replaces them.
 INK, _GRID = "#010203", "#010204"
 SERIES = tuple(f"#0102{n:02x}" for n in range(0x10, 0x18))
 _ON_PAGE = {

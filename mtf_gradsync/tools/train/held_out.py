@@ -199,7 +199,7 @@ class HeldOut:
         """
         self.result = dict(result)
         if len(result) > 1:
-            # Steps were made: whatever comes, their number and speed are there.
+            # Steps were made: the result has their number and speed, whatever follows.
             write_json(self._directory / RESULT_FILE, self.result)
         else:
             before = self._result_before(result["step"])

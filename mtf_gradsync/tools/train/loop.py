@@ -312,8 +312,8 @@ class _Loop:
 
     def _no_update(self, error: Exception) -> TrainingError:
         return TrainingError(
-            f"{error} {self._newest()} Look at the data of these shards; SyncReplicasOptimizer "
-            "makes updates with fewer by a lower replicas_to_aggregate."
+            f"{error} {self._newest()} Look at the data of these shards, or lower "
+            "SyncReplicasOptimizer.replicas_to_aggregate, so that an update needs fewer of them."
         )
 
 

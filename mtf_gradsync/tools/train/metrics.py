@@ -112,7 +112,7 @@ class _Rate:
         self._tokens_per_step = tokens_per_step
         self._step = step
         self._last: float | None = None
-        # Seconds and steps that were timed: of late, and since a line was written.
+        # Seconds and steps that were timed: in the last seconds, and since the last line.
         self._recent, self._since_line = np.zeros(2), np.zeros(2)
         self._began: tuple[float, int] | None = None
 
@@ -315,7 +315,7 @@ class MetricsRecorder:
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
         plain = {name: _plain(value) for name, value in values.items()}
         line = {name: value for name, value in plain.items() if value is not None}
-        # To all of its digits, by which runs are compared.
+        # With all of their digits, because runs are compared by them.
         line.update({name: float(values[name]) for name in _IN_FULL if name in values})
         self._metrics.write(step, **line)
 

@@ -195,7 +195,7 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
         others.append(_by_shard(plot, found[""]) if plot.by_shard else _of_lines(plot, found))
     present = [plot for plot in others if plot]
     losses = {"training": training_losses(rows), _HELD_OUT: series_of(rows, "held_out_nats")}
-    # With a wide one all columns are full.
+    # With the losses in a wide plot, both columns end together.
     loss = _of_lines(_LOSS, losses, unigram_nats, is_wide=len(present) % 2 == 0)
     return [loss, *present] if loss else present
 

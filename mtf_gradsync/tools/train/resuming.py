@@ -50,8 +50,11 @@ def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) 
     variables, counts = tf.global_variables(), True
     if not tf.train.load_checkpoint(start.path).has_tensor(EXAMPLES):
         counts, variables = False, [v for v in variables if v.op.name != EXAMPLES]
-        say(f"{start.path} does not say what its steps were made of: batches of today's size")
-    # Of a model or an optimizer. Others of the run do not change what variables there are.
+        say(
+            f"{start.path} does not say how many examples its steps have used; they are counted as "
+            "steps on batches of the present size"
+        )
+    # Settings of the model or the optimizer; other settings of a run do not change its variables.
     ours = ("run.", "train.run.", "sample.", "train.sample.")
     kept = ("run.optimizer", "train.run.optimizer")
     changed = changed_settings(Path(start.path).parent)
@@ -98,7 +101,7 @@ def check_data(
     there, here = _there(directory), _here()
     names = sorted(_names_of_data(there) | _names_of_data(here))
     changed = [name for name in names if there.get(name) != here.get(name)]
-    # Another function has other parameters, of which it says enough that it is another.
+    # If there is another function, its parameters are others, too: naming the function is enough.
     changed = [name for name in changed if name in there and name in here] or changed
     if not changed:
         say(

@@ -341,7 +341,7 @@ class _Run:
             rate = result.steps_made * self._job.tokens_per_step / result.seconds
             speed = dict(zip(SPEED, (round(result.seconds, 1), round(rate, 1))))
             self._say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
-        # What a run has found when it made its last step stays: this start may have other settings.
+        # The results of the start that made the last step stay: this start may have other settings.
         is_there = (self.directory / REPORT_FILE).exists() and evaluation.is_complete(step)
         writes = bool(speed) or not is_there
         try:
@@ -409,8 +409,8 @@ def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> No
     for dtypes, names in narrow.items():
         say(
             f"checkpoints keep {counted(names, 'variable')}, in {dtypes}: a run that resumes goes "
-            "on from rounded values, and not in the bits of one that was not stopped. For the "
-            'same bits bind utils.get_variable_dtype.master_dtype = "float32"'
+            "on from rounded values, so its bits differ from those of a run that was not stopped. "
+            'For the same bits bind utils.get_variable_dtype.master_dtype = "float32"'
         )
 
 

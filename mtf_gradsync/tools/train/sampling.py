@@ -130,7 +130,7 @@ def sample_after(
     vocabulary = transformer_utils().targets_vocabulary(model.vocabulary)
     length = model.sequence_length["targets"]
     ids = list(vocabulary.encode(prompt))
-    # As much as a sequence keeps where it goes on.
+    # The end of a long prompt: as much as a full sequence keeps when it goes on.
     context = ids if len(ids) < length else ids[-(length // 2) :]
     # As few sequences as the mesh can split.
     least = model.mesh.split("batch") * max(1, model.outer_batch_size)

@@ -17,7 +17,7 @@ from mtf_gradsync.tools.train.resuming import adapted
 from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunRole
 from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
 
-# It moves files of the run, which a timeline may not.
+# Named in errors in place of a flag of timeline, which may not move files of a run.
 _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 
 

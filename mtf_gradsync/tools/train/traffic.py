@@ -37,12 +37,12 @@ def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, st
         if isinstance(lowered, mtf.LazyAllreduceSum):
             partial += lowered.laid_out_input.to_laid_out_tensor().tensor_list
         else:
-            # Summed in the backward pass already, because something else was done to it there.
+            # Reduced in the backward pass already, because an operation there takes the sum.
             reduced += lowered.to_laid_out_tensor().tensor_list
     names = {row.name for row in report.rows}
-    # A sum may take what another sum gives, in stages.
+    # A sum may be made in stages, of which each takes the result of the one before.
     sums = _after(partial, names) | _before(reduced, lambda op: op.type in _MOVES)
-    # What is summed together with gradients belongs to them.
+    # Values that are summed together with gradients count as gradients.
     with_gradients = {row.together for row in report.rows if row.name in sums} - {""}
     sums |= {row.name for row in report.rows if row.together in with_gradients}
     model = _before([*partial, *reduced, graph.loss], lambda op: True)

@@ -202,7 +202,7 @@ def model_and_optimizer(
             f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
             f"names look like {names[0]!r}{hint}"
         )
-    stack: list[Any] = []  # filled when the optimizer is there, which takes the rate
+    stack: list[Any] = []  # filled once the optimizer exists, which is made with the rate
     rate = rate_on_mesh(job.learning_rate, step, job.schedule_step, loss.mesh, stack)
     with adafactor_counts(job.schedule_step, loss.mesh):
         opt = _make_optimizer(job.optimizer, rate)

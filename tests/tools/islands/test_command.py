@@ -77,7 +77,7 @@ def test_a_version_is_exported_as_a_checkpoint(folder, tmp_path, capsys):
     ("arguments", "code", "message"),
     [
         (["--replay"], cli.EXIT_FAILED, "has no versions yet: no merger has begun there"),
-        (["--status"], cli.EXIT_FAILED, "is no folder of islands: nobody has joined there yet"),
+        (["--status"], cli.EXIT_FAILED, "is no folder of islands: no island has joined it yet"),
         (["--json=x"], cli.EXIT_BAD_CONFIG, "--json=x writes the status; add --status"),
         (["--plot=x.png"], cli.EXIT_BAD_CONFIG, "draws the status; add --status"),
         (["--quorum=0"], cli.EXIT_BAD_CONFIG, "at least 1, or 'living', got 0"),

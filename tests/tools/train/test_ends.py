@@ -93,7 +93,7 @@ def test_the_best_checkpoint_is_kept_and_a_run_ends_early(train, monkeypatch, af
 
 
 def test_what_goes_by_the_held_out_loss_needs_one(train):
-    with pytest.raises(ConfigError, match="keep_best = True goes by the held-out loss: bind"):
+    with pytest.raises(ConfigError, match="keep_best = True needs a held-out loss: bind"):
         train(NO_EVAL, "train.run.keep_best = True")
     with pytest.raises(ConfigError, match="decrease must be a positive integer or None; got 0"):
         train("train.run.max_steps_without_decrease = 0")

@@ -243,7 +243,7 @@ def test_a_run_with_another_batch_size_goes_on_with_the_next_examples(
         tf.train.Saver(made).save(session, str(tmp_path / "run" / "model.ckpt"), 5)
     said = go_on(8, 6)
     assert examples_seen == [list(range(40, 48))]
-    assert any("does not say what its steps were made of" in line for line in said)
+    assert any("does not say how many examples its steps have used" in line for line in said)
     assert variables(tmp_path / "run")[train_graph.EXAMPLES] == 48
 
 

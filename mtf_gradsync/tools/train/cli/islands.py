@@ -128,7 +128,7 @@ def main(args: argparse.Namespace) -> int:
 def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
     status = read_status(folder)
     if status.version is None and not status.rows:
-        raise TrainingError(f"{folder.url} is no folder of islands: nobody has joined there yet")
+        raise TrainingError(f"{folder.url} is no folder of islands: no island has joined it yet")
     print(status.table())
     found = {"version": status.version, "islands": [row._asdict() for row in status.rows]}
     write_output("--json", json_file, json.dumps(found, indent=2) + "\n")

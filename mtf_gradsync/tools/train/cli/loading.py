@@ -43,8 +43,8 @@ def import_package(verbosity: int) -> None:
         quiet = _without_lines_of_c() if is_quiet else contextlib.nullcontext()
         with _saying_that_it_loads(), quiet:
             importlib.reload(package)
-        # To build graphs makes many objects and little garbage: to look for it took a fifth of the
-        # time. What was imported stays.
+        # Building graphs makes many objects and little garbage: the search for garbage took a fifth
+        # of the time. Imported objects stay.
         gc.freeze()
         gc.set_threshold(100_000, 20, 20)
 
@@ -57,7 +57,7 @@ def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
         return
 
     def say() -> None:
-        # Where standard error is then: meanwhile it may be hidden from C++ code.
+        # Read only here, because `_without_lines_of_c` may have replaced it in the meantime.
         print("Loading TensorFlow and Mesh-TensorFlow ...", file=sys.stderr, flush=True)
 
     timer = threading.Timer(seconds, say)

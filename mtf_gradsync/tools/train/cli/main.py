@@ -83,7 +83,7 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn
     parser.error(said)
 
 
-# What the system says of itself, and not of an argument.
+# Errors from the state of the system, which are no fault of an argument.
 _NO_FAULT = (errno.EDQUOT, errno.EIO, errno.ENOSPC)
 
 
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Who reads has seen enough, as in `| head`. Python would try again at its end.
+        # The reader has seen enough, as in `| head`. Python would write once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ConfigError, TrainingError, OSError, UnicodeError) as error:

@@ -128,7 +128,7 @@ def _task_of_flags(args: argparse.Namespace) -> Task | None:
             task, source = task_of_spec(**values), "--cluster_spec"
         else:
             task, source = task_of_environment(), "TF_CONFIG"
-            # So it is set for jobs of one process, too.
+            # Some set TF_CONFIG for a run of one process, too.
             if task is None or len(task.names) == 1:
                 return None
     except ValueError as error:

@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     if timeline is None:
         return 0
     own = args.process_id or 0
-    if own == 0:  # the others have the same
+    if own == 0:  # the other processes have the same result
         table = timeline.table()
         print(table)
         if trace:

@@ -269,7 +269,7 @@ class TrainingBatches:
             raise DataError(f"{_FUNCTION}: in the batch of step {step}, {wrong}")
 
 
-# More of them say no more.
+# More hashes would not tell more.
 _HASHED = 8
 
 
