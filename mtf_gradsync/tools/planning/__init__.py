@@ -1,4 +1,4 @@
-"""Predicts what a training step costs on TPU chips, on each mesh, without the chips."""
+"""Predicts what a training step costs on TPU chips, for each mesh, without having the chips."""
 
 from mtf_gradsync.runtimes.xla.topology.chips import CHIPS, Chip
 from mtf_gradsync.tools.planning.machines import bytes_sent, factorizations

@@ -1,4 +1,4 @@
-"""Finds the division of a training with the shortest predicted update that fits a budget."""
+"""Finds the fastest division of a training (mesh, layout and wrappers) that fits into memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SHOWN = 5
 
 
 class Choice(NamedTuple):
-    """A division of a training, with its predicted cost.
+    """A division of a training over cores, with its predicted cost.
 
     Attributes:
-      mesh_shape: as in "batch:4;model:2".
-      layout: as in "batch:batch;heads:model".
-      stack: what the wrappers do.
-      predicted: of an update.
+      mesh_shape: the mesh shape, such as "batch:4;model:2".
+      layout: the layout rules, such as "batch:batch;heads:model".
+      stack: the settings of the wrappers.
+      predicted: the predicted cost of an update.
     """
 
     mesh_shape: str
@@ -41,19 +41,20 @@ class Choice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Mesh, layout and stack in one line."""
+        """The mesh shape, layout and stack as one line of text."""
         return f"{self.mesh_shape}, {self.layout}, {self.stack}"
 
 
 class Checked(NamedTuple):
-    """The compiler's answer for a choice.
+    """The compiler's answer for a division.
 
     Attributes:
-      bytes_per_core: memory; of a model with fewer layers the prediction for all layers, times what
-        the compiler's bytes were of the predicted ones.
-      seconds: of an update, likewise.
+      bytes_per_core: the memory that a core needs. If a model with fewer layers was compiled, this
+        is the prediction for all layers, times the compiler's bytes over the predicted bytes of the
+        smaller model.
+      seconds: the time of an update, found in the same way.
       how: what was compiled, in words.
-      refused: why it cannot be; "" if it can.
+      refused: why the compiler refuses the division; "" if it does not.
     """
 
     bytes_per_core: float = 0.0
@@ -67,16 +68,17 @@ Check = Callable[[Choice], Checked]
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The division of a training with the shortest predicted update that fits.
+    """The division of a training that has the shortest predicted update and fits into memory.
 
     Attributes:
-      machine: the topology.
-      cores: the number of its cores.
+      machine: the topology, such as "v5e:4x4".
+      cores: the number of the topology's cores.
       budget: bytes of memory that a core may use; None for no limit.
-      chosen: the division; None where none fits.
-      checked: what the compiler says of it; None where it was not asked.
-      choices: all divisions that are possible, by predicted time, the shortest first.
-      tried: those that the compiler was asked about before, which do not fit or are refused.
+      chosen: the division; None if none fits.
+      checked: the compiler's answer for the chosen division; None if it was not asked.
+      choices: all possible divisions, sorted by predicted time, the shortest first.
+      tried: the divisions that the compiler was asked about before, and that do not fit or were
+        refused, each with the compiler's answer.
     """
 
     machine: str
@@ -89,7 +91,7 @@ class Best:
 
     @property
     def nearest(self) -> tuple[Choice, float] | None:
-        """The division that needs the least memory and can be, with its bytes; None without any."""
+        """The possible division that needs the least memory, and its bytes for a core; or None."""
         said = dict(self.tried)
         possible = [c for c in self.choices if not (c in said and said[c].refused)]
         bytes_of = {c: said[c].bytes_per_core if c in said else c.predicted.bytes_per_core
@@ -138,7 +140,7 @@ class Best:
         )
 
     def to_json(self) -> str:
-        """Returns the result as JSON text, with only those choices that the table has."""
+        """Returns the result as JSON text, with only the first few of all choices."""
 
         def plain(choice: Choice | None) -> Any:
             if choice is None:
@@ -196,21 +198,22 @@ def all_choices(
     mesh_shapes: Sequence[str] = (),
     progress: bool = False,
 ) -> tuple[list[Choice], dict[str, str]]:
-    """Predicts every division of a training that is possible on a machine.
+    """Returns every possible division of a training on a machine, with its predicted cost.
 
     Args:
-      costs: what a step costs.
+      costs: the facts of a training step that decide its cost.
       machine: the machine.
       axes: names of the mesh axes.
       layouts: layout rules; each is also tried without some of the rules that split the model.
-      steps: numbers of microbatch steps to consider, where they divide the batch.
-      inner_steps: numbers of inner steps of outer steps to consider; none without.
-      mesh_shapes: mesh shapes; none for all factorizations of the machine's cores.
+      steps: numbers of microbatch steps in an update to consider, if they divide the batch.
+      inner_steps: numbers of steps between two outer steps (DiLoCo) to consider; () considers no
+        outer steps.
+      mesh_shapes: mesh shapes to consider; () for all factorizations of the machine's cores.
       progress: whether to show a progress bar on terminals.
 
     Returns:
-      The divisions, by predicted time, then memory, the least first; and by mesh and layout why
-      none of it is possible.
+      The divisions, sorted by predicted time and then memory, the least first; and a dictionary
+      from each impossible mesh and layout to the reason.
     """
     shapes = mesh_shapes or shapes_of(machine.cores, axes, machine.slices)
     pairs = [(shape, rules) for shape in shapes for layout in layouts
@@ -234,13 +237,16 @@ def all_choices(
 
 
 def _order(choice: Choice) -> tuple[Any, ...]:
-    """Returns a key that sorts by time, then by memory, simpler stack and more rules."""
+    """Returns a sort key of a division: time, then memory, then simpler stacks, then more rules."""
     predicted, stack = choice.predicted, choice.stack
     return (predicted.seconds, predicted.bytes_per_core, len(str(stack)), -len(choice.layout))
 
 
 def _with_fewer_rules(layout: str, mesh_shape: str, batch_dims: Sequence[str]) -> list[str]:
-    """Returns a layout, and it without some of the rules that split the model on this mesh."""
+    """Returns a layout, and its variants without some of the rules that split the model.
+
+    Rules of mesh axes of size 1, and rules that split the batch, are always kept.
+    """
     sizes = {dim.name: dim.size for dim in mtf.convert_to_shape(mesh_shape).dims}
     rules = rules_of(layout)
     some = [rule for rule in rules if sizes.get(rule[-1], 1) > 1 and rule[0] not in batch_dims]
@@ -260,18 +266,19 @@ def best_of(
     budget: float | None,
     check: Check | None = None,
 ) -> Best:
-    """Returns the first division, of some sorted by predicted time, that fits.
+    """Returns the division with the shortest predicted time that fits into memory.
 
     Args:
-      choices: as `all_choices` returns them.
+      choices: the possible divisions, sorted by predicted time, as `all_choices` returns them.
       machine: the machine.
       budget: bytes of memory that a core may use; None for no limit.
-      check: asks the compiler what a division needs. None believes the prediction.
+      check: a function that asks the compiler what a division needs. None trusts the prediction.
 
     Returns:
-      The best division. With more budget it is never one of a longer predicted time: whether a
-      division is asked about depends on its prediction, and on what was said of those before it
-      that are predicted to need no more.
+      The best division, with the compiler's answers. A larger budget never leads to a division with
+      a longer predicted time. For this, whether the compiler is asked about a division depends on
+      its prediction, and only on answers for earlier divisions that are predicted to need no more
+      memory.
     """
     tried: list[tuple[Choice, Checked]] = []
     chosen, found = None, None

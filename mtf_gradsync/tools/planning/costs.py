@@ -1,4 +1,7 @@
-"""Predicts a training step's cost in each division, by its mtf graph alone: nothing is compiled."""
+"""Predicts the cost of a training step in each division, from its mtf graph and without compiling.
+
+A division is a mesh and layout, and settings of wrappers.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +39,25 @@ _MESSAGES = 0.5
 
 
 class Array(NamedTuple):
-    """An array of an mtf graph: names and sizes of its dimensions, and the bytes of a number."""
+    """An array in an mtf graph: names and sizes of its dimensions, and the bytes of one number."""
 
     dims: tuple[tuple[str, int], ...]
     number_bytes: int
 
     @classmethod
     def of(cls, tensor: Any, dtype: Any = None) -> Array:
-        """Reads a tensor, or a variable with the dtype that it is held in."""
+        """Returns the array of a tensor or variable; `dtype` is by default the tensor's own."""
         dims = tuple((dim.name, dim.size) for dim in tensor.shape.dims)
         return cls(dims, (dtype or tensor.dtype).size)
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of its dimensions."""
+        """The names of the array's dimensions."""
         return frozenset(name for name, _ in self.dims)
 
 
 class _Product(NamedTuple):
-    """A product of matrices: all its dimensions, its inputs and its output."""
+    """A product of matrices: all dimensions of its operands, and its inputs and output."""
 
     dims: tuple[tuple[str, int], ...]
     arrays: tuple[Array, ...]
@@ -76,22 +79,24 @@ class _Reshape(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """The facts of a training step in its mtf graph, whatever its mesh.
+    """The facts of a training step from which its cost on any mesh is predicted.
+
+    Mappings go from an item to how often the graph has an equal one.
 
     Attributes:
-      products: products of the forward and the backward pass, by how many are alike.
-      touched: arrays that other operations write, likewise.
-      kept: results of the forward pass that the backward pass reads, likewise.
-      sums: results that are sums over dimensions, likewise.
-      reshapes: results whose dimensions are others than before, likewise.
-      variables: variables that are trained, as they are held.
-      gradients: their gradients.
+      products: products of matrices in the forward and the backward pass.
+      touched: arrays that other operations read or write.
+      kept: results of the forward pass that the backward pass reads.
+      sums: results that are sums over dimensions.
+      reshapes: reshapes, whose results may be split in another way than their inputs.
+      variables: the trained variables, in the dtypes that cores hold.
+      gradients: the gradients of the trained variables.
       others: variables that are not trained: slots, averages.
-      update_reads: arrays that the update reads to make sums of, likewise.
-      shapes: dimensions of all arrays, of which no two may lie along one mesh axis.
-      batch_dims: names of the dimensions that the batch lies along; microbatch steps divide the
-        last of them.
-      batch_size: how many examples an update takes.
+      update_reads: arrays that the update reads to sum them, for example for a norm.
+      shapes: dimensions of each array in the graph. A layout may not split two dimensions of one
+        array over the same mesh axis.
+      batch_dims: names of the batch's dimensions; microbatch steps divide the last of them.
+      batch_size: the number of examples in an update.
     """
 
     products: Mapping[_Product, int]
@@ -112,11 +117,11 @@ class Predicted(NamedTuple):
     """The predicted cost of an update in one division.
 
     Attributes:
-      seconds: of an update of the whole batch, all its microbatch steps together.
-      bytes_per_core: memory at its peak.
-      compute_seconds: of `seconds`, operations and their bytes.
-      model_seconds: collectives that the model's own division makes.
-      sync_seconds: collectives of gradients and new values.
+      seconds: the time of an update of the whole batch, with all its microbatch steps.
+      bytes_per_core: the peak memory of a core.
+      compute_seconds: the part of `seconds` for operations and their access to memory.
+      model_seconds: the part of `seconds` for collectives that are needed as the model is split.
+      sync_seconds: the part of `seconds` for collectives of gradients and of new values.
     """
 
     seconds: float
@@ -133,17 +138,19 @@ def read_costs(
     batch_dims: Sequence[str],
     batch_size: int,
 ) -> StepCosts:
-    """Reads what a step costs from its mtf graph, once gradients are made and applied.
+    """Returns the facts that decide a step's cost, from its mtf graph.
+
+    Call it after gradients have been computed and applied.
 
     Args:
-      loss: the loss; what was added to the graph before it is the forward pass.
-      gradients: of the variables; what was added after the last of them is the update.
-      variables: those that are trained.
-      batch_dims: names of the dimensions that the batch lies along.
-      batch_size: how many examples the graph is for.
+      loss: the loss. Operations up to the loss are the forward pass.
+      gradients: the gradients of the variables. Operations after the last of them are the update.
+      variables: the variables that are trained.
+      batch_dims: names of the batch's dimensions.
+      batch_size: the number of examples for which the graph is built.
 
     Returns:
-      What is known of the step.
+      The facts of the step.
 
     Raises:
       ValueError: the model is in a loop, which hides how often it runs.
@@ -209,9 +216,10 @@ def _reduced(operation: mtf.Operation) -> frozenset[str]:
 
 
 def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, frozenset[str]]:
-    """Returns the dimensions of sums over the mesh, by the operation with the summed result.
+    """Returns operation -> the dimensions that it sums over, for sums that may need an all-reduce.
 
-    Mesh-TensorFlow adds two sums over the same dimensions first, and then adds up their parts.
+    If two such sums over the same dimensions are added, Mesh-TensorFlow makes one all-reduce after
+    the addition. So the addition is listed in place of the two.
     """
     over: dict[mtf.Operation, frozenset[str]] = {}
     for operation in operations:
@@ -229,7 +237,10 @@ def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, fr
 
 
 def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> Mapping[Array, int]:
-    """Returns the forward pass's results that products and others of the backward pass read."""
+    """Returns array -> number, for results of the forward pass that the backward pass reads.
+
+    `forward` and `backward` are the numbers of operations at which these passes end.
+    """
     own = set(operations[:forward])
     read = {
         x: None
@@ -241,10 +252,15 @@ def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> M
 
 
 class Predictor:
-    """A predictor of an update's cost on a machine, for one mesh and layout."""
+    """The predictor of an update's cost for one mesh and layout on a machine.
+
+    Attributes:
+      replica_axes: names of the mesh axes over which the batch is split.
+      shards: the number of shards of the batch.
+    """
 
     def __init__(self, costs: StepCosts, machine: Machine, mesh_shape: str, layout: str):
-        """Takes a mesh and a layout; raises ValueError if the mesh does not divide the model."""
+        """Makes a predictor; raises ValueError if this mesh and layout cannot split the model."""
         self._costs, self._machine = costs, machine
         dims = mtf.convert_to_shape(mesh_shape).dims
         self._sizes = {dim.name: dim.size for dim in dims}
@@ -275,7 +291,7 @@ class Predictor:
             raise ValueError(f"{' and '.join(idle)} would split nothing of the model")
 
     def _numbers(self, dims: Sequence[tuple[str, int]], steps: int) -> float:
-        """Returns a core's share of an array's numbers, in one of `steps` microbatch steps."""
+        """Returns how many numbers of an array a core has in one of `steps` microbatch steps."""
         count = 1.0
         for name, size in dims:
             count *= size / self._sizes.get(self._axis.get(name, ""), 1)
@@ -290,7 +306,7 @@ class Predictor:
         return sum(count * self._bytes(array, steps) for array, count in arrays.items())
 
     def seconds(self, operation: str, axes: Sequence[str], size: float) -> float:
-        """Returns the time of a collective along mesh axes, in which a core puts `size`."""
+        """Returns the seconds of a collective along mesh axes, of `size` bytes from each core."""
         if not axes or not size:
             return 0.0
         key = operation, tuple(axes)
@@ -302,7 +318,7 @@ class Predictor:
         return max(least, each * size)
 
     def _groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Returns the groups of cores along mesh axes, the last axis being that of neighbours."""
+        """Returns the groups of cores whose coordinates differ only along the given mesh axes."""
         names = list(self._sizes)
         groups: dict[Any, list[int]] = {}
         for core, place in enumerate(itertools.product(*map(range, self._sizes.values()))):
@@ -355,7 +371,7 @@ class Predictor:
         )
 
     def _model_collectives(self, steps: int) -> Iterator[float]:
-        """Yields the times of a microbatch step's collectives, except gradients' sums."""
+        """Yields the times of a microbatch step's collectives, except of gradients over shards."""
         for one, count in self._costs.sums.items():
             axes = {self._axis[name] for name in one.over if name in self._axis}
             if one.is_gradient:
@@ -371,11 +387,11 @@ class Predictor:
                     yield count * self.seconds(kind, [axis], self._bytes(reshape.before, steps))
 
     def _split(self, array: Array) -> dict[str, str]:
-        """Returns an array's dimension along each mesh axis that splits it."""
+        """Returns mesh axis -> the dimension of an array that is split along this axis."""
         return {self._axis[name]: name for name, _ in array.dims if name in self._axis}
 
     def _is_renamed(self, one: _Reshape, axis: str) -> bool:
-        """Returns whether a dimension along a mesh axis only got another name there."""
+        """Returns whether a reshape only renames the dimension that lies along a mesh axis."""
         places, sizes = [], []
         for array in (one.before, one.after):
             names = [name for name, _ in array.dims]
@@ -384,7 +400,11 @@ class Predictor:
         return places[0] == places[1] and sizes[0] == sizes[1]
 
     def _sync(self, stack: Stack, gradients: float, wire: float) -> tuple[float, float]:
-        """Returns the time of a microbatch step's sums and gathers, and of the update's own."""
+        """Returns the times of a stack's collectives: in each microbatch step, and in each update.
+
+        `gradients` is the bytes of all gradients on a core. `wire` is the bytes of the gradients as
+        an update reduces them.
+        """
         axes = self.replica_axes
         if stack.inner_steps:
             float32 = sum(self._numbers(x.dims, 1) * _FLOAT32 for x in self._costs.variables)

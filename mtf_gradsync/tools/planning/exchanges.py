@@ -1,4 +1,4 @@
-"""Lists the collectives of a step: between which cores, how many bytes, how often."""
+"""Lists the collectives of a step: which cores exchange data, how many bytes, and how often."""
 
 from __future__ import annotations
 
@@ -40,14 +40,19 @@ def exchanges_of(
     conditions: bool = True,
     slices: int = 1,
 ) -> list[Exchange]:
-    """Returns a step's collectives, with all conditions true or false, and how often each runs.
+    """Returns the collectives that run in a step, with their cores, bytes and counts.
 
-    Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
-    loops from `report`, which is of the program before compilation and says how often a loop turns
-    (once if not known). Collectives of each core with itself are not listed. `axes` is what
-    `groups_by_axes` returns; `cores` is their number; `conditions` is true for an update step. The
-    first mesh axis joins the cores of several `slices`; exchanges between slices have the axis
-    `DCN`.
+    Exchanges between slices have the axis `DCN`. Collectives of each core with itself are left out.
+
+    Args:
+      compiled: the collectives of the compiled program. Those outside loops are taken from here,
+        since the compiler has merged them.
+      report: the collectives of the program before compilation. Those inside loops are taken from
+        here, since it says how many iterations a loop has (one if that is unknown).
+      axes: groups of cores -> mesh axes, as `groups_by_axes` returns them.
+      cores: the number of cores.
+      conditions: whether all conditions of the program are true, as in a step with the update.
+      slices: the number of slices that a data center network joins, along the first mesh axis.
     """
     of_slice = cores // slices
     everyone = (tuple(range(of_slice)),)
@@ -77,7 +82,7 @@ def exchanges_of(
 
 
 def _axis_around(groups: Groups, axes: Mapping[Any, str], slices: int) -> str | None:
-    """Returns the axes of groups over several slices whose part in one slice these groups are."""
+    """Returns the mesh axes of which the given groups are the parts in one slice; or None."""
     around = [
         (max(map(len, key)), axis)
         for key, axis in axes.items()
@@ -87,7 +92,10 @@ def _axis_around(groups: Groups, axes: Mapping[Any, str], slices: int) -> str | 
 
 
 def _by_slice(one: Exchange, of_slice: int) -> list[Exchange]:
-    """Splits a collective into its parts within and between slices, as the compiler does."""
+    """Splits a collective into collectives within slices and between slices, as the compiler does.
+
+    `of_slice` is the number of cores in a slice.
+    """
     members = [sum(core // of_slice == group[0] // of_slice for core in group)
                for group in one.groups]  # fmt: skip
     if all(count == len(group) for count, group in zip(members, one.groups)):

@@ -20,12 +20,12 @@ from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
 
 def bytes_sent(operation: str, members: int, size: float) -> float:
-    """Returns the bytes that each member of a ring sends to its neighbour.
+    """Returns the bytes that each member of a ring sends to its neighbour in a collective.
 
     Args:
-      operation: HLO's name of the collective, as in "all-reduce".
+      operation: HLO's name of the collective, such as "all-reduce".
       members: the number of members of the ring.
-      size: bytes that each member puts in.
+      size: the bytes that each member gives to the collective.
 
     Returns:
       The bytes; 0 for one member.
@@ -51,15 +51,16 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
 
 
 def bytes_of_chip(operation: str, cores: float, size: float) -> float:
-    """Returns the bytes that a chip puts in, if `cores` of its cores put in `size` each.
+    """Returns the bytes that a chip gives to a collective if `cores` of its cores give `size` each.
 
-    Sums are made on the chip first. In other operations, each core's data stay apart.
+    Reductions are first made on the chip, so that its cores count once. In an all-gather or
+    all-to-all the data of all cores are sent.
     """
     return cores * size if operation in ("all-gather", "all-to-all") else size
 
 
 def hops(operation: str, members: int) -> int:
-    """Returns the number of successive hops from neighbour to neighbour; 0 for one member."""
+    """Returns how many hops between neighbours a collective makes one after the other on a ring."""
     if members < 2:
         return 0
     if operation == "collective-permute":
@@ -89,9 +90,9 @@ class Torus:
     """A TPU slice: chips in a grid, with links between neighbours."""
 
     def __init__(self, chip: Chip, places: Sequence[Place]):
-        """Takes the places of the cores, in the program's order.
+        """Makes a grid of `chip`s from the places of the cores, in the program's order.
 
-        A place is the coordinates of the core's chip and then its number on the chip.
+        A place is the coordinates of the core's chip, followed by the core's number on the chip.
         """
         self._chip = chip
         self._places = [tuple(place) for place in places]
@@ -99,13 +100,13 @@ class Torus:
 
     @property
     def cores_per_chip(self) -> int:
-        """The number of cores on a chip, as the compiler counts them."""
+        """The number of cores on a chip, as the compiler counts cores."""
         return 1 + max(place[-1] for place in self._places)
 
     def links(self, group: Sequence[int]) -> Links:
-        """Returns the links of the smallest box of chips around a group of cores.
+        """Returns the links that a group of cores uses: those in the smallest box around its chips.
 
-        If other groups have cores in that box, all of these groups share the links.
+        If other cores are in that box, their groups share the links.
         """
         cores = [self._places[core] for core in group]
         chips = {place[:-1] for place in cores}
@@ -127,11 +128,15 @@ class Torus:
         return Links(len(chips), per_chip, rate * len(cores) / in_box, all(closed))
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Returns the seconds that a collective takes on the links, without other traffic.
+        """Returns the seconds that a collective takes on the links, if there is no other traffic.
 
-        The groups (pairs, for "collective-permute") run at the same time: the result is the time of
-        the slowest. Each core puts in `size` bytes; the time to read and write memory is not
-        counted.
+        All groups run at the same time, and the result is the time of the slowest. The time to read
+        and write memory is not counted.
+
+        Args:
+          operation: HLO's name of the collective, such as "all-reduce".
+          groups: the groups of cores that exchange data (pairs for "collective-permute").
+          size: the bytes that each core gives to the collective.
         """
         slowest = 0.0
         for links in {self.links(group) for group in groups}:
@@ -178,23 +183,26 @@ class Machine(Protocol):
     estimate_source: str  # where the seconds of an estimate come from, in a word
 
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
-        """Returns a core's program, for `compile`."""
+        """Returns the program of a core, lowered for `compile`."""
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
         """Compiles a program; `begun` is called with each process that is started for it."""
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Returns a collective's seconds besides the step's estimate; see `Torus.seconds`."""
+        """Returns the seconds of a collective on the links; see `Torus.seconds`.
+
+        They come on top of the estimate of the step's operations.
+        """
 
 
 class TpuMachine:
-    """One TPU slice, or several equal ones, which this computer need not have; see `Machine`."""
+    """A `Machine` of one TPU slice or several equal ones, which need not exist on this computer."""
 
     def __init__(self, topology: str, dcn_bytes_per_second: float | None = None):
-        """Asks the compiler for the places of a topology's cores, as in "v5e:4x4".
+        """Makes the machine of a topology such as "v5e:4x4"; asks the compiler where its cores are.
 
-        Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`, the rate of a chip over the data
-        center network.
+        Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`: the bytes per second that a chip
+        sends over the data center network.
         """
         named = slice_of(topology)
         if named.slices > 1 and dcn_bytes_per_second is None:
@@ -220,7 +228,10 @@ class TpuMachine:
         return lower(program, fetches)
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
-        """Compiles a program; the estimate of one with conditionals is that of an update step."""
+        """Compiles a program, and returns its memory and estimates.
+
+        If the program has conditionals, `Compiled.step` is a step with the update.
+        """
         made = compile_lowered(lowered, self.name, begun=begun)
         if made.memory is None:
             return Compiled(made.error, seconds=made.seconds)
@@ -235,12 +246,12 @@ class TpuMachine:
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Returns the seconds that a collective takes on the links.
+        """Returns the seconds that a collective takes on the links or the data center network.
 
-        The step's own estimate counts a collective's bytes in memory, and no links.
+        The estimate of a step's operations counts a collective's access to memory, but no links.
 
-        Groups are in one slice, or have cores at the same place of several slices: all cores of a
-        chip share what the chip sends over the network.
+        Each of `groups` lies in one slice, or consists of the cores at the same place of several
+        slices. In the second case the cores of a chip share its rate over the network.
         """
         if any(group[0] // self._of_slice != group[-1] // self._of_slice for group in groups):
             count = max(map(len, groups))
@@ -253,12 +264,13 @@ class TpuMachine:
 
 
 def topology_of(chips: str) -> str:
-    """Returns the topology of a number of chips, as in "v5e:16x16" for "v5e:256".
+    """Returns the topology for a number of chips, such as "v5e:16x16" for "v5e:256".
 
-    They are as close to a square or a cube as can be. What names a topology is returned as it is.
+    The chips are arranged as close to a square or cube as possible. Text that already names a
+    topology is returned unchanged.
 
     Raises:
-      ValueError: when the number is no power of two, so that it does not say how they are arranged.
+      ValueError: the number is no power of two, so that the arrangement is unknown.
     """
     slices, _, rest = chips.rpartition("x") if ":" in chips.rpartition("x")[2] else ("", "", chips)
     kind, _, count = rest.partition(":")
@@ -303,9 +315,10 @@ def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
 
 
 def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
-    """Returns `factorizations`; for several slices, with each possible axis first once.
+    """Returns all mesh shapes of a machine, for several slices in each possible order.
 
-    The first axis is the one that crosses the data center network.
+    The first axis of a mesh shape crosses the data center network between slices. So each axis
+    whose size `slices` divides comes first once. The other arguments are those of `factorizations`.
     """
     found = []
     for shape in factorizations(cores, axes):

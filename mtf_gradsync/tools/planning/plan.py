@@ -1,4 +1,4 @@
-"""Predicts what a training step costs on each mesh of TPU slices that this machine lacks."""
+"""Predicts what a training step costs on each mesh of TPU slices, which need not be here."""
 
 from __future__ import annotations
 
@@ -32,37 +32,38 @@ def plan(
     dcn_bandwidth: float | None = None,
     inner_steps: Sequence[int] = (10, 36, 100),
 ) -> Plan:
-    """Returns a table of a training step's cost on each mesh of each topology, without the chips.
+    """Returns a table of a training step's predicted cost on each mesh of each TPU topology.
 
-    The real TPU compiler compiles each program. The prediction is the sum of the rooflines of the
-    compiled operations, by the chip's published peak and bandwidth, and of the time of each
-    collective by the standard formula at the links' published rates.
+    No chips are needed: the real TPU compiler compiles each program on this computer. The predicted
+    time is the sum of two parts: the rooflines of the compiled operations, from the chip's
+    published peak and bandwidth, and the times of the collectives, from the standard formulas and
+    the links' published rates.
 
     Args:
       build: a function that builds the training step in `simd.tpu_program` and returns the
         program, or a `Built` with the fetches and the number of tokens of a step. It is called
-        with a mesh shape ("batch:4;model:2") and a layout, in a graph of its own. A ValueError
-        means that the mesh is not possible; its message becomes the reason in the plan.
+        with a mesh shape ("batch:4;model:2") and a layout, in a new graph. If the mesh is not
+        possible, it raises ValueError, whose message becomes the reason in the plan.
       topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8"; "2xv5e:4x4"
         for two slices that a data center network joins.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
-        `axes`. With several slices, the first axis of a mesh shape crosses the network: each axis
-        that the slices divide comes first once.
+        `axes`. With several slices, the first axis of a mesh shape crosses the data center network;
+        by default each axis whose size the number of slices divides comes first once.
       axes: names of the mesh axes; None for those that the first layout names, in its order.
       jobs: the number of compilers that run at once. Each takes a processor, and memory.
       progress: whether to show a progress bar on terminals.
       refusals: further types of errors by which `build` says that a mesh is not possible.
-      price: dollars for an hour of one chip, one number for all topologies or one for each
-        generation, as in ``{"v5e": 1.2, "v5p": 4.2}``. There is no default: look it up where you
-        rent.
+      price: dollars for an hour of one chip: one number for all topologies, or a dictionary with
+        one for each generation, such as ``{"v5e": 1.2, "v5p": 4.2}``. There is no default, as
+        prices depend on where you rent.
       dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several slices.
-      inner_steps: for several slices, each number of steps for which the plan says what it would
-        save to exchange values only once in so many (`PlanRow.fewer_messages`).
+      inner_steps: numbers of steps. For several slices and each number, the plan says how long a
+        step takes if slices exchange values only once in so many steps (`PlanRow.fewer_messages`).
 
     Returns:
-      The plan, sorted by predicted speed. Stopped by Ctrl-C or SIGTERM it has the meshes planned
-      until then, and `Plan.is_partial` is true.
+      The plan, sorted by predicted speed. If Ctrl-C or SIGTERM stops the planning, the plan has the
+      meshes planned until then, and `Plan.is_partial` is true.
 
     Raises:
       KeyboardInterrupt: when a signal comes before all topologies are known.
@@ -152,7 +153,7 @@ _SET_FOR_JAX = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "
 
 @contextlib.contextmanager
 def _environment_kept() -> Iterator[None]:
-    """Keeps the environment of later processes as it was before the block."""
+    """Restores, after the block, the environment variables that jax or its setup changes."""
     before = {name: os.environ.get(name) for name in _SET_FOR_JAX}
     try:
         yield
@@ -166,9 +167,10 @@ def _environment_kept() -> Iterator[None]:
 def _each_once(
     kind: str, texts: Sequence[str], read: Callable[[str], Any], example: str
 ) -> list[str]:
-    """Returns texts of different meanings, so that repeated ones are planned once.
+    """Returns `texts` without repetitions, where texts that `read` reads as equal count as equal.
 
-    Raises a ValueError, which shows the right form, for a text that Mesh-TF cannot read.
+    Raises ValueError for a text that Mesh-TF cannot read. The error says what `kind` of text it is,
+    and shows an `example` of the right form.
     """
     found: dict[Any, str] = {}
     for text in texts:

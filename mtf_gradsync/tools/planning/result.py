@@ -1,4 +1,4 @@
-"""The result of a plan: a row for each mesh and machine, as a table and as JSON."""
+"""The result of planning: a row for each mesh and machine, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SHARES = (
 
 @dataclasses.dataclass(frozen=True)
 class AxisTraffic:
-    """The collectives along one mesh axis, or several at once, of an update step.
+    """The collectives of a step along one mesh axis, or along several axes at once.
 
     Attributes:
       axis: names of the axes, joined by "+".
-      collectives: the number of collectives that run.
-      bytes_per_core: bytes that each core puts into them.
-      seconds: the time that they take over the links.
+      collectives: the number of collectives that run in a step.
+      bytes_per_core: the bytes that each core gives to all of these collectives.
+      seconds: the time that the collectives take on the links.
     """
 
     axis: str
@@ -42,13 +42,13 @@ class AxisTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class FewerMessages:
-    """The time of a step if slices exchange values over the network only once in some steps.
+    """The time of a step if slices exchange values over the network only once in several steps.
 
     Attributes:
-      way: "OuterOptimizer", or "islands" (programs that meet in a folder).
-      inner_steps: the number of steps of a round.
-      step_seconds: the mean step of a round.
-      exchange_seconds: the time of a round's exchange over the data center network.
+      way: "OuterOptimizer", or "islands" (programs that exchange changes through a folder).
+      inner_steps: the number of steps from one exchange to the next.
+      step_seconds: the mean time of a step, with its share of the exchange.
+      exchange_seconds: the time of one exchange over the data center network.
     """
 
     way: str
@@ -62,56 +62,59 @@ class PlanRow:
     """The predicted cost of a step on one mesh of one machine.
 
     Attributes:
-      mesh_shape: as in "batch:4;model:2".
-      layout: as in "batch:batch;heads:model".
-      machine: a topology as in "v5e:4x4".
+      mesh_shape: the mesh shape, such as "batch:4;model:2".
+      layout: the layout rules, such as "batch:batch;heads:model".
+      machine: the topology, such as "v5e:4x4".
       cores: the number of the machine's cores.
-      fits: whether the program's memory fits into a core's.
+      fits: whether the program fits into the memory of a core.
       bytes_per_core: memory that the program takes on one core.
       memory_per_core: bytes that a program may use on one core; None where there is no limit.
       flops: floating-point operations of one core in a step, by the compiler's count.
       bytes_accessed: bytes that one core's operations read and write in a step.
-      estimate_seconds: the time of its operations one after the other, without the links; by
-        `estimate_source`.
-      unknown_operations: the number of custom calls for which the estimate has only the bytes.
+      estimate_seconds: the time of the program's operations one after the other, without the links;
+        `estimate_source` says how it is found.
+      unknown_operations: the number of custom calls whose arithmetic is unknown, so that only their
+        bytes count.
       traffic: the collectives, by mesh axis.
-      link_seconds: the time that all of them take over the links.
+      link_seconds: the time that all collectives take on the links.
       step_seconds: the predicted time of a step: `estimate_seconds` plus `link_seconds`.
-      overlapped_seconds: the longer of the two: the time of a step that hides all of the other.
-      tokens_per_second: predicted, over the steps of `mean_step_seconds`; None if the tokens of a
-        step are unknown.
-      share_of_peak: operations per second by the compiler's count as a share of the chip's peak,
-        over the same steps; None if that is unknown. Recomputed operations count twice: this is the
-        "hardware FLOPs utilization" (HFU); compare programs by `mfu`.
-      build_seconds: how long building the program took.
-      compile_seconds: how long the compiler took.
+      overlapped_seconds: the larger of `estimate_seconds` and `link_seconds`: the time of a step in
+        which operations and links overlap completely.
+      tokens_per_second: the predicted rate, by `mean_step_seconds`; None if the tokens of a step
+        are unknown.
+      share_of_peak: operations per second by the compiler's count, as a share of the chip's peak
+        ("hardware FLOPs utilization", HFU), by `mean_step_seconds`; None if the peak is unknown.
+        Recomputed operations count twice, so compare programs by `mfu`.
+      build_seconds: the time that building the program took.
+      compile_seconds: the time that the compiler took.
       is_repeated: whether an equal program had been compiled before.
-      unknown_names: targets of these custom calls.
-      loops_counted_once: the number of loops of which one turn is counted, as it is not known how
-        often they turn.
-      is_of_update: whether the program has conditionals, and the figures are those of a step on
-        which all are true: one that makes the update, where gradients are accumulated.
+      unknown_names: the targets of the custom calls in `unknown_operations`.
+      loops_counted_once: the number of loops of which only one iteration is counted, since their
+        number of iterations is unknown.
+      is_of_update: whether the program has conditionals. The figures are then those of a step on
+        which all conditions are true: with accumulation, the step that makes the update.
       parameters: the number of trainable parameters; None if unknown.
       steps_per_update: the number of steps of which one makes the update; see `Built`.
       skipped_step_seconds: the predicted time of a step on which all conditions are false, links
         included; None without conditionals.
-      mean_step_seconds: the mean over `steps_per_update` steps: `step_seconds` where that is 1, or
-        no other step is known.
+      mean_step_seconds: the mean time over `steps_per_update` steps, of which one makes the update.
+        It is `step_seconds` if that number is 1, or if the program has no conditionals.
       estimate_source: "roofline" for the rooflines of all operations at the chip's published rates,
         "measured" for rates that were measured on this machine.
       roofline_seconds: the roofline of the whole step: `flops` at the peak or `bytes_accessed` at
         the memory's bandwidth, whichever takes longer; None if the rates are unknown.
-      doubt: why the estimate cannot be right beside that; "" if it can. Such rows come last.
+      doubt: why the estimate cannot be right, compared with `roofline_seconds`; "" if it can. Rows
+        with a doubt come last.
       model_flops: operations that the model needs in a step on all cores together, by
         `Built.model_flops`; None if unknown.
-      mfu: `model_flops` per second as a share of all chips' peak, over the same steps ("model FLOPs
-        utilization"); None if either is unknown.
-      dollars_per_hour: what the machine's chips cost, by the price that was given; None without.
-      tokens_per_dollar: by that price and `tokens_per_second`; None if either is unknown.
+      mfu: `model_flops` per second as a share of all chips' peak ("model FLOPs utilization"), by
+        `mean_step_seconds`; None if `model_flops` or the peak is unknown.
+      dollars_per_hour: what the machine's chips cost by the given price; None without a price.
+      tokens_per_dollar: from `dollars_per_hour` and `tokens_per_second`; None if one is unknown.
       slices: the number of slices that a data center network joins.
-      dcn_seconds: the part of `link_seconds` that is over this network (the axis "DCN").
-      fewer_messages: what a step would take with fewer exchanges over it; empty for one slice, and
-        where the axis that crosses the network does not split the batch.
+      dcn_seconds: the part of `link_seconds` spent on the data center network (the axis "DCN").
+      fewer_messages: the time of a step with fewer exchanges over that network. It is empty for one
+        slice, and if the axis that crosses the network does not split the batch.
     """
 
     mesh_shape: str
@@ -158,9 +161,9 @@ class Refused:
     """A mesh that is not possible on a machine.
 
     Attributes:
-      mesh_shape: as for `PlanRow`.
-      layout: as for `PlanRow`.
-      machine: as for `PlanRow`.
+      mesh_shape: the mesh shape, such as "batch:4;model:2".
+      layout: the layout rules, such as "batch:batch;heads:model".
+      machine: the topology, such as "v5e:4x4".
       reason: why the mesh is not possible, in one line.
     """
 
@@ -175,12 +178,13 @@ class Plan:
     """The predicted cost of a training step on each mesh and machine.
 
     Attributes:
-      rows: meshes whose program fits into memory first, those in doubt (see `PlanRow`) last; then
-        by predicted time for a token (for a step, if tokens are unknown), the fastest first.
-      refused: meshes that are not possible, with the reason.
+      rows: the possible meshes. Programs that fit into memory come first and estimates in doubt
+        (see `PlanRow`) last; among equals, the fastest for a token (or for a step, if the number of
+        tokens is unknown) comes first.
+      refused: the meshes that are not possible, with the reasons.
       is_partial: whether planning was stopped before all meshes were planned.
-      not_reached: the number of meshes that were not planned when it was stopped.
-      stopped_by: the number of the signal that stopped it; None if no signal did.
+      not_reached: the number of meshes that were not planned before the stop.
+      stopped_by: the number of the signal that stopped the planning; None if no signal did.
     """
 
     rows: tuple[PlanRow, ...]
@@ -233,7 +237,7 @@ class Plan:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def plot(self, path: str) -> None:
-        """Writes a PNG of each row's time, split into the estimate and the links.
+        """Draws each row's predicted time, split into operations and links, into a PNG.
 
         Args:
           path: the file to write.
@@ -280,7 +284,7 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
 
 
 def _parameters(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Returns a line with the number of parameters, which padding may make differ by mesh."""
+    """Returns a line with the number of parameters (or several, if padding depends on the mesh)."""
     counts = sorted({row.parameters for row in rows if row.parameters is not None})
     return [f"{' or '.join(f'{n:,}' for n in counts)} parameters."] if counts else []
 
@@ -291,7 +295,7 @@ def _name(row: PlanRow | Refused, with_layout: bool) -> str:
 
 
 def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Returns a table of the savings by fewer messages between slices, and when they pay."""
+    """Returns lines with a table of step times with fewer exchanges between slices, and savings."""
     table, words = [], []
     several = len({row.layout for row in rows}) > 1
     for row in rows:
@@ -335,7 +339,7 @@ _LEAST_SAVED = 0.05
 
 
 def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
-    """Returns lines with each reason once."""
+    """Returns lines that give each reason once, with the meshes that it refuses."""
     meshes: dict[str, list[str]] = {}
     for one in refused:
         meshes.setdefault(one.reason, []).append(_name(one, with_layout))
@@ -349,7 +353,7 @@ def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
 
 
 def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
-    """Returns the milliseconds of each row: of its operations, and along each mesh axis."""
+    """Returns label -> milliseconds of each row, for operations and for links of each mesh axis."""
     parts = {"operations": [1e3 * row.estimate_seconds for row in rows]}
     for axis in dict.fromkeys(t.axis for row in rows for t in row.traffic):
         parts[f"along {axis}"] = [

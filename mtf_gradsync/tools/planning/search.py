@@ -1,4 +1,4 @@
-"""Builds and compiles a training step on each mesh, and makes a plan of the results."""
+"""Builds and compiles a training step for each mesh, and makes a plan from the results."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Built(NamedTuple):
     Attributes:
       program: what `simd.tpu_program` yielded, with the training step built in it.
       fetches: tensors that a step returns besides the updates, such as the loss.
-      tokens: the number of tokens (or examples) that a step trains on; None if unknown.
+      tokens: the number of tokens (or examples) in a step; None if unknown.
       parameters: the number of trainable parameters; None if unknown.
-      steps_per_update: the period of the program's conditions: they are true in one of so many
-        steps, as in accumulation over so many steps. The plan's means are over these.
-      model_flops: operations that the model needs in a step on all cores, as `model_flops` counts
-        them; None for 6 for each parameter and token, without attention.
+      steps_per_update: the number of steps of which one makes the update, such as the steps over
+        which gradients are accumulated. The program's conditions are true in that step only.
+      model_flops: operations that the model needs in a step on all cores, as the function
+        `model_flops` counts them. None counts 6 for each parameter and token, without attention.
     """
 
     program: Program
@@ -61,28 +61,29 @@ class Built(NamedTuple):
 
 
 def model_flops(loss: mtf.Tensor) -> float:
-    """Returns the operations of a model's training step, whatever the program computes.
+    """Returns how many floating-point operations a model needs in a training step (model FLOPs).
 
-    The count is 6 for each weight and token that it is multiplied with (2 forward, 4 backward), and
-    12 for each layer, head dimension, token, and token that it attends to, masked or not: 6 N D and
-    12 L H Q T D of Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311, appendix B. Looking
-    up an embedding and dispatching tokens to experts do not count, although Mesh-TensorFlow makes
-    them by products; recomputed operations count once.
+    The count is 6 for each pair of a weight and a token that are multiplied (2 in the forward and 4
+    in the backward pass). Attention adds 12 for each layer, element of a head, token, and token
+    attended to, masked or not. These are 6 N D and 12 L H Q T D of Chowdhery et al. (2022),
+    https://arxiv.org/abs/2204.02311, appendix B. Embedding lookups and the dispatch of tokens to
+    experts do not count, although Mesh-TensorFlow makes them by products. Recomputed operations
+    count once.
 
     Args:
-      loss: the loss, a tensor of an mtf graph; what was added to the graph before it counts.
+      loss: the loss, a tensor of an mtf graph. Only operations up to the loss are counted.
 
     Returns:
       The number of floating-point operations of a step on all cores together.
 
     Raises:
-      ValueError: when the model is in a loop, which hides how often it runs. Count the model that
-        is built without it.
+      ValueError: the model is in a loop, whose number of iterations is unknown. Build the model
+        without the loop to count its operations.
     """
     selects: dict[mtf.Tensor, bool] = {}
 
     def is_selection(x: mtf.Tensor) -> bool:
-        """Returns whether a tensor selects elements, as (scaled) one-hot vectors do."""
+        """Returns whether a tensor selects elements of others, as (scaled) one-hot vectors do."""
         if x not in selects:
             op = x.operation
             passes_on = len(op.inputs) == 1 or (
@@ -108,20 +109,20 @@ def model_flops(loss: mtf.Tensor) -> float:
 
 
 def _summed(einsum: mtf.EinsumOperation) -> bool:
-    """Returns whether a product sums over a dimension of several of its operands."""
+    """Returns whether a product sums over a dimension of its operands."""
     return any(
         dim not in einsum.outputs[0].shape.dims for x in einsum.inputs for dim in x.shape.dims
     )
 
 
 def rules_of(layout: str) -> list[tuple[str, ...]]:
-    """Returns the rules of a layout, each as its two names."""
+    """Returns the rules of a layout, each as a pair: a tensor dimension and a mesh axis."""
     # What Mesh-TF takes for the end of a rule.
     return [tuple(rule.split(":")) for rule in re.split("[ ,.;]", layout) if rule]
 
 
 class Candidate(NamedTuple):
-    """A mesh to plan."""
+    """A mesh, layout and machine to plan for."""
 
     mesh_shape: str  # as in "batch:4;model:2"
     layout: str
@@ -130,7 +131,7 @@ class Candidate(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A candidate's program, without the graph that it was built in."""
+    """The lowered program of a candidate, without the graph in which it was built."""
 
     candidate: Candidate
     lowered: LoweredProgram
@@ -152,14 +153,19 @@ def search(
     done: Callable[[], Any] = lambda: None,
     stop: Interruption | None = None,
 ) -> Plan:
-    """Returns a plan of candidates; after a KeyboardInterrupt, of the candidates planned so far.
+    """Builds and compiles the program of each candidate; returns the plan.
 
-    Programs are built one after the other, each once for all machines with that number of cores,
-    while up to `jobs` compilers run. Equal programs are compiled once for a machine.
+    After a KeyboardInterrupt the plan has the candidates planned so far. Programs are built one
+    after the other, each once for all machines, while compilers run. Equal programs are compiled
+    once for each machine.
 
-    `build` gets a mesh shape and a layout, in a graph of its own; its errors of the types
-    `refusals` mean that a mesh is not possible. `done` is called after each candidate. `stop` is
-    checked if the caller has entered it.
+    Args:
+      build: builds the program for a mesh shape and a layout, in a new graph.
+      candidates: the meshes, layouts and machines to plan for.
+      jobs: the number of compilers that run at once.
+      refusals: types of errors by which `build` says that a mesh is not possible.
+      done: called after each candidate.
+      stop: raises KeyboardInterrupt after a signal, if the caller has entered it.
     """
     return _Search(build, jobs, refusals, done, stop or Interruption()).run(candidates)
 
@@ -212,7 +218,7 @@ class _Search:
         )
 
     def _built(self, group: Sequence[Candidate]) -> Iterable[_Work]:
-        """Builds the programs of candidates with the same mesh shape and layout."""
+        """Builds the program of candidates that have the same mesh shape and layout."""
         first, started = group[0], time.monotonic()
         try:
             with tf.Graph().as_default():
@@ -291,7 +297,7 @@ class _Search:
                 process.kill()
 
     def _end(self, pool: concurrent.futures.Executor) -> None:
-        """Ends the compilers whose results are not needed any more."""
+        """Kills the compilers that still run, and waits for the threads in the pool."""
         with self._lock:
             self._stopped = self._stopped or bool(self._pending)
             for process in self._processes:
@@ -374,10 +380,11 @@ _BATCH = ("batch", "outer_batch")
 
 
 def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
-    """Returns a step's time if slices, apart for `apart` seconds, exchange values once a round.
+    """Returns step times if slices exchange values only once in a number of steps.
 
-    An outer step adds up float32 values of each core over the slices. An island, one process of
-    which reads and writes, sends its change and reads the merged values, beside its steps.
+    `apart` is the time of a step without any exchange between slices. An outer step adds up float32
+    values of each core over the slices. An island sends its change and reads the merged values
+    through one process, while its steps go on.
     """
     machine, parameters = work.candidate.machine, work.built.parameters
     (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))
@@ -396,7 +403,7 @@ def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
 
 
 def _roofline(cost: CostEstimate, machine: Machine) -> float | None:
-    """Returns the least time of a step's work on a core, without the links; None if unknown."""
+    """Returns the least time of a step's operations on a core, without links; None if unknown."""
     peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
     if not peak or not bandwidth:
         return None

@@ -1,4 +1,4 @@
-"""The stacks of wrappers among which `plan --best` chooses."""
+"""The stacks of wrappers among which the command `plan --best` chooses."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ SUMS = ("local", "synced", "sharded")
 
 
 class Stack(NamedTuple):
-    """The settings of a stack's wrappers that divide an update.
+    """The settings of a stack of wrappers, as far as they decide the cost of an update.
 
     Attributes:
-      steps: how many microbatch steps make an update (K).
-      sums: where their gradients are added up, one of `SUMS`; "" for a single step.
-      sharded_updates: whether each replica updates its part of the variables (ZeRO-1).
-      reducer: "fused", or "hierarchical" where replicas lie along several mesh axes.
-      inner_steps: after how many steps an outer step follows; 0 for none. Outer steps change the
-        training.
+      steps: the number of microbatch steps that make an update (K).
+      sums: how gradients of microbatch steps are accumulated: one of `SUMS`; "" for a single step.
+      sharded_updates: whether each replica updates its part of every variable (ZeRO-1).
+      reducer: the strategy that reduces gradients: "fused", or, if replicas lie along several mesh
+        axes, "hierarchical".
+      inner_steps: the number of steps from one outer step (DiLoCo) to the next; 0 for no outer
+        steps. Outer steps change what is trained.
     """
 
     steps: int = 1
@@ -39,13 +40,13 @@ class Stack(NamedTuple):
 def stacks_of(
     steps: Sequence[int], shards: int, replica_axes: int, inner_steps: Sequence[int] = ()
 ) -> list[Stack]:
-    """Returns all stacks for some numbers of microbatch steps.
+    """Returns all stacks that can be chosen.
 
     Args:
-      steps: numbers of microbatch steps.
+      steps: numbers of microbatch steps in an update to consider.
       shards: the number of replicas; with one there is nothing to shard or to reduce.
-      replica_axes: the number of mesh axes that replicas lie along.
-      inner_steps: numbers of inner steps of outer steps to consider.
+      replica_axes: the number of mesh axes along which replicas lie.
+      inner_steps: numbers of steps between two outer steps to consider.
     """
     reducers = ["fused", "hierarchical"] if replica_axes > 1 else ["fused"]
     found = []
