@@ -49,9 +49,9 @@ def text_table(
 ) -> list[str]:
     """Returns the lines of a table that fits into the terminal. Figures are never cut.
 
-    A table that is too wide has the words of its headers below each other, then the widest of its
-    columns of text in several lines. If that is not enough, the columns are in several tables below
-    each other.
+    If a table is too wide, the words of its headers are written below each other. If it still is,
+    its widest columns of text are broken into several lines. If that is not enough, the columns are
+    divided over several tables below each other.
 
     Args:
       headers: a header for each column. They, and cells, may have several lines.

@@ -152,7 +152,7 @@ def task_of_environment() -> Task | None:
         ) from error
     try:
         number = int(index) if str(index).isdigit() else index
-        # Where the type is missing, the error names the jobs that there are.
+        # If the type is missing, the error names the jobs of the cluster.
         return task_of_spec(spec, job, number)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"TF_CONFIG: {error}") from error

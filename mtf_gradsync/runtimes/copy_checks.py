@@ -37,7 +37,8 @@ class CopiesError(RuntimeError):
 
     Attributes:
       variable: the variable's name.
-      cores: the cores that hold another value than most others.
+      cores: the cores whose copy differs from the copy of most cores; all cores if there is no
+        majority.
       step: the global step at which the difference was found; without a global step, the number of
         runs.
     """
@@ -50,9 +51,9 @@ class CopiesError(RuntimeError):
 def watch_copies(every: int = 100) -> CopiesHook:
     """Makes a session hook that compares the copies of each variable and slot on all cores.
 
-    Compared are checksums of bits, which each device computes from its own copy. So equal NaNs are
-    no difference, and -0.0 in place of 0.0 is one. State that belongs to one shard, such as
-    accumulated gradients, is compared among the cores of this shard. Give the hook to
+    The hook compares checksums of bits, which each device computes from its own copy. So equal NaNs
+    are no difference, but -0.0 in place of 0.0 is a difference. State that belongs to one shard,
+    such as accumulated gradients, is compared among the cores of this shard. Give the hook to
     `tf.train.MonitoredTrainingSession` or `Estimator.train`; without hooks, call its `begin` before
     the session is opened, and `after_step` after each step.
 
@@ -122,7 +123,7 @@ class CopiesHook(tf.train.SessionRunHook):
         self._attach(session)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Compares if a comparison is due; see `tf.train.SessionRunHook.after_run`."""
+        """Counts a step, and compares the copies in every `every`-th step."""
         del run_values
         self.after_step(run_context.session)
 
@@ -188,7 +189,7 @@ class CopiesHook(tf.train.SessionRunHook):
             by_name = {k: x for xs, (_, keys) in zip(found, self._sums) for k, x in zip(keys, xs)}
         else:
             by_name = {}
-            # On XLA devices each core also has a copy of what TensorFlow has once, as counters.
+            # On XLA devices each core also copies variables that TensorFlow has once (counters).
             for names, of_cores in checksums.items():
                 by_name.update(zip(names, of_cores))
                 if len(set(names)) == 1 < len(names):
@@ -293,7 +294,7 @@ def _checksum(value: tf.Tensor) -> tf.Tensor:
     # Slices of a TPU's program are read by its host.
     if tf.DeviceSpec.from_string(value.device).device_type != "GPU":
         return tf.fingerprint(tf.reshape(value, [1, -1]))[0]
-    # One number that changes always changes the sum, as weights are odd.
+    # A change of a single number always changes the sum, because weights are odd.
     dtype = value.dtype.base_dtype
     if dtype != tf.bool:
         value = tf.bitcast(value, _INTEGERS[min(dtype.size, 8)])

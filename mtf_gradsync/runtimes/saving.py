@@ -257,7 +257,7 @@ class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it 
         (save,) = [op for op in (last, *last.control_inputs) if op.type == "SaveV2"]
         _, names, slices, *tensors = save.inputs
         self._filename = saver_def.filename_tensor_name
-        # Copies: the steps that follow do not write to them.
+        # These are copies: later steps do not write to them.
         names, slices, values = sess.run([names, slices, tensors])
         with tf.Graph().as_default() as graph:
             self._prefix = tf.placeholder(tf.string, [])
@@ -373,7 +373,7 @@ class TrainingSaver(RunSaver):
             return super().save(sess, save_path, global_step, *args, **kwargs)
         except (tf.errors.OpError, OSError, ValueError) as error:
             directory = os.path.dirname(save_path)
-            # They take room where there may be none.
+            # Leftover files take room on a disk that may be full.
             remove_leftovers(directory)
             raise TrainingError(
                 f"The checkpoint of step {global_step} cannot be written to {directory}: "
@@ -411,7 +411,7 @@ class TrainingSaver(RunSaver):
 
     def _check_masters(self, sess: Any, global_step: Any) -> None:
         if isinstance(sess, _TakenValues):
-            return  # checked when they were taken
+            return  # the values were checked when they were read
         if not self._finite:
             return
         # By name: a SIMD program's session runs a graph of its own.

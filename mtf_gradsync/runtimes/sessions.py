@@ -214,7 +214,8 @@ def choose_runtime(
     takes. If "fastest" is among them, it means `fastest`, or, if that is None, the fastest runtime
     that this environment has.
 
-    Raises: ValueError: there is no such runtime, or it does not run here.
+    Raises:
+      ValueError: there is no such runtime, or it does not run here.
     """
     if name not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}.")

@@ -147,7 +147,7 @@ def damage_of(path: str, of_a_run: bool = True) -> str | None:
         return f"its index cannot be read: {first_line(error)}"
     if of_a_run and "global_step" not in shapes:
         return "it has no global_step: it is no checkpoint of a training run"
-    # Seconds for the largest models; silent where nobody watches.
+    # Takes seconds for the largest models. Without a terminal the bar is not shown.
     for name in tqdm(
         sorted(shapes), desc="checking the checkpoint", unit="variable", leave=False, disable=None
     ):
@@ -163,7 +163,7 @@ class Start(NamedTuple):
 
     path: str | None = None  # the checkpoint to restore; None for initial values
     kept: tuple[str, ...] = ()  # all checkpoints of the run, from the oldest to the newest
-    step: int = 0  # steps made before, where they were asked for
+    step: int = 0  # steps made before, if they were asked for
     new: tuple[str, ...] = ()  # variables that the checkpoint lacks: they begin as in a new run
     with_averages: bool = False  # whether to restore moving averages in place of the variables
 
@@ -183,7 +183,7 @@ class Start(NamedTuple):
             with averaged_checkpoint(self.path, tf.global_variables()) as path:
                 yield path
         elif self.new:
-            # Beside the other, so that every machine that sees one sees both.
+            # In the same folder, so that every machine that can read one can read both.
             with tempfile.TemporaryDirectory(
                 prefix=".completed-", dir=os.path.dirname(self.path)
             ) as directory:
@@ -280,12 +280,12 @@ def _chosen(paths: list[str]) -> Start:
 
 def _listed(model_dir: str) -> list[str]:
     """Returns the checkpoints in the state file, the newest last; [] if it cannot be read."""
-    # Not tf.train.latest_checkpoint: where the file names what is not there, it returns None, and
-    # a run would begin again from nothing.
+    # Not tf.train.latest_checkpoint: if the file names a checkpoint that does not exist, it returns
+    # None, and a run would begin again from nothing.
     state = checkpoint_state(model_dir)
     if state is None:
         return []
-    # By name: others' state files have absolute paths, which in a copy are those of the original.
+    # By file name: other programs' state files have absolute paths, wrong in a copied folder.
     newest, *others = (
         os.path.join(model_dir, os.path.basename(path))
         for path in (state.model_checkpoint_path, *state.all_model_checkpoint_paths)

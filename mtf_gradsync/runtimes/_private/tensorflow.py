@@ -22,7 +22,7 @@ TPU_PROGRAM_ATTR = "_tpu_replicate"
 
 
 def session_interface() -> type:
-    """Returns the class by which savers and hooks recognise sessions."""
+    """Returns the class from which sessions must inherit, so that savers and hooks accept them."""
     from tensorflow.python.client import session
 
     return session.SessionInterface
@@ -157,9 +157,9 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
     """Returns the unoptimized HLO that TensorFlow's bridge to XLA makes of a concrete function.
 
     Call it with eager execution enabled. `input_specs` describe the function's arguments, without
-    its captures. Returned is a serialized ``HloModuleProto``. Its results are first the function's
-    results, then the new values of the variables that the function assigns. The module's aliases
-    say which result belongs to which variable.
+    its captures. The result is a serialized ``HloModuleProto``. Its program returns first the
+    function's results, then the new values of the variables that the function assigns. The module's
+    aliases say which result belongs to which variable.
 
     Raises:
       BridgeError: XLA has no kernel for an operation.

@@ -4,8 +4,8 @@ TensorFlow waits forever for a process that never comes. So does jax, or it ends
 a message. So the processes meet first, over plain TCP, where missing processes can be named. Then
 the port is free again, for jax for example. The connections stay open: the watchdog uses them.
 
-If a job has a secret, both sides prove that they have it before they trust each other. A copy of
-this module and of `members` lies in every exported step.
+If a job has a secret, both sides prove that they have it before they trust each other. Every
+exported step contains a copy of this module and of `members`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Introduction(NamedTuple):
     """The first message of a process to process 0."""
 
     member: Member
-    facts: dict[str, Any]  # what the process was started with
+    facts: dict[str, Any]  # the settings that the process was started with
     challenge: str  # for process 0's own proof
     proof: str  # that the process has the secret
 
@@ -75,13 +75,13 @@ class Host:
     def __init__(self, me: Member, facts: Mapping[str, Any], place: MeetingAddress):
         self._me, self._facts, self._place = me, facts, place
         self._arrived: dict[int, tuple[Member, Connection]] = {}
-        self._challenged: dict[int, str] = {}  # what the processes that are there have asked
+        self._challenged: dict[int, str] = {}  # the challenges of the processes that have come
         self._selector = selectors.DefaultSelector()
         self._strangers: list[_Stranger] = []
         self._denied = False  # whether somebody has had another secret
 
     def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
-        """Waits until all other processes have come; returns the connections; raises as `meet`.
+        """Waits for all other processes; returns the connections to them, or raises as `meet` does.
 
         `names` are the names of all processes, `end` the latest time by `time.monotonic`.
         """
@@ -122,7 +122,7 @@ class Host:
         self._tell(connection, challenge=stranger.challenge)
 
     def _drop_idle(self, most: int) -> None:
-        """Drops callers that have been silent for long, and the oldest of more than `most`."""
+        """Drops callers that have been silent for long, and the oldest callers beyond `most`."""
         late = time.monotonic() - ANSWER_S
         extra = len(self._strangers) - most
         for number, stranger in enumerate(list(self._strangers)):
@@ -331,8 +331,8 @@ def _join(
 def _connected(place: MeetingAddress) -> Connection:
     sock = socket.create_connection((place.loopback or place.host, place.port), timeout=5)
     if sock.getsockname() == sock.getpeername():
-        # On one machine, TCP connects a socket to itself where it is given the very port that it
-        # asks for, and nobody listens there.
+        # On one machine, TCP connects a socket to itself if nobody listens at the port and the
+        # socket itself happens to get this port.
         sock.close()
         raise ConnectionRefusedError("nobody listens there")
     return Connection(sock)

@@ -42,7 +42,7 @@ class MeetingAddress(NamedTuple):
     """The address at which the processes of a job meet."""
 
     host: str  # the machine of process 0, as the others see it
-    port: int  # a free port there
+    port: int  # a free port of that machine
     argument: str  # the argument by which a user gave the address, for errors
 
     def __str__(self) -> str:
@@ -73,8 +73,8 @@ class MeetingAddress(NamedTuple):
     @property
     def loopback(self) -> str | None:
         """The host, if it is a loopback address, which only this machine can reach; else None."""
-        # Not what a machine's name stands for: many machines have their own as 127.0.1.1, which is
-        # not what others know it by.
+        # A machine's name is not resolved: many machines resolve their own name to 127.0.1.1, which
+        # is not the address that other machines know.
         host = "127.0.0.1" if self.host == "localhost" else self.host
         with contextlib.suppress(ValueError):
             return host if ipaddress.ip_address(host).is_loopback else None

@@ -34,7 +34,7 @@ def main(pid: int, seconds: float, descriptors: list[int]) -> None:
     It sends none while the parent is stopped.
     """
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    # Soon after its end these connections have to break.
+    # The connections have to break soon after the parent's end.
     while os.getppid() == pid:
         if not is_stopped(pid):
             for one in sockets:

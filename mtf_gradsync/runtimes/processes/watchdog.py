@@ -51,7 +51,7 @@ class Alarm(NamedTuple):
     """The means by which a signal handler warns the watchdog that the process is about to end."""
 
     descriptor: int  # read end of a pipe that is written to then; the watchdog closes it
-    explain: Callable[[str], str]  # returns in words what has happened, given what was written
+    explain: Callable[[str], str]  # turns what was written into a sentence about what happened
 
 
 class Watchdog:
@@ -78,10 +78,12 @@ class Watchdog:
         self._size = len(peers) + 1
         self._last = self._next_beat = time.monotonic()
         self._heard = dict.fromkeys(peers, self._last)
-        self._begun: dict[Member, str] = {}  # what others have begun last, as far as known
+        self._begun: dict[
+            Member, str
+        ] = {}  # the work that each other process has begun last, if known
         self._alarm, self._alarmed = alarm, ""
         self._crash_at: float | None = None
-        self._left: set[Member] = set()  # those who said goodbye, this process included
+        self._left: set[Member] = set()  # processes that said goodbye, including this one
         self._doom: tuple[float, str] | None = None  # when to end, and why
         self._requests: collections.deque[tuple[str, str]] = collections.deque()
         self._finished = threading.Event()

@@ -42,7 +42,7 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
             "tf.tpu.replicate(...)."
         )
     check_functions_are_silent(facts)
-    find_collectives(facts)  # raises where their groups make no sense
+    find_collectives(facts)  # raises an error if groups make no sense
     functions = {f.signature.name for f in facts.graph_def.library.function}
     types: dict[str, tf.NodeDef] = {}
     for name in facts.order:

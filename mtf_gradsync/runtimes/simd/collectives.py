@@ -131,7 +131,7 @@ def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
 def _spell(
     variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
 ) -> tuple[str, ...]:
-    """Returns the trainable ones of `variables`, or all if none is trainable, by unstacked names.
+    """Returns the unstacked names of trainable `variables`, or of all if none is trainable.
 
     `stacked` is the result of `_original_names`; `trainable` are names of all trainable variables.
     """

@@ -26,7 +26,7 @@ class CommunicationRow:
       shape: shape of the operand on one core; None if it is unknown, or there are several tensors.
       bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. These
         are the bytes that the core puts in; the bytes on the wires depend on the algorithm. For
-        transfers: bytes received, averaged over the devices. None where it is not known.
+        transfers: bytes received, averaged over the devices. None if the size is not known.
       group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
       loops: names of the loops around it, outermost first.
       turns: how many times the loops run the operation in one step; None if the graph does not say.
@@ -107,7 +107,7 @@ class CommunicationReport:
 
     Attributes:
       rows: one row per operation, in program order.
-      mesh: the mesh, as in "batch:4;model:2", or "" where it is not known.
+      mesh: the mesh, as in "batch:4;model:2", or "" if it is not known.
     """
 
     rows: tuple[CommunicationRow, ...]
@@ -286,7 +286,7 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
 
     A tensor is copied once to each device that uses it. Copies from and to devices outside the mesh
     (the host's inputs, master variables) are not listed, nor are copies that TensorFlow makes
-    because it places an operation elsewhere than the graph asks.
+    because it places an operation on another device than the graph says.
 
     Args:
       fetches: the tensors and operations of one step, as for ``session.run``; what they do not
@@ -332,7 +332,7 @@ class ProcessTransfers(NamedTuple):
 
     Attributes:
       tensors: messages that carry a tensor.
-      bytes: size of these tensors; None where a shape is unknown.
+      bytes: size of these tensors; None if a shape is unknown.
       signals: messages without content, which let operations wait for operations of another
         process.
     """
@@ -442,7 +442,7 @@ def _row(
 
 
 def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:
-    """Returns the fields of a row that say when operations in a context run."""
+    """Returns loops, turns and branches of a context, as fields of a `CommunicationRow`."""
     return {
         "loops": tuple(c.frame for c in context if isinstance(c, Loop)),
         "turns": turns_in(facts, context),

@@ -97,14 +97,14 @@ class EmulatedGraph:
         return self._facts.cluster.get(node, "")
 
     def place_of(self, name: str) -> tuple[int, str] | None:
-        """Returns the core on which an operation of the rewritten graph runs, and its first name.
+        """Returns the core and the original name of an operation of the rewritten graph.
 
         Args:
           name: the operation's name in the rewritten graph.
 
         Returns:
-          The core, and the operation's name before the rewriting; None for an operation outside
-          every program.
+          The core on which the operation runs, and its name before the rewriting; None for an
+          operation outside every program.
         """
         first, _, rest = name.partition("/")
         stem, _, number = first.rpartition("_")
@@ -335,7 +335,7 @@ class _Rewriter:
             if node.op == "Enter":
                 copy.attr["frame_name"].s += f"_replica_{leader}".encode()
             elif core != leader:
-                # TensorFlow wants one LoopCond in a frame.
+                # TensorFlow allows one LoopCond in a frame.
                 copy.op = "Identity"
                 copy.attr["T"].type = tf.bool.as_datatype_enum
         if copy.op not in STATELESS and core and "seed" in copy.attr and "seed2" in copy.attr:
@@ -380,7 +380,7 @@ class _Rewriter:
     ) -> None:
         kind = node.attr["T"].type
         constant = self._facts.constant(self._facts.inputs(node.name)[2][0])
-        assert constant is not None  # as XLA wants it
+        assert constant is not None  # XLA requires a constant
         dimension = int(constant)
         for group in collective.groups:
             for core in group:
@@ -430,7 +430,7 @@ class _Rewriter:
             if name in facts.cluster:
                 continue
             for source, number in facts.inputs(name):
-                # An operation outside waits for this one, so it has to run.
+                # An operation outside the program waits for this source, so the source has to run.
                 if number != CONTROL or source not in facts.cluster:
                     continue
                 if not facts.context_of_output(source, number):

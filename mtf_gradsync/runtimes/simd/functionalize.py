@@ -84,7 +84,7 @@ class _Builder:
         self.library = tf.GraphDef()
         self.library.versions.CopyFrom(facts.graph_def.versions)
         self.library.library.CopyFrom(facts.graph_def.library)
-        # Name of a While -> turns; loops in two branches of one conditional may share a name.
+        # Name of a While -> numbers of iterations: loops in two branches may share a name.
         self.turns: dict[str, set[int | None]] = collections.defaultdict(set)
 
     def _is_merge(self, name: str) -> bool:

@@ -35,7 +35,7 @@ class UnsupportedProgramError(ValueError):
 
         Args:
           node: a ``NodeDef``.
-          problem: what is wrong with it, as in "it stands outside every TPU program".
+          problem: what is wrong with the operation, as in "it stands outside every TPU program".
           remedy: what to do, as in "build it inside simd.tpu_program(...)".
         """
         return cls(
@@ -261,7 +261,7 @@ class GraphFacts:
         return context
 
     def _find_pivots(self) -> dict[str, str]:
-        """Returns first ``Switch`` of a conditional -> the predicate that its other ones test."""
+        """Returns first ``Switch`` of a conditional -> predicate of its other ``Switch`` nodes."""
         # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
         # Identity(p), which all other Switch nodes test. Several conditionals may share p.
         found: dict[str, str] = {}

@@ -224,7 +224,10 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 
 @contextlib.contextmanager
 def compiled_only() -> Iterator[None]:
-    """Makes programs opened inside smaller: they can be compiled, but not run."""
+    """Returns a context manager: programs opened inside are smaller, only to be compiled.
+
+    They cannot be run, because all cores share one core's variables.
+    """
     token = _wanted.set(True)
     try:
         yield
@@ -328,8 +331,8 @@ class Program:
         """Returns a session on CPU replicas, with variables initialized and copied into slices.
 
         Args:
-          lowering: the program's lowering, a list of them, or the spec that a model_fn returned;
-            None for a program without mesh variables.
+          lowering: the program's lowering, a list of lowerings, or the EstimatorSpec that a
+            model_fn returned. None for a program without mesh variables.
           config: session configuration; default `cpu_config`.
 
         Returns:

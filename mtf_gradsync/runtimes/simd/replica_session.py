@@ -24,7 +24,7 @@ class MasterOps:
 
     Attributes:
       masters: name of each global variable -> the tensor that holds its value.
-      saver_def: SaverDef of the global variables; None where there are none.
+      saver_def: SaverDef of the global variables; None if there are none.
       are_equal: names of the tensors in `Beginnings.are_equal`.
       beginnings: the variables whose initial values wrappers derive from other variables.
       watches: reads after each step what optimizers have skipped.
@@ -76,9 +76,9 @@ _Session = TypeVar("_Session", bound="ReplicaSession")
 class ReplicaSession(abc.ABC):
     """A session on the cores of a SIMD program. Use it as a context manager.
 
-    Running any tensor or operation of a program runs the whole program on all cores, updates
-    included, as a TPU does. After each step it logs what optimizers have skipped, and raises
-    `NoUpdateError` where there were too many steps without an update.
+    Running any tensor or operation of a program runs the whole program on all cores, including its
+    updates, as a TPU does. After each step the session logs what optimizers have skipped, and
+    raises `NoUpdateError` if there were too many steps without an update.
     """
 
     # Hooks that watch steps leave it to the session.
@@ -122,8 +122,8 @@ class ReplicaSession(abc.ABC):
           fetches: a tensor, operation or name of the user's graph, inside or outside the program,
             or a nested structure of them.
           feed_dict: tensors of the user's graph outside the program -> values.
-          per_replica: whether a tensor of the program gives the list of its values on all cores
-            (in physical order) in place of its value on core 0.
+          per_replica: whether to return, for a tensor of the program, the list of its values on all
+            cores (in physical order) in place of its value on core 0.
 
         Returns:
           The same structure, with values in place of tensors and None in place of operations.
@@ -135,7 +135,7 @@ class ReplicaSession(abc.ABC):
     def variables(self) -> dict[str, np.ndarray]:
         """Returns the values of all global variables by name, assembled from their slices.
 
-        Variables that Mesh-TF stacked appear under their own names.
+        Variables that Mesh-TF stacked in another variable appear under their own names.
         """
         self._bring_masters_up_to_date()
         return self._session.run(self._ops.masters)
@@ -179,8 +179,9 @@ class ReplicaSession(abc.ABC):
 
         Args:
           path: prefix of the checkpoint's files.
-          saver: a saver that was made in the program's graph before the session, to count
-            checkpoints, delete old ones and write the state file; only a saver does these.
+          saver: a saver that was made in the program's graph before the session. It counts
+            checkpoints, deletes old checkpoints and writes the state file. None of this is done
+            without a saver.
           global_step: a number to add to the path, as for ``tf.train.Saver.save``.
 
         Raises:
@@ -237,7 +238,7 @@ class ReplicaSession(abc.ABC):
                     f"The variable {name!r} is of shape {shape.as_list()}; got a value of shape "
                     f"{list(value.shape)}."
                 )
-        # The slices of the others are newer than their masters.
+        # The slices of variables that are not set are newer than their masters.
         self._bring_masters_up_to_date()
         if self._access is None:
             self._access = VariableAccess(self._session.graph)
@@ -280,7 +281,7 @@ class ReplicaSession(abc.ABC):
     def _is_inside(self, name: str) -> bool:
         """Returns whether an operation or tensor of the user's graph belongs to a program.
 
-        It raises KeyError if the graph did not have it when the session was made.
+        Raises KeyError if the graph did not have the operation when the session was made.
         """
 
     def _feed(self, key: Any) -> str:
@@ -321,8 +322,8 @@ class ReplicaSession(abc.ABC):
 def copied(value: Any) -> Any:
     """Returns a copy of an array, safe to feed; returns values of other types unchanged.
 
-    TensorFlow takes the memory of an aligned array for its own, and a variable that is set to the
-    array, or to a part of it, is then updated in place.
+    TensorFlow uses the memory of an aligned array that is fed. If a variable is set to this array,
+    or to a part of it, later updates of the variable write into the array.
     """
     return np.array(value) if hasattr(value, "__array__") else value
 
@@ -355,7 +356,7 @@ class VariableAccess:
         The session's graph is this graph, or one that has the same operations under the same names.
         Every value is copied, so that no later step writes into an array of the caller's.
         """
-        # Variables may share the tensor that they are initialized with, so it takes several rounds.
+        # If variables share the tensor that initializes them, each run sets one of them.
         rounds: list[tuple[list[str], dict[str, Any]]] = []
         used: dict[str, int] = collections.Counter()
         for variable, value in values:

@@ -124,10 +124,10 @@ class Effects(NamedTuple):
     """The order of a program's side effects, as edges to add to its graph.
 
     Attributes:
-      after: node -> nodes of the same program that it waits for, on its own core.
-      after_all_cores: node -> nodes of the same program that it waits for, on all cores. Both nodes
-        are in the same loops and branches as a shared write.
-      last: program -> nodes that have to run before it is done.
+      after: node -> nodes of the same program that the node has to wait for, on its own core.
+      after_all_cores: node -> nodes of the same program that the node has to wait for, on all
+        cores. Both nodes are in the same loops and branches as a shared write.
+      last: program -> nodes that have to run before the program is done.
       shared_writes: writes to variables of which all cores see one copy (a global step on the
         host). All cores compute the same new value, and one core writes it.
     """
@@ -144,7 +144,7 @@ def find_effects(facts: GraphFacts) -> Effects:
 
 
 def written_variables(facts: GraphFacts) -> dict[str, list[str]]:
-    """Returns operation -> the variables that it writes, by the names that Mesh-TF gave them."""
+    """Returns operation -> the names that Mesh-TF gave to the variables that it writes."""
     written = {}
     for name in facts.order:
         if name in facts.cluster and facts.node[name].op not in _READS:
@@ -222,11 +222,11 @@ class _Finder:
             if (handles and op not in _READS) or op in _OTHER_EFFECTS:
                 self.effects.last[cluster].update(self._ends(name, ()))
             elif op in STATELESS:
-                # The turns of a loop draw their numbers one after the other.
+                # The iterations of a loop draw their numbers one after the other.
                 self._ends(name, ())
         for key in last_write:
             for name in all_reads[key]:
-                # A loop's next iteration may write what this one reads.
+                # A loop's next iteration may write the variable that this iteration reads.
                 self._ends(name, ())
 
     def _find_ends(self) -> None:
@@ -267,7 +267,7 @@ class _Finder:
     def _ends(self, name: str, context: Context) -> list[str]:
         """Returns nodes of the outer `context` that run after the node `name`, if that runs at all.
 
-        Adds the edges that this needs inside loops and branches.
+        Also adds to `effects` the edges that are needed for this inside loops and branches.
         """
         inner = self._facts.context[name]
         ends = [name]
@@ -291,7 +291,7 @@ class _Finder:
         loops = [i for i, c in enumerate(inner) if isinstance(c, Loop)]
         if not loops:
             return [name]
-        # Edges enter a loop only through its Enter nodes; the handle's own one will do.
+        # Edges enter a loop only through its Enter nodes: take the handle's Enter node.
         wanted = len(context) + loops[0] + 1
         for source, number in facts.inputs(name):
             while number >= 0:

@@ -1,4 +1,4 @@
-"""Turns a core's program into HLO by TensorFlow's own bridge to XLA."""
+"""Turns a core's program into HLO with TensorFlow's own bridge to XLA."""
 
 from __future__ import annotations
 
@@ -174,14 +174,14 @@ def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
 class Hlo(NamedTuple):
     """A core's program as HLO. Its parameters are `ReplicaProgram.inputs`, in that order."""
 
-    # A serialized ``HloModuleProto``. Custom calls stand for the collectives, and instructions
-    # know the operation of the graph that they are of.
+    # A serialized ``HloModuleProto``. Custom calls stand for the collectives, and each instruction
+    # has the name of the graph's operation that it comes from.
     proto: bytes
     num_fetches: int  # how many results are fetches; they come first
-    updated: tuple[int, ...]  # for each further result, which parameter it is the new value of
-    # Whether it draws random numbers; its last parameter is then their state, int64 ``[3]``.
+    updated: tuple[int, ...]  # for each further result, the parameter that it replaces
+    # Whether it draws random numbers. If so, the last parameter is their state, int64 ``[3]``.
     has_randomness: bool
-    turns: dict[str, int]  # how often loops turn, by the names of their ``While`` operations
+    turns: dict[str, int]  # name of a ``While`` operation -> the loop's number of iterations
 
 
 def to_hlo(replica: ReplicaProgram) -> Hlo:

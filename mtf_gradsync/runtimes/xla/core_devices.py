@@ -54,7 +54,7 @@ def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
 
 
 def check_keeps_order() -> None:
-    """Raises a ProcessesError if CPU devices of several processes cannot share collectives."""
+    """Raises a ProcessesError if this jaxlib hangs in collectives of several CPU processes."""
     import jaxlib
 
     if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < _OLDEST_JAXLIB:

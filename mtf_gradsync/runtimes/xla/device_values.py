@@ -161,7 +161,8 @@ class DeviceVariables:
     def checksums(self) -> dict[tuple[str, ...], list[Any]]:
         """Returns a checksum of each variable's value on each core, computed on the core's device.
 
-        Returns: The names of a variable in TensorFlow, one per core -> the checksums of all cores.
+        Returns:
+          The names of a variable in TensorFlow, one per core -> the checksums of all cores.
         """
         keys = sorted(self._on_devices)
         if not keys:

@@ -1,4 +1,4 @@
-"""Starts this process as one of several whose devices make one mesh."""
+"""Joins several processes, whose devices together make one mesh."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
-    # Its handlers call those that were there before them: the ones that sleep.
+    # faulthandler's handlers then call the previous handlers, which sleep.
     faulthandler.enable(writing)
 
     def undo() -> None:
@@ -120,7 +120,7 @@ class Processes(Membership):
 
     Attributes:
       process_index: this process's number, from 0.
-      num_processes: how many there are.
+      num_processes: the number of processes.
     """
 
     def __init__(
@@ -208,11 +208,12 @@ def start_processes(
     others end with an error that names it and `LOST_PROCESS_EXIT_CODE`.
 
     Args:
-      coordinator: address "host:port" of process 0, as the others see it; the port is any free one
-        there.
+      coordinator: address "host:port" of process 0, as the others see it. The port may be any free
+        port of that machine.
       num_processes: how many processes there are.
       process_id: this process's number, from 0.
-      cpu_devices: how many CPU devices this process makes; default what XLA_FLAGS says, or 1.
+      cpu_devices: the number of CPU devices that this process makes; default the number in
+        XLA_FLAGS, or 1.
       timeout: seconds to wait for the other processes.
       silence: seconds without a sign of life after which a process is lost.
       settings: settings that have to be equal in all processes, such as the number of steps, by the
@@ -259,7 +260,7 @@ def start_processes(
     watchdog = Watchdog(met.me, met.peers, silence, alarm)
     processes = Processes(met.me, cluster.num_processes, watchdog, undo)
     try:
-        with handler_kept(signal.SIGTERM):  # jax sets one that ignores it
+        with handler_kept(signal.SIGTERM):  # jax sets a handler that ignores it
             jax.distributed.initialize(
                 cluster.coordinator,
                 cluster.num_processes,

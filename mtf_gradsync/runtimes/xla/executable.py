@@ -72,8 +72,9 @@ def default_cache_dir() -> str | None:
 class Cache:
     """A cache in a folder. With a folder that cannot be used, or None, nothing is cached.
 
-    Entries are run as programs: so the folder and each entry must belong to this user (or root),
-    and nobody else may write there. A folder that others can write is not used, with one warning.
+    Cached entries are run as programs. So the folder and each entry must belong to this user (or
+    root), and no other user may be able to write them. If others can write the folder, it is not
+    used, and a warning is logged once.
     """
 
     def __init__(self, folder: str | None):
@@ -239,7 +240,7 @@ class CompiledCore(NamedTuple):
 
 
 class PreparedProgram:
-    """A program for devices, compiled for each set of fetches.
+    """A program for devices, which is compiled once for each set of fetches.
 
     `host` is the part of the graph outside the program. `version` is the version of the program's
     graph from which `host` was made.

@@ -27,7 +27,7 @@ def may_be_from_another_process(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (ExchangeError, OtherProcessError)):
             return True
-        # Perhaps a collective without one of its processes.
+        # Perhaps a collective of which another process is lost.
         if type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError"):
             return True
         error = error.__cause__ or error.__context__
@@ -133,7 +133,7 @@ def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
 
 
 def _packed(values: Sequence[np.ndarray]) -> np.ndarray:
-    # As bytes, because what is exchanged passes through a program, which rounds no byte.
+    # As bytes: exchanged values pass through a program, which might round other types.
     parts = [np.ascontiguousarray(v).reshape(-1).view(np.uint8) for v in values]
     return np.concatenate(parts)
 
@@ -206,7 +206,7 @@ class Cores:
         for piece in _pieces(values):
             packed = _packed(piece)
             words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
-            # All others add zeros to it.
+            # All other processes add zeros to it.
             sent = _exchange_words(words if self._me == 0 else np.zeros_like(words), "sum")
             found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
         return found

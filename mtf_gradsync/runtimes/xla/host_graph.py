@@ -40,7 +40,7 @@ _HANDLES = frozenset(["VarHandleOp", "VariableV2", "Variable"])
 class Touched(NamedTuple):
     """The variables that operations use, by the names of their ``VarHandleOp``."""
 
-    used: frozenset[str]  # those that they read, and `written`
+    used: frozenset[str]  # variables that the operations read, and those in `written`
     written: frozenset[str]
 
 
@@ -89,7 +89,7 @@ class HostGraph:
         return split_input(name)[0] in self._after
 
     def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
-        """Returns whether a tensor of `graph` depends only on constants and on what is `fed`."""
+        """Returns whether a tensor of `graph` depends only on constants and on tensors in `fed`."""
         pending, seen = [name], set()
         while pending:
             name = pending.pop()
@@ -256,9 +256,9 @@ class FetchSource(NamedTuple):
     # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
     names: tuple[str, ...] = ()
     inside: str = ""  # a tensor of the program
-    # Where the cores to fetch it from are among this process's; None for one of another process.
+    # Indices of the cores to fetch from, among this process's cores; None for other processes'.
     positions: tuple[int | None, ...] = ()
-    is_list: bool = False  # whether it is one value for each core
+    is_list: bool = False  # whether the result is a list of one value per core
     runs_program: bool = False  # whether it is inside the program
 
     def value(self, values: dict[str, Any]) -> Any:

@@ -75,7 +75,7 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
     for lowering in lowerings:
         for variable, laid_out in lowering.variables.items():
             if isinstance(laid_out, HeldSlices):
-                continue  # those of another variable
+                continue  # slices that belong to another variable
             # Outside a program, the first slice's name is used for all slices.
             first = laid_out.laid_out_tensor.all_slices[0].get()
             found[first.op.name] = variable, lowering.mesh_impl(variable)

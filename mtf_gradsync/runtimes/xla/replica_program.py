@@ -124,7 +124,7 @@ class _Cut:
                 pending.extend(source for source, _ in self._facts.inputs(name))
                 pending.extend(self._after(name))
                 if self._facts.is_conditional_switch(name):
-                    # It distinguishes two conditionals with one predicate.
+                    # This node tells apart two conditionals that have the same predicate.
                     pending.append(split_input(self._facts.predicate_of(name))[0])
         return found
 

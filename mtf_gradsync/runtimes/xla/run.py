@@ -8,7 +8,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "__main__":
     sys.path.insert(0, HERE)
     try:
-        # In its own folder.
+        # In the folder of this file.
         from runner.command import main  # type: ignore[import-not-found]
         from runner.meeting import meet_at  # type: ignore[import-not-found]
     except ImportError as error:

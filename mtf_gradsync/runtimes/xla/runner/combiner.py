@@ -166,8 +166,8 @@ def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
     Returns whether any were combined.
     """
     operations = [op.operation for op in block]
-    run: list[int] = []  # the positions of those to combine next
-    dependents: list[int] = []  # what takes their results
+    run: list[int] = []  # the positions of the collectives to combine next
+    dependents: list[int] = []  # the positions of operations that take their results
     results: set[Any] = set()  # of both
     size, combined = 0, False
 
@@ -235,7 +235,7 @@ def _combine(members: Sequence[_Member], after: Any) -> None:
 
     first, cores = members[0].op, members[0].cores
     names = [_NAME.match(str(m.op.location)) for m in members]
-    # As compilers name what they make of several operations.
+    # Compilers name an operation made from several others like this.
     merged = f"({':'.join(name[1] if name else '?' for name in names)})"
     location = ir.Location.name(merged) if all(names) else first.location
     stacks = first.name == _ALL_REDUCE and len({m.result for m in members}) == 1

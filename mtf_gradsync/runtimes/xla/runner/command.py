@@ -154,7 +154,7 @@ def _start_jax(
                 if met.loopback:
                     exchange_at(met.loopback)
             jax.distributed.initialize(*job, coordinator_bind_address=bind_address)
-        signal.signal(signal.SIGTERM, ends or signal.SIG_DFL)  # jax sets one that ignores it
+        signal.signal(signal.SIGTERM, ends or signal.SIG_DFL)  # jax sets a handler that ignores it
     except (RuntimeError, ValueError) as error:
         raise StepError(
             f"This process cannot join the others: {' '.join(str(error).split())} Give each "
@@ -216,7 +216,7 @@ def _from_file(
             f"{flags.inputs} has inputs for {there} steps of {count}. Give more, or --repeat."
         )
     for i in inputs:
-        # numpy's files hold what they do not know as its bits.
+        # numpy's files hold the bits of dtypes that numpy does not know.
         if i.name in arrays and i.dtype.kind == "V":
             bits = arrays[i.name].dtype
             if bits.kind == "u" and bits.itemsize == i.dtype.itemsize:

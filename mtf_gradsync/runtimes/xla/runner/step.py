@@ -185,11 +185,12 @@ class Step:
         """Returns the newest values of all variables; with several processes, all must call it.
 
         Args:
-          per_core: whether to return the list of the cores' slices in place of an assembled array.
+          per_core: whether to return, for each variable, the list of the cores' slices in place of
+            the assembled array.
 
         Returns:
-          name -> value. Arrays are assembled from the cores' slices; variables that
-          Mesh-TensorFlow stacked appear under their own names.
+          name -> value. Arrays are assembled from the cores' slices. Variables that Mesh-TensorFlow
+          stacked in another variable appear under their own names.
         """
         found: dict[str, Any] = {}
         self._finish()

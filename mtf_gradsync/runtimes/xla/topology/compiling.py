@@ -88,7 +88,7 @@ def compile_for_tpu(
     if bare is not None:
         module, refused = _lower_bare(bare, bare_fetches)
         if module is not None:
-            # With its own conditions as in the step that it is compared with.
+            # With all conditions true, like the step that it is compared with.
             others["bare"] = with_conditions(module, True) or module
     made = compile_lowered(lowered, topology, save_hlo, others, update_not_split)
     if refused:
@@ -102,7 +102,7 @@ class LoweredProgram(NamedTuple):
     """A core's program for the TPU compiler, or the reason for TensorFlow's refusal."""
 
     num_replicas: int
-    module: str | None  # StableHLO text; None where it was refused
+    module: str | None  # StableHLO text; None if TensorFlow refused the program
     refused: str = ""
 
 
@@ -162,7 +162,7 @@ def compile_lowered(
             Path(save_hlo).mkdir(parents=True, exist_ok=True)
             for stage in ("before", "after"):
                 text = Path(folder) / f"{stage}.hlo.txt"
-                # What is there of an earlier program would pass for this one's.
+                # A file of an earlier program must not be taken for this program's.
                 (Path(save_hlo) / text.name).unlink(missing_ok=True)
                 if text.exists():
                     shutil.copy(text, save_hlo)

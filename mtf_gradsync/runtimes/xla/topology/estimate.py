@@ -117,9 +117,9 @@ def with_conditions(module: str, value: bool) -> str | None:
     """Returns a StableHLO program's text with each conditional replaced by one branch.
 
     The compiler's estimate of a conditional is not the cost of the branch that a step runs. All
-    conditions have the same `value`, except one that is the negation of another ("report if not
-    finite" beside "update if finite"): it has the opposite value. Returns None for a program
-    without conditionals.
+    conditions have the same `value`, except that a condition which is the negation of another
+    ("report if not finite" beside "update if finite") has the opposite value. Returns None for a
+    program without conditionals.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -192,7 +192,7 @@ def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
             outer = math.prod(known[:-1])
             if len(known) < len(turns):
                 unknown += 1
-            elif known[-1] > 1 and outer:  # without any turn the compiler removes it
+            elif known[-1] > 1 and outer:  # a loop without iterations is removed by the compiler
                 copy = ir.Module.parse(module)
                 _put_a_turn_before(list(_loops(main_of(copy)))[number][0])
                 found.append(OneTurnMore(str(copy), known[-1] * outer - outer))
