@@ -1,4 +1,4 @@
-"""Helpers of all rooms: words for messages, checks of numbers, lines logged once, walks, groups."""
+"""Helpers for all modules: text of messages, checks of arguments, logging once, graph walks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
 
 
 def some_lines(lines: Sequence[str], most: int = 3) -> str:
-    """Returns the first lines, each after a line break, and the number of others."""
+    """Returns text with the first lines, each after a line break, and the number of the others."""
     more = [f"\n  and {len(lines) - most} more"] if len(lines) > most else []
     return "".join([*lines[:most], *more])
 
@@ -48,7 +48,7 @@ def counted(names: Sequence[str], noun: str) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns whether a value is a real number that a float holds, Python's or numpy's."""
+    """Returns whether a value is a real number of Python or numpy that a Python float can hold."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -63,7 +63,7 @@ INT32_MAX = 2**31 - 1
 
 
 def is_whole_number(value: Any, least: int = 1, most: int | None = None) -> TypeGuard[int]:
-    """Returns whether a value is a whole number, Python's or numpy's, from `least` to `most`."""
+    """Returns whether a value is an integer of Python or numpy, from `least` to `most`."""
     return (
         isinstance(value, numbers.Integral)
         and not isinstance(value, bool)
@@ -75,10 +75,10 @@ def is_whole_number(value: Any, least: int = 1, most: int | None = None) -> Type
 def check_whole_number(
     name: str, value: Any, least: int = 1, more: str = "", most: int | None = INT32_MAX
 ) -> int:
-    """Returns an argument as Python's int.
+    """Returns an argument as a Python int, after a check.
 
-    Raises ValueError unless it is a whole number of at least `least` that an int32 holds, or of at
-    most `most`, if that is another number or None; `more` is a sentence for the end of the error.
+    Raises ValueError unless the argument is a whole number from `least` to `most`; None for `most`
+    is no limit. The error names the argument as `name`, and ends with the sentence `more`.
     """
     if not is_whole_number(value, least):
         what = f"{name} must be a whole number of {least} or more, got {value!r}."
@@ -97,10 +97,11 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 def check_number(
     name: str, value: Any, what: str, below: float = math.inf, above: bool = False
 ) -> float:
-    """Returns an argument as Python's float.
+    """Returns an argument as a Python float, after a check.
 
-    Raises ValueError, by which the argument must be `what`, unless it is a number of 0 or more
-    (with `above`, more than 0) and less than `below`; and if float32 does not hold the number.
+    Raises ValueError unless the argument is a number of 0 or more (with `above`, more than 0), less
+    than `below`, and in the range of float32. The error names the argument as `name`, and says that
+    it must be `what`.
     """
     if not is_number(value) or not 0 <= value < below or (above and value == 0):
         raise ValueError(f"{name} must be {what}, got {value!r}.")
@@ -112,14 +113,14 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Returns an argument as a bool; raises TypeError unless it is True or False, or numpy's."""
+    """Returns an argument as a bool; raises TypeError unless it is a bool of Python or numpy."""
     if isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and not value.shape):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
 def elements(value: Any) -> list[Any] | None:
-    """Returns the elements of a list-like argument; None for others, such as a tensor or text."""
+    """Returns the elements of a list-like argument; None for a tensor, a string and the like."""
     # To iterate over a tensor adds operations to its graph before it fails.
     if isinstance(value, (str, bytes)) or hasattr(value, "graph"):
         return None
@@ -134,12 +135,15 @@ _warned: set[str] = set()
 
 
 def warn_once(key: str, message: str, *args: Any) -> None:
-    """Logs a warning unless one with the same key was logged in this process."""
+    """Logs a warning, unless one with the same `key` was logged in this process.
+
+    `message` and `args` are those of `logging.Logger.warning`.
+    """
     log_once(key, logging.WARNING, message, *args)
 
 
 def log_once(key: str, level: int, message: str, *args: Any) -> None:
-    """Logs a line at a level of `logging`, as `warn_once` logs a warning."""
+    """Logs a line at a level of `logging`, unless one with the same `key` was logged before."""
     if key not in _warned:
         _warned.add(key)
         _logger.log(level, message, *args)
@@ -151,9 +155,10 @@ def reset_warnings() -> None:
 
 
 def close_to(given: str, names: Iterable[str], most: int = 2) -> list[str]:
-    """Returns the names most similar to a given name, the most similar first.
+    """Returns the names that are most similar to a given name, the most similar one first.
 
-    A name is similar if one of its parts is, or if it contains the given name.
+    A name is similar if it is spelled almost like the given name, if one of its parts between
+    slashes is, or if it contains the given name. `most` is how many names are returned at most.
     """
     wanted = _letters(given)
 
@@ -173,7 +178,7 @@ def _letters(name: str) -> str:
 
 
 def did_you_mean(given: str, names: Iterable[str], most: int = 2) -> str:
-    """Returns the end of a message, such as "; did you mean a or b?"; "" if no name comes near.
+    """Returns the end of a message: "; did you mean a or b?", or "" if no name is similar.
 
     Examples:
       >>> did_you_mean("batc", ["batch", "heads"])
@@ -189,7 +194,11 @@ def warn_of_unmatched(
     names: Collection[str],
     matches: Callable[[str, str], Any] = re.search,
 ) -> None:
-    """Warns once of each pattern that matches no variable's name."""
+    """Warns once of each pattern that matches no variable's name.
+
+    `what` says what the patterns are for, in the warning. `matches` tells whether a pattern matches
+    a name.
+    """
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             warn_once(
@@ -208,8 +217,8 @@ _T = TypeVar("_T")
 def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
     """Yields all elements that are reached from `starts`, including `starts`, each once.
 
-    `following` gives the elements that follow one. The walk is depth first: of the waiting
-    elements, the last one found comes next.
+    `following` returns the elements that can be reached directly from an element. The walk is depth
+    first: the next element is always the one that was found last.
     """
     seen = dict.fromkeys(starts)
     todo = list(seen)
@@ -226,9 +235,10 @@ _K = TypeVar("_K", bound=Hashable)
 
 
 def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
-    """Calls `make` once for each different key, and returns a result for each position in `keys`.
+    """Returns a result for each position in `keys`, made for all positions of a key together.
 
-    `make` gets a key and all positions that have it, and returns a result for each of them.
+    `make` is called once for each different key. It gets the key and all positions in `keys` that
+    have it, and returns a result for each of these positions.
     """
     positions: dict[_K, list[int]] = {}
     for position, key in enumerate(keys):
@@ -243,7 +253,7 @@ _64_BITS = (1 << 64) - 1
 
 
 def mixed(seed: int, seed2: int) -> int:
-    """Returns a signed 64-bit seed, mixed from two numbers."""
+    """Returns a signed 64-bit seed, a hash of two numbers."""
     word = 0
     for part in (seed, seed2):
         # The mixing step of splitmix64.

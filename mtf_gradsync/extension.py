@@ -1,8 +1,9 @@
-"""The names of the core for runtimes, tools, and programs with wrappers of their own.
+"""The names of the core that runtimes, tools, and programs with their own wrappers may use.
 
 Import-linter checks that runtimes and tools use no other name of the core. The page
 ``docs/guides/own_wrapper.md`` says which names are for whom. Each name loads its module when it is
-first used: the command reads its arguments, and processes watch each other, without TensorFlow.
+first used. So the command can read its arguments, and processes can watch each other, without
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ if TYPE_CHECKING:
     )
     from mtf_gradsync.variables import ref_variables_explained
 else:
-    # Those that need no TensorFlow first: a name is looked for in this order.
+    # Modules that need no TensorFlow come first, because a name is looked for in this order.
     _HOMES = (
         "mtf_gradsync._common",
         "mtf_gradsync._private.lazy",

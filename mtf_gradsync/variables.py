@@ -1,4 +1,4 @@
-"""Names of variables, and remedies for errors of TensorFlow's ref variables."""
+"""TensorFlow's error about ref variables in a TPU program, with a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Iterator
 from mtf_gradsync._common import counted
 from mtf_gradsync._private.libraries import tf
 
-#: What a program does to have resource variables in their place.
+#: What a program has to do to get resource variables instead of ref variables, for errors.
 CURE = (
     "Call tf.compat.v1.enable_resource_variables() at the start of the program, after "
     "tf.compat.v1.disable_v2_behavior(), which takes it back."
@@ -16,12 +16,15 @@ CURE = (
 
 
 class RefVariablesError(NotImplementedError):
-    """TensorFlow's error about ref variables, with a remedy."""
+    """TensorFlow's error that a TPU program cannot have ref variables, with a remedy."""
 
 
 @contextlib.contextmanager
 def ref_variables_explained() -> Iterator[None]:
-    """Adds a remedy to TensorFlow's errors of ref variables in a TPU program, inside the block."""
+    """Returns a context that adds a remedy to TensorFlow's errors about ref variables.
+
+    TensorFlow raises them when a TPU program is built.
+    """
     try:
         yield
     except RefVariablesError:

@@ -56,7 +56,7 @@ class _TPUFields(NamedTuple):
 
 
 class _Spec:
-    """A spec; making it raises ValueError if it lacks what its mode needs."""
+    """A base class of specs; the constructor raises ValueError without what the mode needs."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class TPUEstimatorSpec(_Spec, _TPUFields):
 
 
 class _Settings:
-    """Settings by name, with defaults for missing ones."""
+    """A base class of configs: settings are attributes, with defaults for those not given."""
 
     _defaults: Mapping[str, Any] = MappingProxyType({})
 
@@ -162,7 +162,7 @@ class TPURunConfig(RunConfig):
 
 
 class WarmStartSettings(NamedTuple):
-    """The source of variables' first values, and the names of the variables."""
+    """A checkpoint that variables are initialized from, and the names of these variables."""
 
     ckpt_to_initialize_from: str
     vars_to_warm_start: Any = ".*"
@@ -198,7 +198,7 @@ _ESTIMATOR_CLASSES = (
 
 
 class EstimatorRemovedError(RuntimeError):
-    """The error of a program that needs Estimator, which this TensorFlow lacks."""
+    """The error of a program that uses Estimator, if TensorFlow does not have it any more."""
 
 
 def _removed_message(what: str) -> str:
@@ -221,7 +221,7 @@ def _removed_class(name: str, module: str) -> type:
 
 
 class _InputPipelineConfig:
-    """TPUConfig's input modes, with their values in TensorFlow 2.15."""
+    """The input modes of `TPUConfig`, with the values that they have in TensorFlow 2.15."""
 
     PER_SHARD_V1 = 1
     PER_HOST_V1 = 2
@@ -239,7 +239,7 @@ _TPU = {"TPUEstimatorSpec": TPUEstimatorSpec, **_TPU_CONFIG}
 
 
 class _StandInModule(types.ModuleType):
-    """A module that raises an error for unknown attributes, which says why they are missing."""
+    """A stand-in module; the error for a missing attribute says why TensorFlow lacks it."""
 
     is_mtf_gradsync_stand_in = True
 
@@ -301,7 +301,7 @@ def _estimator_stand_in() -> types.ModuleType:
 
 
 def restore_estimator(modules: list[Any]) -> None:
-    """Gives all modules in the list that have no ``estimator`` the same stand-in."""
+    """Sets the attribute ``estimator`` of modules that lack it; all get the same stand-in."""
     made = [module.estimator for module in modules if hasattr(module, "estimator")]
     stand_in: Any = next((one for one in made if isinstance(one, _StandInModule)), None)
     for module in modules:
@@ -310,7 +310,10 @@ def restore_estimator(modules: list[Any]) -> None:
 
 
 def restore_tpu_module(name: str) -> None:
-    """Registers a stand-in for ``tensorflow.python.tpu.<name>``, of the config or the Estimator."""
+    """Registers a stand-in for a module ``tensorflow.python.tpu.<name>`` that is missing.
+
+    The name is ``tpu_config`` or ``tpu_estimator``.
+    """
     place = f"{tpu_package.__name__}.{name}"
     if place in sys.modules:
         return

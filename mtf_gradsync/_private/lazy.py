@@ -1,9 +1,9 @@
-"""Names that load their modules when they are first used, and modules under earlier names.
+"""Loads modules when their names are first used, and finds moved modules by their earlier names.
 
-`import mtf_gradsync` loads what an optimizer wrapper is made of. Runtimes and tools load when they
-are first used (PEP 562), whichever way a program names them: ``mtf_gradsync.xla``, ``from
-mtf_gradsync import xla``, or ``import mtf_gradsync.xla``, which finds the module at its real place,
-so that no module is ever loaded twice.
+`import mtf_gradsync` loads only what optimizer wrappers need. Runtimes and tools load when they are
+first used (PEP 562), whichever way a program names them: ``mtf_gradsync.xla``, ``from mtf_gradsync
+import xla``, or ``import mtf_gradsync.xla``. The last one finds the module in the folder that it
+was moved to, so that no module is ever loaded twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def lazy_names(
 
     Args:
       package: the package's name.
-      places: for each name its module; a name that is a module itself has that module's own name.
+      places: maps each name to the full name of the module that has it. If the name is itself a
+        module's, this is the full name of that module.
     """
 
     def get(name: str) -> Any:
@@ -42,10 +43,11 @@ def lazy_names(
 
 
 class _MovedPackage(ModuleType):
-    """A package whose modules can also be imported by earlier names.
+    """The class of a package whose modules can also be imported by earlier names.
 
-    Each such import ends by making the module an attribute of its package, also where the package
-    has a function of that name by then, as `mtf_gradsync.xla.session` is one.
+    Python ends each such import by setting the module as an attribute of its package. This class
+    ignores that if the package already has another attribute of that name. For example,
+    `mtf_gradsync.xla.session` is a function.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -71,7 +73,7 @@ class _EarlierNames(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns a spec that leads to a module's real place; None if it has not moved."""
+        """Returns a spec by which a moved module is found; None for modules that have not moved."""
         place = self._place(fullname)
         found = find_spec(place) if place else None
         if found is None:
@@ -80,20 +82,20 @@ class _EarlierNames(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=found.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns the module at the real place, imported if it was not."""
+        """Returns the module itself, imported by its new name."""
         module = importlib.import_module(self._place(spec.name) or "")
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Gives the module its own spec back, which the import system has replaced."""
+        """Sets the module's spec back to its own one, which the import system has replaced."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
         if hasattr(module, "__path__"):
             module.__class__ = _MovedPackage
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Returns the code of a module, for ``python -m`` with its earlier name."""
+        """Returns the code of a moved module, for ``python -m`` with the module's earlier name."""
         found = find_spec(self._place(fullname) or "")
         assert found is not None
         assert isinstance(found.loader, InspectLoader)
@@ -101,5 +103,5 @@ class _EarlierNames(MetaPathFinder, Loader):
 
 
 def find_moved(moved: Mapping[str, str]) -> None:
-    """Lets modules be imported by earlier names: `moved` maps each to the new name."""
+    """Lets modules be imported by earlier names; `moved` maps these to the new names."""
     sys.meta_path.insert(0, _EarlierNames(moved))

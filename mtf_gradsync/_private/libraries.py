@@ -46,7 +46,7 @@ _V1_MODULES = (
 
 
 def is_stand_in(module: Any) -> bool:
-    """Returns whether a module stands in for a module that TensorFlow lacks."""
+    """Returns whether a module is one that this package made for a module TensorFlow lacks."""
     # Reading an attribute of a LazyLoader would load its module, so only its type is read.
     return getattr(type(module), "is_mtf_gradsync_stand_in", False)
 
@@ -59,7 +59,10 @@ def _module_exists(name: str) -> bool:
 
 
 def _restore_tensor_conversion(ops_module: Any) -> None:
-    """Puts ``register_tensor_conversion_function`` back where Mesh-TensorFlow looks for it."""
+    """Adds ``register_tensor_conversion_function`` to the module where Mesh-TensorFlow needs it.
+
+    TensorFlow 2.13 moved the function to another module.
+    """
     # Read on 2.12 (in framework.ops) and on 2.13 to 2.21 (in tensor_conversion_registry).
     if hasattr(ops_module, "register_tensor_conversion_function"):
         return

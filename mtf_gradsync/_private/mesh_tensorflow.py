@@ -1,4 +1,4 @@
-"""Parts of Mesh-TensorFlow without a public name that this package uses, one function each.
+"""Access to what this package uses of Mesh-TensorFlow that has no public name: a function for each.
 
 All were checked with Mesh-TF 0.1.21; ``tests/private/test_mesh_tensorflow.py`` has a test of each,
 which fails if a version changes its meaning.
@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 
 def sum_made_by(lazy: mtf.LazyAllreduceSum) -> Any:
-    """Returns the `LaidOutTensor` of a pending sum that is reduced already; None if it is not."""
+    """Returns the `LaidOutTensor` of a pending sum that was reduced already; None if it was not."""
     return lazy._reduced
 
 
@@ -23,7 +23,7 @@ def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
 
 
 def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
-    """Gives a new operation its outputs, all of whose dimensions may be split."""
+    """Sets the outputs of a new operation; the layout may split all of their dimensions."""
     operation._outputs = tensors
     # Mesh-TF's automatic layout asks for it once inputs and outputs are known.
     operation._splittable_dims, operation._unsplittable_dims = (
@@ -32,10 +32,10 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 
 
 def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
-    """Initializes a variable, with its own value, that replaces another in an optimizer.
+    """Initializes `replacement`, a variable that takes the place of `variable` in an optimizer.
 
-    The new variable has the other's name and dtypes, no master, and is in none of the graph's
-    lists.
+    The replacement has the name and the dtypes of `variable`, and `value` as its value. It has no
+    master (the variable that checkpoints hold), and is in none of the graph's lists.
     """
     vars(replacement).update(vars(variable))
     replacement._inputs = []
@@ -43,16 +43,19 @@ def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: m
 
 
 class Reshaped:
-    """A variable, seen in another shape. TensorFlow takes it as a tensor and in assignments."""
+    """A tf variable that reads and assigns its values in another shape.
+
+    It can be used as a tensor, and in TensorFlow's assignments.
+    """
 
     def __init__(self, variable: Any, shape: list[int]):
         self._variable = variable
         self.shape, self.dtype = tf.TensorShape(shape), variable.dtype.base_dtype
-        # What stands for the slices of a SIMD mesh has no device of its own.
+        # The object that stands for all slices on a SIMD mesh has no device.
         self.device = getattr(variable, "device", "")
 
     def value(self) -> tf.Tensor:
-        """Reads the variable."""
+        """Returns the variable's value in this shape, read now."""
         return tf.reshape(self._variable, self.shape)
 
     def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
@@ -80,15 +83,16 @@ tf.register_tensor_conversion_function(Reshaped, _as_tensor)
 
 
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
-    """Gives a variable, before its lowering, a value of another shape with equal size.
+    """Changes the shape of a variable that is not lowered yet; returns its new value.
 
-    Its master, which checkpoints hold, keeps its shape. `take_over` is to make the old value the
-    output of another operation.
+    The new shape has as many elements. The variable's master, which checkpoints hold, keeps its
+    shape. The caller then has to make the old value the output of another operation, by
+    `take_over`.
     """
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
     master = variable.get_master()
     if shape.to_integer_list != master.shape.as_list():
-        # Autostack needs masters that can be assigned to.
+        # Autostack assigns to masters, so that the reshaped master has to allow it.
         seen = Reshaped(master, shape.to_integer_list)
         variable.get_master = lambda: seen
         variable.assign_to_master = seen.assign
@@ -96,22 +100,22 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
 
 
 def master_of(variable: mtf.Variable) -> tf.Variable:
-    """Returns the tf variable that is a variable's master, in the shape of checkpoints."""
+    """Returns the master of a variable: the tf variable that checkpoints hold, in their shape."""
     return variable._master
 
 
 def give_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
-    """Sets the operation that copies a laid-out variable's master to its slices."""
+    """Sets the operation by which a lowered variable copies its master to its slices."""
     laid_out_variable._copy_master_to_slices = copy
 
 
 def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
-    """Gives a variable, before its lowering, a dtype that autostack leaves alone."""
+    """Sets the dtype of a variable that is not lowered yet to one that autostack does not stack."""
     variable._dtype = dtype
 
 
 def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
-    """Makes tensors outputs of a new operation, as Mesh-TF's autostack does."""
+    """Makes existing tensors the outputs of a new operation, as Mesh-TF's autostack does."""
     for tensor in tensors:
         tensor._operation = operation
     give_outputs(operation, tensors)
@@ -120,24 +124,25 @@ def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 def reassign(
     operation: mtf.Assign, variables: list[mtf.Variable], values: list[mtf.Tensor]
 ) -> None:
-    """Changes an assignment to other variables and values, as Mesh-TF's autostack does."""
+    """Changes which variables an assignment writes and with which values, as autostack does."""
     operation._variables, operation._inputs = list(variables), list(values)
 
 
 def give_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
-    """Makes an assignment write by another function, such as `mtf.assign_slice`."""
+    """Sets the function by which an assignment writes each slice, such as `mtf.assign_slice`."""
     operation._assign_fn = assign_fn
 
 
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
-    """Returns dimensions' names that an optimizer treats differently, as Adafactor can."""
+    """Returns the names of dimensions that an optimizer treats specially, as Adafactor can."""
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
 def patterns_of(optimizer: Any) -> dict[str, str | tuple[str, ...]]:
-    """Returns the regular expressions by which an optimizer picks variables, by argument.
+    """Returns the regular expressions by which an optimizer picks variables.
 
-    A string in place of a list is returned unchanged; Mesh-TF 0.1.21 takes each of its letters.
+    Keys are the names of the optimizer's arguments. If an argument is a string and no list, the
+    string is returned: Mesh-TF 0.1.21 then takes each of its letters as an expression.
     """
     given = {
         name: getattr(optimizer, name, None) or ()
@@ -163,7 +168,7 @@ def slice_function(
 
 
 def scalar_of(operation: mtf.ScalarAddOperation | mtf.ScalarMultiplyOperation) -> Any:
-    """Returns the number or tf scalar in an addition or a multiplication of all elements."""
+    """Returns the number or tf scalar that an operation adds to, or multiplies, all elements by."""
     return operation._scalar
 
 
@@ -173,15 +178,15 @@ def reduction(operation: mtf.ReduceOperation) -> str:
 
 
 def output_gradients(operation: mtf.GenericGradOperation) -> list[mtf.Tensor]:
-    """Returns an operation's gradient inputs, one for each output of the forward operation.
+    """Returns those inputs of a gradient operation that are gradients.
 
-    They are the operation's last inputs.
+    There is one for each output of the forward operation, and they are the last inputs.
     """
     return operation._grad_ys
 
 
 def custom_gradient_results(operation: mtf.CustomGradientOperation) -> list[mtf.Tensor]:
-    """Returns the tensors that an operation with a custom gradient passes on as outputs."""
+    """Returns the tensors that an operation with a custom gradient returns unchanged as outputs."""
     return operation._fn_outputs
 
 
@@ -189,10 +194,10 @@ class LoopPart(NamedTuple):
     """The condition or the body of an `mtf.while_loop`.
 
     Attributes:
-      inputs: the tensors that stand for the loop's variables in it.
-      operations: the loop's own list of its operations, which stand in no graph's list.
-      outputs: the returned tensors. Those past the inputs are accumulators, which are summed over
-        the iterations.
+      inputs: the tensors that stand for the loop's variables inside of it.
+      operations: the loop's own list of its operations, which are in no graph's list.
+      outputs: the returned tensors. Those after the first `len(inputs)` are accumulators, which are
+        summed over the iterations.
     """
 
     inputs: list[mtf.Tensor]
@@ -201,7 +206,7 @@ class LoopPart(NamedTuple):
 
 
 def loop_condition(operation: mtf.WhileLoopOperation) -> LoopPart:
-    """Returns the condition of a loop, whose only output is whether to go on."""
+    """Returns the condition of a loop; its only output says whether another iteration follows."""
     return LoopPart(operation._cond_inputs, operation._cond_ops, [operation._cond_output])
 
 
@@ -211,7 +216,10 @@ def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
 
 
 def computed_from(tensor: mtf.Tensor) -> list[mtf.Tensor]:
-    """Returns the tensors that a tensor is computed from: for a loop's, the body's output."""
+    """Returns the tensors that a tensor is computed from.
+
+    For an output of a loop, this is the output of the loop's body.
+    """
     operation = tensor.operation
     if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
         return [loop_body(operation).outputs[operation.outputs.index(tensor)]]
@@ -238,18 +246,21 @@ def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
 
 
 def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
-    """Removes a mesh from the record of a graph."""
+    """Removes a mesh from the record of meshes that were made in a graph; see `meshes_made`."""
     made = graph.get_collection_ref(MESHES)
     made[:] = [mesh for mesh in made if mesh is not mesh_impl]
 
 
 def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]:
-    """Returns a key that is equal for meshes of one shape and layout."""
+    """Returns a key that is equal for meshes with the same shape and layout."""
     return shape.to_string, frozenset(layout._pairs)
 
 
 def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
-    """Returns a tensor's `LaidOutTensor` on another mesh; its own mesh must not split it."""
+    """Returns a tensor's lowered value as a `LaidOutTensor` on another mesh.
+
+    The tensor's own mesh must not split it.
+    """
     value = lowering.tensors[x].to_laid_out_tensor()
     if x.mesh is mesh:
         return value
@@ -262,11 +273,11 @@ def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
 
 
 class Seed(mtf.Constant):
-    """The gradient of a loss by itself, with which `mtf.gradients` begins: ones.
+    """The tensor of ones with which `mtf.gradients` begins: the gradient of a loss by itself.
 
     Attributes:
-      scale: the factor that multiplies the ones: None, a number or an mtf scalar.
-      rounded: rounds a scale to a number that every other loss's dtype can hold.
+      scale: a factor that multiplies the ones: None, a number or an mtf scalar.
+      rounded: a function that rounds a scale to a number that the dtypes of all losses can hold.
     """
 
     scale: Any = None
@@ -290,13 +301,13 @@ class Seed(mtf.Constant):
 
 
 class GradientsCall(NamedTuple):
-    """A call of `mtf.gradients` that began with ones.
+    """A call of `mtf.gradients` for losses, without given output gradients.
 
     Attributes:
-      losses: the differentiated tensors.
-      seeds: one for each loss.
+      losses: the tensors that were differentiated.
+      seeds: for each loss the ones that the call began with.
       outputs: the gradients that are not None.
-      inputs: for each gradient the tensor that it is the gradient by.
+      inputs: for each of these gradients, the tensor that the losses were differentiated by.
     """
 
     losses: list[mtf.Tensor]
@@ -310,5 +321,5 @@ CALLS = "mtf_gradsync_gradients"
 
 
 def gradients_calls(graph: mtf.Graph) -> list[GradientsCall]:
-    """Returns the calls of `mtf.gradients` in a graph and its loops, in order."""
+    """Returns the calls of `mtf.gradients` in a graph and its loops, the first call first."""
     return list(vars(graph).get(CALLS, ()))

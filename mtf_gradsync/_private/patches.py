@@ -1,4 +1,4 @@
-"""Patches of Mesh-TensorFlow and TensorFlow, all of which carry one mark."""
+"""Patches of Mesh-TensorFlow, TensorFlow and gin; each leaves a mark on what it has replaced."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PATCHES = "mtf_gradsync_patches"
 
 
 def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a library's function by `make(function)`; a second call does nothing.
+    """Replaces a library's function by `make(function)`, once: a second call does nothing.
 
     Args:
       owner: the module or class that has the function.
       name: the function's name in it.
-      make: returns the new function, given the current one, which other libraries may have changed.
-        Its own name identifies the patch.
+      make: a function that gets the current function, which other libraries may have changed, and
+        returns the new one. The name of `make` identifies the patch.
     """
     there = getattr(owner, name)
     this, before = f"{make.__module__}.{make.__qualname__}", getattr(there, _PATCHES, ())
@@ -51,11 +51,11 @@ _when_named: dict[str, str] = {}
 
 
 def configurable_when_named(places: Mapping[str, str]) -> None:
-    """Makes gin load the module of a configurable when a configuration names it.
+    """Makes gin load the module of a configurable when a gin configuration first names it.
 
     Args:
-      places: the names of configurables, without their modules in gin, and their modules in Python,
-        which register them by `late_configurable`.
+      places: maps the names of configurables, without their gin modules, to the Python modules that
+        register them by `late_configurable`.
     """
     _when_named.update(places)
 
@@ -78,7 +78,7 @@ def load_configurables() -> None:
 
 
 def late_configurable(*args: Any, **kwargs: Any) -> Callable[[_Function], _Function]:
-    """Registers as `gin.configurable` does, also after gin's configuration is locked."""
+    """Returns a decorator like `gin.configurable` that also works when gin's config is locked."""
 
     def register(function: _Function) -> _Function:
         with gin.unlock_config():
@@ -90,10 +90,10 @@ def late_configurable(*args: Any, **kwargs: Any) -> Callable[[_Function], _Funct
 def call_around_lowering(
     before: Callable[[mtf.Graph], None], after: Callable[[mtf.Lowering, int], None]
 ) -> None:
-    """Calls `before` and `after` around every lowering.
+    """Makes Mesh-TF call `before` and `after` around every lowering of a graph.
 
-    `before` gets the graph, and may add to it. `after` gets the lowering, and how many operations
-    TensorFlow's graph had before it.
+    `before` gets the mtf graph, and may add operations. `after` gets the lowering, and the number
+    of operations that TensorFlow's graph had before the lowering.
     """
 
     def call_and_lower(lower: Any) -> Any:
@@ -117,7 +117,7 @@ def call_around_lowering(
 
 
 def keep_apart_when_combined(kind: type) -> None:
-    """Makes `mtf.Graph.combine_assignments` leave operations of a kind unchanged."""
+    """Makes `mtf.Graph.combine_assignments` leave operations of the class `kind` as they are."""
 
     def combine_others(combine: Any) -> Any:
         def combine_assignments(
@@ -134,10 +134,10 @@ def keep_apart_when_combined(kind: type) -> None:
 
 
 def explain_mesh_tensors_to_tensorflow() -> None:
-    """Makes TensorFlow's operations refuse mesh tensors with an error that has a remedy.
+    """Makes TensorFlow's operations refuse mesh tensors with an error that says what to do.
 
-    The error is a TypeError as before, so that ``tf_tensor * mesh_tensor`` still is a product on
-    the mesh.
+    The error stays a TypeError. So ``tf_tensor * mesh_tensor`` still calls the mesh tensor's
+    multiplication.
     """
     tf.register_tensor_conversion_function((mtf.Tensor, mtf.Variable), _refuse)
 
@@ -184,7 +184,7 @@ def _from_bytes_list(
     return name, tf.get_default_graph().get_tensor_by_name(tensor)
 
 
-# What Mesh-TF multiplies the gradient by: so small that nothing changes by it, but for a NaN.
+# Mesh-TF multiplies the gradient by this number: so small that it changes nothing except by a NaN.
 _NOTHING = 1e-30
 
 
@@ -210,7 +210,10 @@ def _recompute(
     output_grads: list[mtf.Tensor],
     control_dependencies: bool,
 ) -> list[mtf.Tensor | None]:
-    """Returns the gradients of `mtf.recompute_grad`, called as Mesh-TF calls its own function."""
+    """Returns the gradients of a block of `mtf.recompute_grad`.
+
+    It replaces Mesh-TF's own function, and has the same arguments.
+    """
     given = {t: t for t in all_inputs}
     if control_dependencies:
         given.update(_after(output_grads[0], [t for t in explicit_inputs if t.dtype.is_floating]))
@@ -228,10 +231,12 @@ def _recompute(
 
 
 def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
-    """Makes tensors with a gradient's first dimension, the examples, wait for the gradient.
+    """Returns copies of tensors that wait for a gradient, by tensor; not all tensors have one.
 
-    Other tensors would wait for a sum over examples. If no tensor has this dimension, the tensors
-    with most of the gradient's dimensions wait, and variables only if there are no others.
+    Those that have the gradient's first dimension (the examples) wait for their own example's
+    gradient; others would wait for a sum over examples. If no tensor has this dimension, the
+    tensors with most of the gradient's dimensions wait. Variables wait only if there are no other
+    tensors.
     """
     first = grad.shape.dims[:1]
     shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}
@@ -247,7 +252,7 @@ def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.
 
 
 def keep_masks_finite() -> None:
-    """Makes float16 masks the smallest finite number instead of -1e9.
+    """Makes Mesh-TF multiply float16 masks by the lowest finite number instead of -1e9.
 
     In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
     """
@@ -268,10 +273,11 @@ _MASK = -1e9
 
 
 def read_only_own_flags() -> None:
-    """Makes Mesh-TF's SIMD meshes look only for their own two flags in a command line.
+    """Makes Mesh-TF's SIMD meshes parse only their own two flags of a command line.
 
-    Where no program has parsed absl's flags, TensorFlow parses the whole command line as soon as
-    one is read, and ends a program that parses its arguments by argparse.
+    If the program has not parsed absl's flags, TensorFlow parses the whole command line as soon as
+    one flag is read. It then ends a program that parses its arguments by argparse, because of
+    arguments that absl does not know.
     """
     module = mtf.simd_mesh_impl
     if not isinstance(module.FLAGS, _OwnFlags):
@@ -279,7 +285,10 @@ def read_only_own_flags() -> None:
 
 
 class _OwnFlags:
-    """The flags of absl; each is looked up alone before the command line is parsed."""
+    """A stand-in for absl's flags that parses only the flag that is read.
+
+    Once the program has parsed absl's flags, it returns these.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if flags.FLAGS.is_parsed() or name not in flags.FLAGS:
@@ -294,10 +303,10 @@ class _OwnFlags:
 
 
 def check_imported_shapes() -> None:
-    """Makes a step fail if an input's shape is not that of its mtf tensor.
+    """Makes a step fail if an imported tf tensor has another shape than its mtf tensor.
 
-    If TensorFlow does not know the input's shape when it builds the step, meshes would take as much
-    of the input as the mtf tensor has, and train on a part of the batch.
+    If TensorFlow does not know the shape when the step is built, a mesh would otherwise take only
+    as much of the input as the mtf tensor holds, and train on a part of the batch.
     """
 
     def with_checked_shape(init: Any) -> Any:
@@ -334,7 +343,7 @@ def note_meshes() -> None:
 
 
 def note_gradients() -> None:
-    """Makes every mtf graph record the losses differentiated in it; see `gradients_calls`."""
+    """Makes every mtf graph record its calls of `mtf.gradients`; see `gradients_calls`."""
 
     def with_note(gradients: Any) -> Any:
         def differentiate_and_note(
@@ -366,12 +375,13 @@ _STATELESS = {
 
 
 def draw_by_step() -> None:
-    """Makes random numbers of placement meshes depend on the step, if there is a seed.
+    """Makes random numbers of placement meshes repeatable: they depend on the step and a seed.
 
-    Mesh-TF seeds TensorFlow's generators, which begin anew in each session, by Python's random
-    numbers and hash. In a graph with a seed and a global step (a resource variable), the same
-    program draws the same numbers in each process, and in a run that was resumed. Turns of loops,
-    and graphs without these, draw as without this package.
+    Mesh-TF seeds TensorFlow's generators by Python's random numbers and hash, and the generators
+    begin anew in each session. With this patch, in a graph with a seed and a global step (a
+    resource variable), the same program draws the same numbers in each process, and in a run that
+    was resumed. Operations inside of loops draw as without this package, and so do graphs without a
+    seed or a global step.
     """
 
     def by_step(random: Any) -> Any:
@@ -399,12 +409,12 @@ def draw_by_step() -> None:
 
 
 class _Numbers:
-    """The numbers from which a graph's random operations draw.
+    """The numbers that a graph's random operations make their seeds of.
 
     Attributes:
-      seed: the graph's.
-      step: int64 ``[2]``, different in each step.
-      operations: numbers of the random operations.
+      seed: the seed of the graph.
+      step: an int64 tensor ``[2]`` with other values in each step.
+      operations: an iterator that gives each random operation its number.
     """
 
     def __init__(self, graph: tf.Graph, counter: Any):
@@ -430,11 +440,11 @@ _OF_GRAPH: weakref.WeakKeyDictionary[tf.Graph, _Numbers] = weakref.WeakKeyDictio
 
 
 def _words(counter: Any) -> tf.Tensor:
-    """Returns the number of steps since the global step moved, and the global step."""
+    """Returns an int64 tensor: the number of runs since the global step changed, and this step."""
     count = tf.cast(counter.read_value(), tf.int64)
     advance_step_after(counter, [count.op])
     raw = tf.raw_ops
-    # Nobody initializes it: it belongs to no collection, and to no checkpoint.
+    # Nothing initializes this variable: it is in no collection, and in no checkpoint.
     last = raw.VarHandleOp(
         dtype=tf.int64, shape=[2], shared_name=tf.get_default_graph().unique_name("last")
     )

@@ -1,4 +1,4 @@
-"""Parts of TensorFlow without a public name, or use, that the core uses; one function each.
+"""Access to what the core uses of TensorFlow that has no public name or use: a function for each.
 
 All were checked with TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each, which fails if
 a version changes its meaning.
@@ -23,10 +23,10 @@ def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
 
 
 def advance_step_after_reads(graph: tf.Graph) -> None:
-    """Makes increments of the global step wait for its reads in the same step.
+    """Makes increments of the global step wait for all reads of it in the same training step.
 
-    Otherwise a hook, or a printed line, gets the step before the increment in one run and the step
-    after it in another. A second call orders the reads made since.
+    Otherwise a hook, or a printed line, gets the number before the increment in one run and the
+    number after it in another. A second call does the same for reads made since the first one.
     """
     step = tf.train.get_global_step(graph)
     if step is None or not hasattr(step, "handle"):  # a ref variable's reads have no operation
@@ -37,16 +37,17 @@ def advance_step_after_reads(graph: tf.Graph) -> None:
 
 
 def root_scope() -> ContextManager[tf.VariableScope]:
-    """Makes variable names full names inside the block: the variable scope adds no prefix."""
+    """Returns a context in which variable names are full names: no scope adds a prefix."""
     root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
     return tf.variable_scope(root, auxiliary_name_scope=False)
 
 
 def forget_closed_scopes() -> None:
-    """Forgets the counts of variable scopes that are 0, as they are without an entry, too.
+    """Removes variable scopes from TensorFlow's table of counts if their count is 0.
 
-    A variable scope that ends looks through all entries. Mesh-TF opens one for each processor of
-    each operation that it lowers, in a graph with a scope for each layer of a model.
+    This saves time and changes nothing else: a scope without an entry also counts as 0. TensorFlow
+    looks through all entries whenever a variable scope ends, and Mesh-TF opens one for each
+    processor of each operation that it lowers.
     """
     store = variable_scope.get_variable_scope_store()
     counts = store.variable_scopes_count
@@ -58,10 +59,10 @@ _WAITED_FOR = "_mtf_gradsync_waited_for"
 
 
 def advance_step_after(step: Any, reads: Sequence[tf.Operation]) -> None:
-    """Makes increments of a global step wait for operations, also for later ones.
+    """Makes increments of a global step wait for the operations `reads`, later increments too.
 
-    A read that is ordered after an increment stays after it. Increments in loops, branches and
-    functions do not wait: there the step has another handle.
+    An operation that already waits for an increment stays after it. Increments in loops, branches
+    and functions do not wait, because the variable has another handle inside of them.
     """
     for increment in step.handle.consumers():
         is_increment = increment.type in ("AssignAddVariableOp", "AssignSubVariableOp")
@@ -89,7 +90,7 @@ def control_flow_context(graph: tf.Graph) -> Any:
 
 
 def in_loop_or_branch(graph: tf.Graph) -> bool:
-    """Returns whether operations made now belong to a loop, a branch or a function."""
+    """Returns whether operations made in `graph` now belong to a loop, a branch or a function."""
     context = control_flow_context(graph)
     while context is not None:
         if context.IsWhileContext() or context.IsCondContext():
@@ -99,7 +100,10 @@ def in_loop_or_branch(graph: tf.Graph) -> bool:
 
 
 def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
-    """Returns whether an operation, or one that a graph gets now, is in a loop or a function."""
+    """Returns whether an operation is in a loop or a function.
+
+    For a graph, it returns whether operations that are made in it now would be.
+    """
     context = made._get_control_flow_context()
     is_in_function = getattr(made, "outer_graph", None) is not None
     return is_in_function or (context is not None and context.GetWhileContext() is not None)
@@ -107,13 +111,13 @@ def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
 
 @contextlib.contextmanager
 def control_flow_v1() -> Iterator[None]:
-    """Makes ``tf.cond`` add its operations to the graph itself, inside the block.
+    """Returns a context in which ``tf.cond`` adds the operations of branches to the graph itself.
 
-    Where TensorFlow 2's control flow is on, a branch is a graph of its own, whose tensors the
-    lowering outside cannot use.
+    With TensorFlow 2's control flow, a branch is a graph of its own, and the lowering outside
+    cannot use its tensors.
     """
-    # Inside of a tf.function it is on in any case: asked there, TensorFlow does not say what the
-    # switch is at.
+    # Inside of a tf.function control flow v2 is always on. TensorFlow is asked in another graph, to
+    # learn whether the program has switched it on.
     with tf.Graph().as_default():
         is_on = tf.control_flow_v2_enabled()
     if not is_on:
@@ -127,10 +131,10 @@ def control_flow_v1() -> Iterator[None]:
 
 
 def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
-    """Replaces tensors from outside that a function would otherwise capture.
+    """Makes a ``tf.function`` use other tensors in place of those that it would capture.
 
-    Call it while a ``tf.function`` is traced, with its graph. `make` returns the tensor to use in
-    place of a tensor of another graph, or None to capture that as usual.
+    Call it while the function is traced, with the function's graph. `make` gets a tensor of another
+    graph, and returns the tensor to use in its place, or None to capture it as usual.
     """
     capture = func_graph.capture
 
@@ -150,7 +154,7 @@ _PASSES_ON = frozenset(["Identity", "Enter", "Switch", "RefIdentity", "RefEnter"
 
 
 def variable_key(handle: tf.Operation) -> str:
-    """Returns a name that all handles of one variable share, also in functions."""
+    """Returns a name that is the same for all handles of one variable, also in functions."""
     shared = handle.get_attr("shared_name") if handle.type == "VarHandleOp" else b""
     return shared.decode() or handle.name
 
@@ -163,8 +167,8 @@ def calls_function(operation: tf.Operation) -> bool:
 def variables_written(operation: tf.Operation) -> list[str]:
     """Returns the keys of variables that an operation writes; see `variable_key`.
 
-    An operation that calls a function writes the variables that the function takes for more than
-    reading.
+    An operation that calls a function counts as writing all variables that it passes to the
+    function, except those that the function only reads.
     """
     is_call = calls_function(operation)
     if not is_call and (operation.type in _READS or not operation.type.startswith(_WRITES)):
@@ -181,7 +185,10 @@ def variables_written(operation: tf.Operation) -> list[str]:
 
 
 def _handle_behind(handle: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor that others pass on, also from outside of a function."""
+    """Returns the original handle of a variable that `handle` is a copy of.
+
+    Identities and the like make copies, and so do functions that capture a handle.
+    """
     while True:
         captures = getattr(handle.graph, "captures", ())  # of a function
         outside = [outer for outer, inner in captures if inner.name == handle.name]
@@ -194,10 +201,10 @@ def _handle_behind(handle: tf.Tensor) -> tf.Tensor:
 
 
 class TracedFunction(NamedTuple):
-    """The operations that a Python function of TensorFlow tensors makes.
+    """The operations that a Python function of TensorFlow tensors makes when it is called.
 
     Attributes:
-      operations: all operations in the order in which they were made, with placeholders.
+      operations: all operations in the order in which they were made, placeholders included.
       inputs: the placeholder of each argument.
       captures: pairs of a tensor from outside that the function uses, and its placeholder.
       outputs: the function's results, flattened; each may be a placeholder.
@@ -210,11 +217,11 @@ class TracedFunction(NamedTuple):
 
 
 def trace_function(tf_fn: Callable[..., Any], input_specs: Sequence[Any]) -> TracedFunction:
-    """Traces a function in its own graph, with a tensor for each spec.
+    """Returns the operations that a function makes for arguments of the given specs.
 
-    Nothing is added to the current graph, even if the function uses tensors of it, but variables
-    that the function makes are listed in its collections. Conditionals and loops are of control
-    flow v2.
+    The function is called in a graph of its own. Nothing is added to the current graph, even if the
+    function uses tensors of it; only variables that the function makes are added to the current
+    graph's collections. Conditionals and loops are of control flow v2.
     """
     from tensorflow.python.framework import func_graph
 
@@ -231,11 +238,11 @@ _NEVER_FORWARD = -2
 
 
 def write_to_own_memory(operation: tf.Operation) -> None:
-    """Keeps an operation's kernel from writing its output into its first input's memory.
+    """Makes an operation write its output into new memory, not into that of an input.
 
-    An `AddN` then adds up in its inputs' order; otherwise it begins with the input whose memory it
-    reuses. The attribute ``_forward_input`` holds pairs of an input and the output that its memory
-    is for.
+    An `AddN` then adds up its inputs in their order. Otherwise it begins with the input whose
+    memory it reuses, which can differ from run to run. The attribute ``_forward_input`` holds pairs
+    of an input and the output that its memory is for.
     """
     pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])
     set_attr(operation, "_forward_input", tf.AttrValue(list=pairs))
@@ -244,11 +251,11 @@ def write_to_own_memory(operation: tf.Operation) -> None:
 def collective_sum(
     tensor: tf.Tensor, group_size: int, group_key: int, instance_key: int, timeout_seconds: float
 ) -> tf.Tensor:
-    """Returns a sum over a group with this member, by TensorFlow's own operation.
+    """Returns one member's copy of a sum over a group of devices, by TensorFlow's collective.
 
-    The tensor has one shape and dtype in the group: float32, float64, int32 or int64. `group_key`
-    identifies the group's devices, and `instance_key` one sum of its members. A timeout of 0 waits
-    for the other members for ever.
+    `tensor` is the member's own value. All members have the same shape and dtype: float32, float64,
+    int32 or int64. `group_key` identifies the group of devices, and `instance_key` this sum. With
+    a timeout of 0, a member waits for the others for ever.
     """
     from tensorflow.python.ops import collective_ops
 
@@ -258,14 +265,17 @@ def collective_sum(
 
 
 def local_devices() -> Sequence[Any]:
-    """Returns TensorFlow's `DeviceAttributes` of this process's devices, links included."""
+    """Returns TensorFlow's `DeviceAttributes` of this process's devices, with their links."""
     from tensorflow.python.client import device_lib
 
     return device_lib.list_local_devices()
 
 
 def variables_of_saver(saver: tf.train.Saver) -> set[str] | None:
-    """Returns the names of a saver's variables; None if it has none or only a SaverDef."""
+    """Returns the names of the variables that a saver saves.
+
+    Returns None if the saver was made without variables, or from a SaverDef.
+    """
     given = saver._var_list
     if given is None:
         return None
@@ -284,7 +294,7 @@ class MovingAverageSettings(NamedTuple):
 def moving_average_settings(
     average: tf.train.ExponentialMovingAverage,
 ) -> MovingAverageSettings:
-    """Returns the arguments of a moving average."""
+    """Returns the arguments that a moving average was made with."""
     return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
 
 
@@ -294,12 +304,12 @@ def initializer_of(variable: tf.Variable) -> tuple[Any, Any]:
 
 
 def give_initializer(variable: tf.Variable, initializer: tuple[Any, Any]) -> None:
-    """Sets a variable's initializer and initial value, as `init_from_checkpoint` does."""
+    """Sets a variable's initializer and initial value, a pair as from `initializer_of`."""
     variable._initializer_op, variable._initial_value = initializer
 
 
 def checkpoint_initializers() -> list[Any]:
-    """Returns the modules in which programs find init_from_checkpoint."""
+    """Returns the modules that have `init_from_checkpoint` under that name, for a patch of it."""
     return [tf.train, sys.modules[tf.train.init_from_checkpoint.__module__]]
 
 
@@ -344,25 +354,26 @@ _HYPERPARAMETERS = {
 
 
 def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
-    """Returns the constructor's arguments, by name, of an optimizer of `tf.compat.v1.train`.
+    """Returns the arguments that an optimizer of `tf.compat.v1.train` was made with, by name.
 
-    The optimizer is of one of the seven classes, not of a user's subclass. With `call`, arguments
-    that are functions are called.
+    The optimizer is of one of seven classes there, not of a user's subclass. With `call`, arguments
+    that are functions are called, and their results are returned.
     """
     attributes = _HYPERPARAMETERS[type(optimizer).__name__]
     found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}
     return {name: value() if call and callable(value) else value for name, value in found.items()}
 
 
-# No stack of optimizers has as many; an object that makes up its attributes has no end.
+# No stack has more optimizers. An object that invents its attributes would go on without end.
 _MOST_INSIDE = 100
 
 
 def each_inside(optimizer: Any, names: Sequence[str], method: str = "") -> list[Any]:
     """Returns an optimizer and the optimizers inside it, outermost first.
 
-    The optimizer directly inside another is its first attribute of `names` that is not None and, if
-    `method` is given, has this method. Raises a ValueError if an optimizer contains itself.
+    `names` are names of attributes that may hold an inner optimizer. The first of them that is not
+    None counts; if `method` is given, it must also have a method of this name. Raises a ValueError
+    if an optimizer contains itself.
     """
     found: list[Any] = []
     while optimizer is not None:
@@ -387,14 +398,17 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
-    """Makes an optimizer's slots, which otherwise come with its first update."""
+    """Makes the slots of an optimizer and of those inside it, before their first update.
+
+    Otherwise the first update makes them.
+    """
     for inside in optimizers_inside(optimizer):
         with tf.init_scope():
             inside._create_slots(variables)
 
 
 def number_of_tpu_shards() -> int | None:
-    """Returns the number of shards of the TPU program that is being built, or None."""
+    """Returns the number of shards of the TPU program that is being built; None if none is."""
     from tensorflow.python.tpu import tpu_function
 
     return tpu_function.get_tpu_context().number_of_shards
@@ -406,7 +420,10 @@ TOGETHER_ATTR = "_mtf_gradsync_together"
 
 @contextlib.contextmanager
 def summed_together() -> Iterator[None]:
-    """Marks sums over cores that are made inside as one group, under a new name."""
+    """Returns a context; sums over cores that are made inside are marked as one group.
+
+    The compiler may then combine them into one message.
+    """
     graph = tf.get_default_graph()
     name = graph.unique_name("summed_together").encode()
     with graph._attr_scope({TOGETHER_ATTR: tf.AttrValue(s=name)}):
@@ -416,10 +433,10 @@ def summed_together() -> Iterator[None]:
 def cross_replica_scatter(
     tensor: tf.Tensor, groups: Sequence[Sequence[int]], dimension: int
 ) -> tf.Tensor:
-    """Returns this core's part of a sum over groups of the cores of a TPU program.
+    """Returns this core's part of a sum over its group of cores, in a TPU program.
 
-    Groups are of physical core numbers. The dimension is cut into as many parts as a group has
-    members, and each gets the part at its position.
+    Groups are lists of physical core numbers. The sum is cut along `dimension` into as many parts
+    as a group has members. Member i of a group gets part i.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -432,10 +449,10 @@ def cross_replica_scatter(
 
 
 def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
-    """Exchanges rows of ``[size of a group, ...]`` among the cores of each group of a TPU program.
+    """Exchanges rows among the cores of each group, in a TPU program.
 
-    Each core sends the row at a position to the group's member there, and the result has the row
-    that this member sent at the same position.
+    Each core has a tensor ``[size of a group, ...]``, and sends row i to member i of its group. Row
+    i of the result is the row that it received from member i.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -448,17 +465,17 @@ def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.T
     )
 
 
-# On an AllToAll in which each core sends the same to all.
+# The attribute of an AllToAll in which each core sends the same to all others.
 GATHERS = "_mtf_gradsync_gathers"
 #: The attribute of a `where` that is there for the TPU compiler and always gives its second input.
 PASSES_ON = "_mtf_gradsync_passes_on"
 
 
 def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:
-    """Returns, on each core of a group of a TPU program, the parts of all, joined along `axis`.
+    """Returns the parts of all cores of a group, joined along `axis`, on each core (TPU programs).
 
-    TensorFlow has no all-gather for TPUs: each core sends its part to each other by ``AllToAll``,
-    which sends the same bytes and gets the attribute `GATHERS`.
+    TensorFlow has no all-gather for TPUs. So each core sends its part to all others by
+    ``AllToAll``, which sends as many bytes. The operation gets the attribute `GATHERS`.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 

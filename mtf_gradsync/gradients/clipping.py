@@ -83,7 +83,7 @@ class ScaleGradients(GradientOperation):
 def check_clip_norm(clip_norm: Any) -> None:
     """Raises ValueError or TypeError if clip_norm is neither a positive number nor a scalar."""
     if is_number(clip_norm):
-        # What float32 does not hold is no limit, or it would make every gradient 0.
+        # A number too large for float32 limits nothing; one too small would make every gradient 0.
         check_number("clip_norm", min(clip_norm, FLOAT32_MAX), "greater than 0", above=True)
     elif not is_tensor(clip_norm):
         raise TypeError(
@@ -187,7 +187,7 @@ def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
     """
     limit = tf.cast(limit, norm.dtype)
     tiny = np.finfo(norm.dtype.as_numpy_dtype).tiny
-    # Mesh-TF's division, but for norms of which the reciprocal is no normal number.
+    # Mesh-TF also divides by way of the reciprocal, which is no normal number for huge norms.
     factor = limit * tf.math.reciprocal(norm)
     factor = tf.where_v2(norm < 0.5 / tiny, factor, limit / norm)
     is_exact = tf.logical_or(factor >= tiny, limit <= 0)  # a limit of 0 makes all gradients 0

@@ -153,7 +153,7 @@ def _sum_several_a_processor(
     group_of = np.empty([d.size for d in dims], np.int32)
     for number, group in enumerate(groups):
         group_of.reshape([-1])[list(group)] = number
-    # Laid out like the shards, group_of holds for each processor the groups of its own shards.
+    # group_of is split as the shards are, so that each processor has the groups of its own shards.
     mine = mesh_impl.slicewise(
         lambda x: tf.reshape(x, [-1]), _split_constant(mesh_impl, group_of, mtf.Shape(list(dims)))
     )

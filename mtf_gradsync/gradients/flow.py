@@ -118,12 +118,12 @@ class Flow:
             if operation in self.operations or self._is_made_of_pending(operation):
                 self.operations.add(operation)
                 self._follow(operation)
-        # Those that others use as well are reduced for them.
+        # A sum that something else uses as well has to be reduced for that use anyway.
         used.update([*dict.fromkeys(targets), *(t for ts in self.forced.values() for t in ts)])
         for op in (t.operation for t in targets if self._joins(t, used)):
             self.uses[op] = self.uses[op]._replace(joins=True)
 
-    # The operations that tensors are computed by.
+    # Which operations compute a tensor.
 
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
         """Returns the tensors that a tensor is computed from; [] if shards hold parts of it."""
@@ -221,7 +221,7 @@ class Flow:
     def _use(self, operation: mtf.Operation, pending: dict[int, Axes], own: Axes) -> Use | None:
         axes = Axes().union(*pending.values())
         tensors = [*operation.inputs, *operation.outputs]
-        # Where something is split along an axis, processors along it need the reduced sum.
+        # If a tensor is split along a mesh axis, processors along the axis need the reduced sum.
         first = axes & Axes().union(*[self._layout.split(t) for t in tensors])
         if first & self._layout.replica_axes(operation.mesh):
             return None
@@ -242,7 +242,7 @@ class Flow:
         while todo:
             tensor = todo.pop()
             for source in dict.fromkeys(tensor.operation.inputs):
-                # The sums of what is cast to fewer bytes keep their precision.
+                # A sum that is cast to a narrower dtype is reduced in its own, for its precision.
                 is_rounded = source in self.axes and source.dtype.size > tensor.dtype.size
                 if is_rounded or self.axes.get(source, self.axes[target]) != self.axes[target]:
                     return False
@@ -255,7 +255,7 @@ class Flow:
                     left -= source.shape.size * source.dtype.size
         return left < 0
 
-    # What this means for tensors.
+    # What the forecast says about tensors.
 
     def keeps_pending(self, operation: mtf.Operation) -> bool:
         """Returns whether an operation passes pending sums on unreduced; False for loops."""
@@ -394,7 +394,7 @@ _JOINTLY = (
     mtf.Depend,
     mtf.PadOperation,
     mtf.ReshapeOperation,
-    mtf.ScalarAddOperation,  # what it adds is divided among the terms
+    mtf.ScalarAddOperation,  # its scalar is divided equally among the terms
     mtf.ScalarMultiplyOperation,
     mtf.ShiftOperation,
     mtf.SliceOperation,

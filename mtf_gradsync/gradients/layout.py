@@ -147,7 +147,7 @@ def own_slices(
 AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
 # Operations without inputs that bring no data.
 _MADE = (mtf.Variable, mtf.Constant, mtf.RandomOperation, mtf.RangeOperation)
-# Their outputs have dimensions that data do not have.
+# Operations whose outputs have dimensions that their inputs, the data, do not have.
 _WIDENS = (mtf.BroadcastOperation, mtf.OneHotOperation, mtf.WhileLoopOperation, GradientOperation)
 # Operations on the way from each example's loss to the loss.
 _TO_LOSS = (
@@ -159,7 +159,7 @@ _TO_LOSS = (
 )
 
 
-# Their outputs are the same lowered objects as their inputs, pending or not.
+# Operations whose outputs are lowered to the same objects as their inputs, pending or not.
 _PASSES_ON = (mtf.StopGradient, mtf.CustomGradientOperation)
 
 

@@ -229,7 +229,7 @@ def _scale_in(
     between = {t.operation for t in before if t not in scaled.unscaled and t not in computed}
     not_linear = _first_not_linear(grad.graph, between, ends) if seeds else None
     if seeds and owners and not_linear is None:
-        not_linear = grad.operation  # half of it still has the scale
+        not_linear = grad.operation  # some of its terms have the scale, others do not
     return _ScaleInGradient(frozenset(seeds), frozenset(owners), not_linear)
 
 

@@ -30,8 +30,8 @@ def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
     return tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
 
 
-# From slices of gradients, the dims of each to sum over, and a dtype to one number, or to several
-# along the last dimension.
+# A function of slices of gradients, the dims of each slice to sum over, and a dtype. It returns one
+# number, or several along the last dimension.
 Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
 
 
@@ -145,7 +145,7 @@ class SumOverGradients(GradientOperation):
         slice_shape = mesh_impl.slice_shape(output.shape)
         shard_axes = set(mesh_impl.tensor_layout(output.shape))
         values = reduced_values(lowering, self.inputs)
-        # Only processors with different slices of a gradient add up their measures, not copies.
+        # Only processors with different slices of a gradient add up; copies would count twice.
         by_axes: dict[tuple[int, ...], list[tuple[Any, list[int]]]] = {}
         of_shards = slice_shape[: len(self._shard_dims)]
         names = {d.name for d in self._shard_dims if math.prod(of_shards) > 1}

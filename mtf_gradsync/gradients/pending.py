@@ -139,7 +139,7 @@ class PendingLowering(ExtensionLowering):
         first = copy.copy(operation)
         small = mtf.Tensor(first, shape, output.dtype)
         give_outputs(first, [small])
-        if output in self._buckets:  # the small sum in its place, as there is less to send
+        if output in self._buckets:  # the small sum is reduced instead, as there is less to send
             self._buckets[small] = self._buckets.pop(output)
         self._lower(first, self.flow.uses.get(operation))
         mesh_impl = self._lowering.mesh_impl(operation)
@@ -211,7 +211,7 @@ class PendingLowering(ExtensionLowering):
         parts = lazy.laid_out_input.to_laid_out_tensor()
         return PendingSum(
             lazy.mesh_impl,
-            sorted(lazy.mesh_axes),  # Mesh-TF adds up those of one order alone
+            sorted(lazy.mesh_axes),  # Mesh-TF adds pending sums only if their axes are in one order
             parts.slice_shape,
             lambda: parts,
             self._sum_for(tensor),
@@ -427,8 +427,8 @@ class PendingSums(PlanExtension):
             for tensor in flow.sums_behind(want.tensors, want.reduced):
                 found.setdefault(tensor, Bucket(want.strategy, by_program=False))
         if self._wants:
-            # Sums that only the program itself needs reduced, for a norm that it logs for example,
-            # apart from the others: it may not need them on every step.
+            # Sums that only the program itself needs reduced (for a norm that it logs, for example)
+            # are reduced apart from the others: the program may not need them in every step.
             own = [
                 t
                 for operation, tensors in flow.forced.items()

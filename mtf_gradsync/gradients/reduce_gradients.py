@@ -156,7 +156,7 @@ class ScatterGradients(GradientOperation):
         self._wholes = [v.shape for v in variables]
         self._axes, self._strategy = axes, strategy
         self._sum_dims = dims_to_sum(grads, variables)
-        # Those that are not cut are all-reduced together.
+        # Gradients that are not cut are all-reduced together.
         for reduced in (True, False):
             wanted = [
                 g
@@ -175,7 +175,7 @@ class ScatterGradients(GradientOperation):
         ):
             lowered = lowering.tensors[grad]
             is_cut = dims or whole != output.shape
-            # What was reduced for another reader is not sent again.
+            # A sum that was already reduced for another reader is not sent again.
             is_made = isinstance(lowered, PendingSum) and lowered.sends_nothing
             sums.append(partial_sum(lowering, grad, dims, reduced=is_made or not is_cut))
             cuts.append(cuts_between(mesh_impl, whole, output.shape))

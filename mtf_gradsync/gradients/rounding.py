@@ -81,7 +81,7 @@ def make_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
         initializer=tf.zeros_initializer(),
         trainable=False,
     ).operation
-    # Also after a checkpoint of a run that rounded to nearest.
+    # It begins at 0 also after restoring a checkpoint of a run that rounded to nearest.
     count.begins_at_zero = True
     return count
 
@@ -145,7 +145,7 @@ def _first_elements(mesh_impl: Any, shape: mtf.Shape) -> Any:
     if not any(firsts):
         return 0
     if is_simd(mesh_impl):
-        # As int32, of which TPUs gather.
+        # As int32, because TPUs cannot gather uint32.
         at = [first - 2**32 if first >= 2**31 else first for first in firsts]
         return mesh_impl.slicewise(lambda p: tf.gather(at, p), mesh_impl.laid_out_pnum())
     # One object for equal numbers: processors that share a memory then share the result.
@@ -170,7 +170,7 @@ def _bits(
     second_seed = _hashed(seed + _word(key >> 32))
     index = seed + (tf.cast(first, tf.uint32) if isinstance(first, tf.Tensor) else _word(first))
     for axis, (size, stride) in enumerate(zip(sizes, strides)):
-        # Sums are small up to the last axis.
+        # The last axis comes last, so that all tensors before the last addition are small.
         along = tf.reshape(tf.range(size), [size] + [1] * (len(sizes) - 1 - axis))
         index = index + tf.cast(along, tf.uint32) * _word(stride)
     return tf.bitwise.right_shift(_hashed(index, second_seed), _word(16))
@@ -202,7 +202,7 @@ def round_by_bits(x: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
       x: the tensor.
       bits: random uint32 numbers from 0 to 2**16 - 1, of the tensor's shape.
     """
-    # bfloat16 has the upper 16 bits of float32: of larger magnitudes these are larger integers.
+    # bfloat16 is the upper 16 bits of float32, which are larger integers for larger magnitudes.
     upper = tf.bitwise.bitwise_and(tf.bitcast(x, tf.uint32) + bits, _word(0xFFFF0000))
     within = tf.abs(x) <= float(tf.bfloat16.max)
     return tf.cast(tf.where_v2(within, tf.bitcast(upper, tf.float32), x), tf.bfloat16)

@@ -112,7 +112,7 @@ class SumGradients(GradientOperation):
         super().__init__(grads, shapes, name="sum_gradients")
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        # Those without shard dims are reduced by the sums that they wait for.
+        # Gradients without shard dims are pending: their own all-reduce sums them.
         sums = [
             partial_sum(lowering, grad, dims, reduced=not dims)
             for grad, dims in zip(self.inputs, self._sum_dims)

@@ -97,7 +97,7 @@ def _memory(device: str) -> Any:
     return process_of(device) if kind_of(device) == "CPU" else full_name(device)
 
 
-# Stateful as TensorFlow sees it, but a second read gives what the first one gave.
+# TensorFlow calls these operations stateful, but a second read gives what the first one gave.
 _REPEATABLE = ("ReadVariableOp", "VarHandleOp")
 
 
@@ -122,7 +122,7 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
             if len(members) == 1:
                 result[members[0]] = call(members[0])
                 continue
-            # On the device that holds an argument: chains of operations stay on a device.
+            # The call is on a device that holds an argument, so that chains stay on one device.
             on = {full_name(devices[member]): member for member in members}
             arguments = [x[members[0]] for x in inputs]
             holders = [on.get(full_name(x.device)) for x in arguments if isinstance(x, TF_VALUES)]
@@ -236,8 +236,7 @@ def writers_of(laid_out_variable: Any) -> list[int]:
     return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
 
 
-# For each graph the numbers of the operations that were made inside `writing`, and whether those
-# are only its calls.
+# For each graph the numbers of the operations that were made inside `writing`, and `only_calls`.
 _WRITING: weakref.WeakKeyDictionary[tf.Graph, list[tuple[range, bool]]]
 _WRITING = weakref.WeakKeyDictionary()
 

@@ -21,8 +21,8 @@ from mtf_gradsync.reduce.strategy import Strategy, has_gradient_reduction
 
 _logger = logging.getLogger("mtf_gradsync")
 
-# A message between GPUs without links goes over the host, and packing is a copy in their own
-# memory. Not measured here, where there are no GPUs.
+# A message between GPUs without links goes over the host's memory, while packing is a copy in the
+# GPU's own memory. The size was not measured.
 GPU_BUCKET_BYTES = 1024 * 1024
 
 
@@ -90,7 +90,7 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
     return Topology(len(devices), False, kinds, processes, chips, linked, models)
 
 
-# A strategy that chooses asks at each sum, and TensorFlow makes its devices anew each time.
+# Cached: BestAllReduce asks at each sum, and TensorFlow would make its devices anew each time.
 @functools.lru_cache(maxsize=None)
 def _devices_here() -> Sequence[Any]:
     return local_devices()
@@ -328,7 +328,7 @@ def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
     """Returns text about gradients for the log: "60 gradients (float32, 72.1 MiB a processor)"."""
     try:
         known = [] if gradients is None else [x for x in gradients if x is not None]
-    except Exception:  # As below.
+    except Exception:  # Anything may be given; this is only for the log.
         known = []
     if not known:
         return "gradients of unknown sizes"
@@ -337,7 +337,7 @@ def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
     for x in known:
         try:
             size, dtype = _size(mesh_impl, x)
-        except Exception:  # Anything may stand there; sizes are for the log alone.
+        except Exception:  # Anything may be in the list; sizes are only for the log.
             return f"{number}, not all of known size"
         sizes.append(size * dtype.size)
         dtypes.add(dtype.name)

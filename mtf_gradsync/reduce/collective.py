@@ -31,8 +31,9 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 def _instance_keys_of_a_client() -> Iterator[int]:
     """Yields numbers for collectives (instance keys) that no other program used on the workers."""
-    # A worker refuses another collective of a key, even after the client that used it has ended.
-    # Random without a seed of the program's: two runs of it must not draw the same keys.
+    # A worker refuses a second collective with the same key, even after the client that used the
+    # key has ended. The first key is random, without the program's seed, because two runs of a
+    # program must not use the same keys.
     return itertools.count(random.SystemRandom().randrange(1, 1 << 30))
 
 

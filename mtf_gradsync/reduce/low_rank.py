@@ -81,13 +81,13 @@ def _orthonormal(x: tf.Tensor) -> tf.Tensor:
     """Does what `orthonormal` does, for matrices of one shape: ``[matrices, rows, rank]``."""
     finite = tf.reduce_all(tf.math.is_finite(x), [1, 2], keepdims=True)
     top = tf.reduce_max(tf.abs(x), [1, 2], keepdims=True)
-    # Scaled, as squares of huge or tiny numbers are beyond float32.
+    # Matrices are scaled, because squares of huge or tiny numbers are outside of float32's range.
     x = x / tf.where_v2(tf.logical_and(finite, top >= _SMALLEST), top, 1.0)
     made: list[tf.Tensor] = []
     for column in tf.unstack(x, axis=2):
         length = _length(column)
         for _ in range(2):
-            # Sums in place of matmul, which TPUs round to bfloat16.
+            # Sums are used instead of matmul, which TPUs round to bfloat16.
             column -= sum(b * tf.reduce_sum(b * column, 1, keepdims=True) for b in made)
         left = _length(column)
         dead = left <= _ROUNDING * length

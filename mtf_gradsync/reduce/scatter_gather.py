@@ -42,10 +42,10 @@ _TILE = 8 * 128
 # Smaller parts share a reduce-scatter. The compiler merges neighbouring ones of small tensors by
 # itself, and a packed one holds all gradients twice.
 _SCATTERED_ALONE = _TILE // 2
-# The TPU compiler gives a gathered tensor no variable's memory: where it is a variable's new value,
-# the variable is copied when the step begins, and the new value when it ends. An operation between
-# the two writes into the variable's memory. For tensors of fewer numbers it takes more time than
-# the copies.
+# The TPU compiler does not gather a tensor into a variable's memory. If the tensor is a variable's
+# new value, the variable is copied when the step begins, and the new value when the step ends. An
+# operation after the gather, which writes into the variable's memory, saves the copies. For tensors
+# of fewer numbers than this, the operation takes more time than the copies.
 _WRITTEN_IN_PLACE = 64 * 1024
 
 

@@ -52,7 +52,7 @@ def check_values(values: Sequence[Any]) -> None:
             )
 
 
-# These are added up in float32.
+# Values of these dtypes are added up in float32.
 NARROW_FLOATS = (tf.bfloat16, tf.float16)
 
 #: Sums the slices of one group: (slices, their devices, root) -> the sum for each member. `root`
@@ -151,7 +151,7 @@ def check_algorithm(name: Any, argument: str = "algorithm") -> Algorithm:
 
 
 #: Sums values over groups: (`LaidOutTensor`s, groups, turns) -> `LaidOutTensor`s. Each value has a
-#: turn; different turns spread the work over the devices.
+#: number (its turn) that selects the device which adds up, so that devices share the work.
 SumFn = Callable[[Sequence[Any], ProcessorGroups, Sequence[int]], Sequence[Any]]
 
 
@@ -298,7 +298,7 @@ def plan_buckets(
             fitting = next((i for i, room in enumerate(rooms) if size <= room), None)
         if fitting is None:
             buckets.append([index])
-            # Less than the smallest tensor takes, so that nothing joins a tensor that is alone.
+            # -1 is less room than any tensor needs, so that nothing joins a tensor that is alone.
             rooms.append(bucket_bytes - size if packed else -1)
         else:
             buckets[fitting].append(index)
@@ -342,7 +342,7 @@ def _one_shape(shapes: Sequence[Sequence[int]]) -> bool:
     return all(list(shape) == list(shapes[0]) for shape in shapes)
 
 
-# In one memory each device can unpack a sum, or one unpacks it and sends the tensors to the others.
+# If devices share a memory, each can unpack a sum, or one unpacks it and sends the tensors to all.
 # Measured on CPU devices: a message costs as much as copying this many bytes.
 MESSAGE_BYTES = 32 * 1024
 

@@ -1,4 +1,4 @@
-"""Parts of a step: branches that some steps skip, late building, and values after both."""
+"""Branches of operations that some steps skip, operations that are built late, and reads after."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _NOT_INLINED = {"_noinline": True}
 
 
 def can_call(lowering: mtf.Lowering) -> bool:
-    """Returns whether a branch on a mesh can be a call of a function.
+    """Returns whether a branch can be built as one call of a tf function.
 
-    It cannot be on SIMD meshes (a TPU program has no such calls), on meshes over several processes,
-    with ref variables, and on TensorFlow 2.12, which inlines every function. There its operations
-    are part of the graph itself, which is slower on the steps that skip it.
+    This is not possible on SIMD meshes (a TPU program has no such calls), on meshes over several
+    processes, with ref variables, or with TensorFlow 2.12, which inlines every function. In these
+    cases the branch's operations are part of the graph itself, so that steps that skip the branch
+    are slower.
     """
     processes = set()
     for mesh_impl in lowering.mesh_to_impl.values():
@@ -49,7 +50,10 @@ def _takes_attributes() -> bool:
 
 
 def run_as_call(run: Callable[[], tf.Operation]) -> tf.Operation:
-    """Runs a branch as one call of a function; `run` makes its operations and returns the last."""
+    """Builds a branch as one call of a tf function; returns the call.
+
+    `run` makes the branch's operations, and returns one that waits for all of them.
+    """
 
     def body() -> tf.Tensor:
         _copy_handles_and_constants(tf.get_default_graph())
@@ -90,7 +94,10 @@ def _copy_handles_and_constants(graph: tf.Graph) -> None:
 
 
 class Branch:
-    """The operations made by a function, for a `Conditional` to run."""
+    """A set of operations that a `Conditional` runs on some steps only.
+
+    Functions that are called with an open branch make the operations.
+    """
 
     def __init__(self, plan: StepPlan, make: Callable[[], Sequence[mtf.Operation]] | None = None):
         self.plan = plan
@@ -100,21 +107,24 @@ class Branch:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Adds operations that are made inside the block to the branch; variables stay outside."""
+        """Returns a context; operations made inside belong to the branch, except variables."""
         with self.plan.collecting(self):
             yield
 
     def add(self, make: Callable[[], Sequence[mtf.Operation]]) -> None:
-        """Adds operations, made by a function, that run last. For graphs not lowered yet."""
+        """Calls `make` and adds its operations at the end of the branch.
+
+        The graph must not have been lowered yet.
+        """
         with self.opened():
             self.updates.extend(make())
 
 
 class Conditional(mtf.Operation):
-    """A branch that runs on steps where a predicate holds.
+    """An operation that runs a branch on the steps on which a predicate is true.
 
-    The predicate must have the same value on all processors. In a lowering, each of the branch's
-    updates is the one tf operation that runs the branch if it is due.
+    The predicate must have the same value on all processors. Each of the branch's operations that
+    others may wait for (`updates`) is lowered to the same tf operation, the conditional itself.
     """
 
     def __init__(
@@ -125,9 +135,11 @@ class Conditional(mtf.Operation):
         behind: Sequence[mtf.Operation],
         as_call: bool = True,
     ):
-        """Adds the conditional, which waits for `gate` (None inside another branch) and `behind`.
+        """Adds the conditional.
 
-        `as_call` makes skipping cheap, by one function call where `can_call`. Its arguments cost
+        It waits for the operations `behind`, and for `gate`: until all gradients exist and all
+        variables are read. Inside another branch, `gate` is None. With `as_call`, the branch is one
+        function call, if `can_call`, so that skipping it is cheap. The arguments of the call cost
         time on every step: a branch that takes all gradients and runs on most steps is faster
         without a call.
         """
@@ -139,7 +151,7 @@ class Conditional(mtf.Operation):
 
     @property
     def updates(self) -> list[mtf.Operation]:
-        """The operations of the branch."""
+        """The operations of the branch that others may wait for."""
         return self._branch.updates
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -165,7 +177,7 @@ class Conditional(mtf.Operation):
             waited_for.append(self._gate.barrier(lowering))
         with tf.control_dependencies(waited_for), control_flow_v1(), writing(only_calls=True):
             done = tf.cond(predicate, lambda: run_as_call(run) if in_call else run(), tf.no_op)
-        # Those of inner branches, too: outside nothing can wait for these themselves.
+        # This includes operations of inner branches, which nothing outside can wait for either.
         for op in [*lowering.operations]:
             if op not in before:
                 lowering.operations[op] = done.op
@@ -173,10 +185,11 @@ class Conditional(mtf.Operation):
 
 @contextlib.contextmanager
 def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> Iterator[None]:
-    """Makes a call read the variables that it assigns, instead of taking their values.
+    """Returns a context for building a function's body, which then reads the variables it assigns.
 
-    Nothing else writes them in this step, and a value from another device costs a transfer even
-    when the call is skipped.
+    Otherwise the variables' values would be arguments of the call, and a value from another device
+    costs a transfer even when the call is skipped. Reading late is safe, because nothing else
+    writes these variables in the same step.
     """
     before = dict(lowering.tensors)
     assigned = dict.fromkeys(
@@ -199,7 +212,10 @@ def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> It
 
 @contextlib.contextmanager
 def _no_summaries() -> Iterator[None]:
-    """Removes scalar summaries of a branch, which have no value on steps that skip it."""
+    """Returns a context; scalar summaries made inside are removed, with a warning.
+
+    A branch's summaries have no value on steps that skip it.
+    """
     summaries = tf.get_collection_ref(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY)
     before = len(summaries)
     yield
@@ -214,7 +230,10 @@ def _no_summaries() -> Iterator[None]:
 
 
 class DeferredUpdate:
-    """Operations that are built on demand, or when the graph is lowered; a subclass has `make`."""
+    """A wrapper's update that is built later: when it is asked for, or when the graph is lowered.
+
+    Subclasses define `make`.
+    """
 
     def __init__(self, plan: StepPlan):
         self.plan = plan
@@ -223,16 +242,19 @@ class DeferredUpdate:
         plan.deferred += (self,)
 
     def make(self) -> list[mtf.Operation]:
-        """Makes the operations; called once, unless they are undone."""
+        """Makes and returns the operations of the update.
+
+        It is called once, or again if an error has undone the operations.
+        """
         raise NotImplementedError
 
     def build(self) -> list[mtf.Operation]:
-        """Returns the operations, which the first call builds.
+        """Returns the operations of the update; the first call builds them.
 
-        In the graph they take the place of the last stand-in, or come after everything that they
-        are computed from.
+        In the graph's list they are put where the last stand-in is, or after everything that they
+        are computed from, if that is later. (Stand-ins are what callers got before.)
         """
-        # An error may have undone them, with what was being built around them.
+        # An error may have undone the operations, together with what was being built around them.
         if self._operations is None or self in self.plan.deferred:
             graph, waiting = self.plan.graph, self.plan.deferred
             before = set(graph.operations)
@@ -247,7 +269,7 @@ class DeferredUpdate:
 
     def _place(self, before: set[mtf.Operation]) -> None:
         listed, own = self.plan.graph.operations, set(self.stand_ins)
-        # What the step itself has put before others stays there.
+        # Operations that the update itself has put before others stay there.
         count = max((i for i, op in enumerate(listed, 1) if op in before), default=0)
         others, made = listed[:count], listed[count:]
         needed = {x.operation for op in made for x in op.inputs} | own
@@ -257,7 +279,10 @@ class DeferredUpdate:
 
 
 class ValuesAfter(mtf.Operation):
-    """Reads of variables of a mesh (`reads`) after operations, also a branch's."""
+    """Reads of variables after given operations have run, or their branch was skipped.
+
+    `reads` are the variables, all of one mesh.
+    """
 
     def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
         super().__init__([], mesh=variables[0].mesh, name="values_after")
@@ -278,7 +303,7 @@ class ValuesAfter(mtf.Operation):
 
 
 def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
-    """Reads the slices of a variable, which autostack may have stacked with others."""
+    """Returns the slices of a variable, read now, even if autostack has stacked the variable."""
     number = None
     holder = variable
     if variable not in lowering.variables:
@@ -301,10 +326,11 @@ def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
 def values_after(
     variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]
 ) -> Sequence[mtf.Tensor]:
-    """Returns the values of variables after operations, whether or not their branch ran.
+    """Returns the values that variables have after the operations `writes`.
 
-    `writes` are lowered before. The tensors have the variables' shapes, in the dtype of their
-    slices.
+    If the operations belong to a branch that a step skips, these are the unchanged values. The
+    operations have to be lowered before the returned tensors. The tensors have the variables'
+    shapes and the dtypes of their slices.
     """
 
     def of_one_mesh(_: Any, some: list[int]) -> Sequence[mtf.Tensor]:

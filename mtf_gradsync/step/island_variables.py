@@ -12,18 +12,23 @@ from mtf_gradsync.variables import CURE
 
 
 class IslandVariables(PlanExtension):
-    """A graph's record of variables and their holders."""
+    """A graph's record of variables that have a value for each island, and of their holders.
+
+    A holder is a variable with more dimensions, which number the islands. It stores the values of
+    all islands.
+    """
 
     def __init__(self) -> None:
         self._held_by: dict[mtf.Variable, mtf.Variable] = {}
 
     def hold(self, variable: mtf.Variable, by: mtf.Variable) -> None:
-        """Makes a variable use a holder's slices; neither may be stacked with others.
+        """Stores a variable's values in the variable `by`, its holder.
 
-        The holder has dimensions that number the islands before those of the variable.
+        The holder's shape is that of the variable after dimensions that number the islands. Neither
+        may be stacked with other variables by autostack.
         """
         self._held_by = {**self._held_by, variable: by}
-        # Lowered first, as the variable is made of its slices.
+        # The holder is lowered first, because the variable's slices are made of its slices.
         operations = variable.graph.operations
         operations.remove(by)
         operations.insert(0, by)
@@ -31,7 +36,7 @@ class IslandVariables(PlanExtension):
             StepPlan.of(variable.graph).write_in_place(by)
 
     def holder(self, variable: mtf.Variable) -> mtf.Variable | None:
-        """Returns the holder of a variable; None if the islands share its value."""
+        """Returns the variable that stores a variable's values; None if islands share one value."""
         return self._held_by.get(variable)
 
     def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
@@ -70,12 +75,15 @@ def _check_no_refs(variable: mtf.Variable, held: Any) -> None:
 
 
 class HeldSlices:
-    """A laid-out variable whose slices are its holder's, reshaped; the holder has the master."""
+    """A lowered variable whose slices are those of its holder, reshaped.
+
+    Only the holder has a master (the variable that checkpoints hold).
+    """
 
     def __init__(self, variable: mtf.Variable, held: Any, mesh_impl: Any, shape: list[int]):
         self._variable, self._held = variable, held
         slices = held.laid_out_tensor.tensor_list
-        # Slices that processors share stay shared.
+        # Processors that share a slice of the holder share the reshaped slice, too.
         self._seen = {id(x): Reshaped(x, shape) for x in slices}
         self.laid_out_tensor = mesh_impl.LaidOutTensor([self._seen[id(x)] for x in slices])
         self.writers = writers_of(held)
@@ -83,7 +91,7 @@ class HeldSlices:
             self.copy_master_to_slices = self.copy_slices_to_master = tf.no_op()
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Assigns to the holder's slices, as Mesh-TF's laid-out variables assign to their own."""
+        """Assigns values to the slices, which are the holder's; called by Mesh-TF's assignments."""
 
         def assign(_: Any, x: Any, value: Any) -> Any:
             return assign_fn(self._variable, self._seen[id(x)], value)

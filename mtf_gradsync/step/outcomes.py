@@ -1,8 +1,8 @@
-"""Operations whose outcome a program reads after the step.
+"""Operations of a step whose findings, such as warnings and errors, are reported after the step.
 
 A TPU program can neither fail nor print, and TensorFlow's errors can only be recognised by their
-text. A watched operation keeps its findings in variables. The sessions of this package look at them
-after each step (`StepWatches`), and others by a hook (`WatchHook`).
+text. So a watched operation keeps its findings in variables. The sessions of this package read
+these variables after each step (`StepWatches`); other sessions need a hook (`WatchHook`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ WATCHED = ("mtf_gradsync watched",)
 
 
 class Watched(mtf.Operation):
-    """An operation at the end of a step that leaves its outcome in variables.
+    """An operation at the end of a step that leaves what it found in variables, to be reported.
 
-    A subclass calls `note_lowering` when it is lowered. Variables are not split over processors.
+    A subclass calls `note_lowering` when it is lowered. The variables are not split over
+    processors.
     """
 
     def __init__(
@@ -39,16 +40,16 @@ class Watched(mtf.Operation):
         """Adds the operation.
 
         Args:
-          before: the values of `counts` before the step.
-          now: their values after it, readable outside of branches.
-          counts: int32 or float32 variables, which show whether there is something to report.
-          records: variables with the details, read only if there is something to report.
+          before: tensors with the values of `counts` before the step.
+          now: tensors with the values of `counts` after the step, made outside of branches.
+          counts: int32 or float32 variables whose change shows that there is something to report.
+          records: variables with the details, which are read only if there is something to report.
           name: name of the operation.
         """
         super().__init__([*before, *now], name=name)
         # Whether the step, as it was lowered, does not print or raise the outcome itself.
         self.takes_a_hook = False
-        # Nobody can read values of a branch outside of it.
+        # Values that are made in a branch cannot be read outside of it.
         self.can_be_told = not StepPlan.of(self.graph).is_in_branch
         self._counts, self._records = list(counts), list(records)
         # For each lowering a slice of each variable.
@@ -59,11 +60,11 @@ class Watched(mtf.Operation):
         return self._lowered(lowering, self.inputs[len(self._counts) :])
 
     def slices_of_records(self, lowering: mtf.Lowering) -> list[Any]:
-        """Returns one slice of each record."""
+        """Returns one slice of each variable in `records`; all slices are equal."""
         return _slices(lowering, self._records)
 
     def note_lowering(self, lowering: mtf.Lowering) -> None:
-        """Records a lowering; `lower` calls it."""
+        """Records that this operation was lowered; a subclass's `lower` calls it."""
         self._slices.append((_slices(lowering, self._counts), self.slices_of_records(lowering)))
         self.takes_a_hook = is_simd(lowering.mesh_impl(self))
         if self.takes_a_hook and self.can_be_told:
@@ -73,28 +74,31 @@ class Watched(mtf.Operation):
             tf.add_to_collection(WATCHED, (self, told.name))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """Returns whether the counts, before and after a step, show something to report."""
+        """Returns whether there is something to report, given the counts before and after a step.
+
+        `before` is None if the counts before are not known.
+        """
         raise NotImplementedError
 
     def find(
         self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
     ) -> list[Any]:
-        """Returns lines to log and exceptions to raise, from the variables' values after a step.
+        """Returns what to report after a step: strings to log and exceptions to raise.
 
-        `before` are the counts before the step, or when they were last read; None if that is not
-        known.
+        `now` are the counts and `records` the records after the step. `before` are the counts
+        before it, or when they were last read; None if they are not known.
         """
         raise NotImplementedError
 
     def apart(self, told: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Splits a step's numbers into the counts before and after the step."""
+        """Splits the int32 numbers that a step returned into the counts before and after it."""
         sizes = [x.shape.size for x in self.inputs]
         parts = np.split(told, np.cumsum(sizes)[:-1])
         parts = [x.view(y.dtype.as_numpy_dtype) for x, y in zip(parts, self.inputs)]
         return parts[: len(self._counts)], parts[len(self._counts) :]
 
     def watch(self) -> Watch:
-        """Adds operations that read the variables to the default graph."""
+        """Returns a reader of the findings; adds operations that read variables to the graph."""
         with tf.control_dependencies(None):
             reads = [
                 ([x.read_value() for x in counts], [x.read_value() for x in records])
@@ -111,7 +115,7 @@ def _slices(lowering: mtf.Lowering, variables: Sequence[mtf.Variable]) -> list[A
 
 
 class Watch:
-    """A reader of a session's last outcome; `Watched.watch` makes it.
+    """A reader of what a watched operation found in a session; `Watched.watch` makes it.
 
     Attributes:
       records: the tensors of the records' values, for each lowering.
@@ -127,9 +131,9 @@ class Watch:
         return [records for _, records in self._reads]
 
     def ask(self, session: Any) -> Any:
-        """Returns an exception to raise or a line to log after a step of a session, or None.
+        """Returns what to report after a step: an exception to raise, a line to log, or None.
 
-        Where the step raised an error, the exception takes its place.
+        If the step itself raised an error, the exception is to be raised instead of this error.
         """
         read = session.run(self._reads)
         before, self._before = self._before, [counts for counts, _ in read]
@@ -143,13 +147,16 @@ class Watch:
 
 
 class WatchHook(tf.train.SessionRunHook):
-    """A hook that raises or logs a watched operation's outcome after each run.
+    """A session hook that raises or logs, after each run, what a watched operation found.
 
-    It does nothing in sessions that read outcomes themselves.
+    It does nothing in sessions of this package, which do that themselves.
     """
 
     def __init__(self, find_watched: Callable[[], Watched | None]):
-        """Sets the function that finds the operation, or None, once the session begins."""
+        """Sets the function that returns the watched operation, or None if there is none.
+
+        It is called when the session begins.
+        """
         self._find_watched = find_watched
         self._watched: Any = None
         self._watch: Watch | None = None
@@ -167,7 +174,10 @@ class WatchHook(tf.train.SessionRunHook):
             self._watch.ask(session)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Raises an error, or logs a line; see `tf.train.SessionRunHook.after_run`."""
+        """Raises the error or logs the line that the last run left, if there is one.
+
+        See `tf.train.SessionRunHook.after_run`.
+        """
         del run_values
         found = self._watch.ask(run_context.session) if self._watch else None
         if isinstance(found, Exception):

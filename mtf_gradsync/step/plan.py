@@ -35,16 +35,16 @@ _LOWERED = "mtf_gradsync_lowered"
 
 
 class Planned:
-    """A mixin for the class of every operation of a graph, which lets the plan lower it.
+    """A mixin that is added to the class of every operation of a graph, so that the plan lowers it.
 
     Operations stay the same objects for Mesh-TF's rewriting (autostack, combined assignments) and
-    for the program. Copies, as by `mtf.recompute_grad`, are lowered by the plan too.
+    for the program. The plan also lowers copies of operations, such as `mtf.recompute_grad` makes.
     """
 
     graph: mtf.Graph
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """Lets the plan lower the operation."""
+        """Lowers the operation by the plan of its graph; Mesh-TF calls this method."""
         vars(self.graph)[PLAN].lower(self, lowering)
 
     def lower_itself(self, lowering: mtf.Lowering) -> None:
@@ -58,7 +58,7 @@ PLAN = "mtf_gradsync_plan"
 
 @functools.lru_cache(maxsize=None)
 def _planned(cls: type) -> type:
-    # Under the same name: Mesh-TF counts operations by the names of their classes.
+    # The subclass has the same name, because Mesh-TF counts operations by their classes' names.
     members = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -68,7 +68,10 @@ def _planned(cls: type) -> type:
 
 
 def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
-    """Returns operations in the order of their lowering; a loop's come before the loop."""
+    """Returns operations and those inside of loops, in the order in which they are lowered.
+
+    The operations inside of a loop come before the loop.
+    """
     found: list[mtf.Operation] = []
     for operation in operations:
         if isinstance(operation, mtf.WhileLoopOperation):
@@ -79,7 +82,10 @@ def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
 
 
 class StandIn(mtf.Operation):
-    """A stand-in for the operations of a step that is built later (a `DeferredUpdate`)."""
+    """An operation that callers get in place of those of an update that is built later.
+
+    `update` is the `DeferredUpdate`.
+    """
 
     def __init__(self, update: Any, mesh: mtf.Mesh, name: str):
         super().__init__([], mesh=mesh, name=name)
@@ -94,7 +100,10 @@ class StandIn(mtf.Operation):
 
 
 def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-    """Returns operations with stand-ins replaced by their steps' operations, built if needed."""
+    """Returns operations, with those of deferred updates in place of their stand-ins.
+
+    Deferred updates that are not built yet are built.
+    """
     result: dict[mtf.Operation, None] = {}
     for operation in operations:
         is_stand_in = isinstance(operation, StandIn)
@@ -103,61 +112,71 @@ def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
 
 
 class ExtensionLowering:
-    """An extension's work in one lowering; the base class does nothing."""
+    """The state and the work of a `PlanExtension` in one lowering; this base class does nothing."""
 
     # For operations that wait for others: functions that return the tf operations to wait for.
     waits: Mapping[mtf.Operation, Callable[[mtf.Lowering], Sequence[tf.Operation]]] = {}
 
     def lower(self, operation: mtf.Operation) -> bool:
-        """Lowers an operation, also of a loop, or returns False: the operation lowers itself."""
+        """Lowers an operation in the extension's own way, and returns True.
+
+        Returns False if the operation is to lower itself. Operations inside of loops are given,
+        too.
+        """
         del operation
         return False
 
     def lower_variable(self, variable: mtf.Variable) -> bool:
-        """Lowers a variable, or returns False: the variable lowers itself."""
+        """Lowers a variable in the extension's own way, and returns True.
+
+        Returns False if the variable is to lower itself.
+        """
         del variable
         return False
 
     def inside_branch(self) -> ContextManager[None]:
-        """Returns a context manager around the lowering of a branch."""
+        """Returns a context in which the operations of a branch are lowered."""
         return contextlib.nullcontext()
 
     def end(self) -> None:
-        """Ends the lowering, after all operations."""
+        """Does what is left to do when all operations have been lowered."""
 
 
 class PlanExtension:
-    """A wrapper's part of a plan, which can lower operations.
+    """A base class of what wrappers keep in a plan, and of their own ways to lower operations.
 
-    Subclasses replace their attributes and do not change the values, so that a plan can undo
-    changes after an error by a shallow copy.
+    Subclasses set attributes to new values and never change a value in place. So the plan can undo
+    changes after an error by going back to shallow copies.
 
     Attributes:
-      orders_updates: whether it makes the program's own assignments wait for reads.
+      orders_updates: whether the extension makes the program's own assignments wait for reads.
     """
 
     orders_updates = False
 
     def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
-        """Begins a lowering; called when the graph has all of its operations."""
+        """Returns the extension's `ExtensionLowering` for a lowering that begins.
+
+        The graph then has all of its operations.
+        """
         del lowering
         return ExtensionLowering()
 
 
 class Lowered:
-    """The state of one lowering."""
+    """The state that a plan keeps for one lowering."""
 
     def __init__(self, scope: str):
         self.scope = scope  # the name scope that operations are lowered in
-        self.branch: Any = None  # the one that is being lowered
+        self.branch: Any = None  # the branch that is being lowered
         self.extensions: list[ExtensionLowering] = []
-        self.early: set[mtf.Operation] = set()  # those lowered before their turn
+        self.early: set[mtf.Operation] = set()  # operations lowered before their place in the list
         self.reads: dict[mtf.Mesh, list[mtf.Tensor]] = {}  # variables' values that are read once
-        self.barriers: dict[Any, tf.Operation] = {}  # gate -> what waits for its tensors
+        self.barriers: dict[Any, tf.Operation] = {}  # gate -> the operation that waits for it
 
     @contextlib.contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """Opens the name scope that Mesh-TF would open for an operation of a name."""
+        """Returns a context with the name scope that Mesh-TF opens for an operation `name`."""
         with tf.name_scope(self.scope + "/" if self.scope else None):
             with tf.name_scope(name):
                 yield
@@ -171,9 +190,9 @@ class StepPlan:
 
     Attributes:
       graph: the graph.
-      deferred: steps of the graph that are still to be built (see `DeferredUpdate`).
-      open_branch: the branch that is being built; None outside of any.
-      islands: the islands inside of which an update is being built; None outside of any.
+      deferred: updates of the graph that are still to be built (see `DeferredUpdate`).
+      open_branch: the branch that is being built; None if none is.
+      islands: the islands inside of which an update is being built; None if there are none.
     """
 
     def __init__(self, graph: mtf.Graph):
@@ -193,7 +212,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, graph: mtf.Graph) -> StepPlan:
-        """Returns the plan of a graph, which the first call makes."""
+        """Returns the plan of a graph; makes one on the first call."""
         plan = cls.of_graph(graph)
         if plan is None:
             plan = vars(graph)[PLAN] = cls(graph)
@@ -207,19 +226,21 @@ class StepPlan:
     # What wrappers want.
 
     def wait(self, operations: Sequence[mtf.Operation], control_inputs: ControlInputs) -> None:
-        """Makes operations run after others; they must not be lowered yet.
+        """Makes mtf operations wait for tf operations; the former must not be lowered yet.
 
-        `control_inputs` gives the tf operations to wait for, when one of `operations` is lowered.
+        `control_inputs` is a function of the lowering. It is called when one of `operations` is
+        lowered, and returns the tf operations to wait for.
         """
         self.adopt()
         for operation in operations:
             self._waits[operation] = (*self._waits.get(operation, ()), control_inputs)
 
     def write_in_place(self, variable: mtf.Variable) -> None:
-        """Notes that a wrapper writes a variable in place: it is not read first.
+        """Declares that a wrapper writes a variable in place.
 
-        If a value read at the start were still in use, TensorFlow would copy the variable to add to
-        it. Readers of the variable have to order reads and writes themselves.
+        The variable is then not read once at the start of the step, as other variables are: if that
+        value were still in use, TensorFlow would copy the variable in order to add to it. Code that
+        reads the variable has to order reads and writes itself.
         """
         self._in_place[variable] = None
 
@@ -229,12 +250,15 @@ class StepPlan:
 
     @property
     def is_in_branch(self) -> bool:
-        """Whether a branch is being built: operations in it need no gate, as the branch waits."""
+        """Whether a branch is being built.
+
+        Operations inside of it need not wait for a gate themselves, because the branch waits.
+        """
         return self.open_branch is not None
 
     @contextlib.contextmanager
     def collecting(self, branch: Any) -> Iterator[None]:
-        """Adds operations that are made inside the block to a branch; variables stay outside."""
+        """Returns a context; operations made inside belong to `branch`, except variables."""
         self.adopt()
         before = set(self.graph.operations)
         outer, self.open_branch = self.open_branch, branch
@@ -250,10 +274,10 @@ class StepPlan:
 
     @contextlib.contextmanager
     def outside_of_branches(self, inputs: Sequence[mtf.Tensor] = ()) -> Iterator[None]:
-        """Makes operations inside the block run on every step, whatever branch is being built.
+        """Returns a context; operations made inside run on every step, even if a branch is open.
 
-        The operations stay in the branch if one of their `inputs` was made in it; variables are
-        outside.
+        `inputs` are the tensors that the operations use. If one of them was made in the open
+        branch, and is no variable, the operations stay in the branch.
         """
         known = self._before_branches
         is_free = all(isinstance(x.operation, mtf.Variable) or x.operation in known for x in inputs)
@@ -272,27 +296,30 @@ class StepPlan:
 
     @property
     def surroundings(self) -> tuple[Any, bool]:
-        """The open branch, or None, and whether a gate is being built: for comparisons."""
+        """The open branch (or None), and whether operations built now wait for a gate.
+
+        Equal values mean that operations are built under the same conditions.
+        """
         return self.open_branch, self._is_gating
 
     def is_free(self, operation: mtf.Operation) -> bool:
-        """Returns whether an operation neither waits (see `wait`) nor belongs to a branch."""
+        """Returns whether an operation does not wait (see `wait`) and belongs to no branch."""
         return operation not in self._waits and self._branch_of.get(operation) is None
 
     @property
     def orders_updates(self) -> bool:
-        """Whether updates wait for a gate, as a wrapper's do, or for sums."""
+        """Whether some updates in the graph wait: for a gate, in a branch, or for sums."""
         gated = bool(self._waits or any(self._branch_of.values()))
         return gated or any(extension.orders_updates for extension in self._extensions.values())
 
     @property
     def is_held(self) -> bool:
-        """Whether operations built now wait with the branch or gate around them."""
+        """Whether operations built now are in a branch or already wait for a gate."""
         return self.is_in_branch or self._is_gating
 
     @contextlib.contextmanager
     def gating(self) -> Iterator[None]:
-        """Marks operations that are built inside the block as waiting for a gate."""
+        """Returns a context; the caller makes operations that are built inside wait for a gate."""
         outer, self._is_gating = self._is_gating, True
         try:
             yield
@@ -301,7 +328,10 @@ class StepPlan:
 
     @contextlib.contextmanager
     def building_inside(self, islands: Any) -> Iterator[None]:
-        """Declares which islands the steps built inside the block are inside of."""
+        """Returns a context; updates built inside it are updates inside of `islands`.
+
+        If `islands` is None, the islands stay those of the context around it.
+        """
         outer, self.islands = self.islands, islands or self.islands
         try:
             yield
@@ -309,16 +339,19 @@ class StepPlan:
             self.islands = outer
 
     def arrange(self, operations: Sequence[mtf.Operation]) -> None:
-        """Moves operations to the end of the graph's list, in order; no others may use them."""
+        """Moves operations to the end of the graph's list, in the given order.
+
+        No other operations may use their outputs.
+        """
         moved = set(operations)
         listed = self.graph.operations
         listed[:] = [op for op in listed if op not in moved] + list(operations)
 
     def state(self, owner: Any, name: str, make: Callable[[], Any]) -> Any:
-        """Returns a wrapper's state in this graph, which the first call makes.
+        """Returns the state that a wrapper keeps in this graph; `make` makes it on the first call.
 
-        `name`, the wrapper's, is the prefix of its variables. Raises a ValueError if another
-        wrapper of that name has state in this graph.
+        `owner` is the wrapper, and `name` its name, which is the prefix of its variables' names.
+        Raises a ValueError if another wrapper of this name has state in this graph.
         """
         other, state = self._states.get(name, (lambda: None, None))
         if other() is owner:
@@ -333,7 +366,7 @@ class StepPlan:
         return state
 
     def extension(self, kind: type[_Extension]) -> _Extension:
-        """Returns the plan's extension of the class `kind`, which the first call makes."""
+        """Returns the plan's extension of the class `kind`; makes it on the first call."""
         if kind not in self._extensions:
             self._extensions[kind] = kind()
         return self._extensions[kind]
@@ -344,10 +377,10 @@ class StepPlan:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Undoes changes of the mtf graph and the plan if the block raises.
+        """Returns a context; if an error leaves it, changes of the mtf graph and plan are undone.
 
-        Operations that the block made in the TensorFlow graph stay there; no mesh operation uses
-        it.
+        Operations that were added to the TensorFlow graph stay in it, but no mesh operation uses
+        them.
         """
         graph = self.graph
         lists = (graph.operations, graph.all_variables, graph.trainable_variables)
@@ -371,19 +404,19 @@ class StepPlan:
     # The lowering.
 
     def build_deferred(self) -> None:
-        """Builds all steps of the graph that are still to be built."""
+        """Builds all deferred updates of the graph that are still to be built."""
         while self.deferred:
             self.deferred[0].build()
 
     def adopt(self) -> list[mtf.Operation]:
-        """Lets this plan lower all operations of the graph; returns the new ones."""
+        """Makes this plan lower all operations of the graph; returns those that are new to it."""
         new = [op for op in flat(self.graph.operations) if not isinstance(op, Planned)]
         for operation in new:
             operation.__class__ = _planned(operation.__class__)
         return new
 
     def lowered(self, lowering: mtf.Lowering) -> Lowered:
-        """Returns the state of a lowering that has begun."""
+        """Returns the plan's state for a lowering; raises ValueError if it has not begun."""
         if not self.has_lowered(lowering):
             raise ValueError(
                 "A wrapper's operation is lowered before the wrapper has made all of its step, as "
@@ -393,21 +426,21 @@ class StepPlan:
         return vars(lowering)[_LOWERED]
 
     def has_lowered(self, lowering: mtf.Lowering) -> bool:
-        """Returns whether the plan lowers, or has lowered, the operations of a lowering."""
+        """Returns whether the plan has begun to lower operations for a lowering."""
         return _LOWERED in vars(lowering)
 
     def end(self, lowering: mtf.Lowering) -> None:
-        """Ends a lowering, if the plan lowered its operations."""
+        """Calls `end` of all extensions, if the plan lowered operations for the lowering."""
         if self.has_lowered(lowering):
             for extension in self.lowered(lowering).extensions:
                 extension.end()
 
     def members(self, branch: Any) -> list[mtf.Operation]:
-        """Returns the operations of a branch, in the order of their lowering."""
+        """Returns the operations of a branch, in the order in which they are lowered."""
         return [op for op in self.graph.operations if self._branch_of.get(op) is branch]
 
     def lower_branch(self, branch: Any, lowering: mtf.Lowering) -> None:
-        """Lowers the operations of a branch, in order; see `inside_branch`."""
+        """Lowers the operations of a branch, in order; call it in the context `inside_branch`."""
         for operation in self.members(branch):
             with tf.name_scope(operation.name):
                 operation.lower(lowering)
@@ -429,7 +462,7 @@ class StepPlan:
 
     @contextlib.contextmanager
     def inside_branch(self, branch: Any, lowering: mtf.Lowering) -> Iterator[None]:
-        """Lets operations of a branch be lowered inside the block."""
+        """Returns a context in which the operations of `branch` can be lowered."""
         lowered = self.lowered(lowering)
         outer, lowered.branch = lowered.branch, branch
         try:
@@ -446,14 +479,14 @@ class StepPlan:
         self._give_stacks_to_branches(self.adopt())
         forget_closed_scopes()
         lowered.extensions = [extension.begin(lowering) for extension in self._extensions.values()]
-        # Slices are copies of masters. In a scope without an initializer each would get a random
-        # one, which nothing runs: on a placement mesh a fifth of the graph's operations.
+        # Slices are copies of masters, and nothing runs their initializers. In a scope without an
+        # initializer each slice would get a random one: a fifth of a placement mesh's operations.
         scope, zeros = tf.get_variable_scope(), tf.zeros_initializer()
         with tf.variable_scope(scope, initializer=zeros, auxiliary_name_scope=False):
             self._lower_variables(lowering, lowered)
 
     def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
-        """Moves autostack's operations into the branches whose updates they feed.
+        """Moves operations that autostack made into the branches whose updates use their outputs.
 
         Autostack stacks the values for a stacked variable right before the assignment.
         """
@@ -491,7 +524,7 @@ class StepPlan:
             lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
 
     def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
-        """Returns the variables assigned by operations outside of the plan's updates."""
+        """Returns the variables that the program itself assigns, without waiting for a gate."""
         waiting = {operation for extension in lowered.extensions for operation in extension.waits}
         return {
             variable
@@ -504,22 +537,23 @@ class StepPlan:
 
 
 def takes_stack_apart(operation: mtf.Operation) -> bool:
-    """Returns whether an operation is autostack's unstacking of a variable."""
+    """Returns whether an operation unstacks a variable that Mesh-TF's autostack has stacked."""
     return isinstance(operation, mtf.UnstackOperation) and isinstance(
         operation.inputs[0].operation, mtf.StackedVariable
     )
 
 
 def unstackings(graph: mtf.Graph) -> list[mtf.Operation]:
-    """Returns a graph's operations by which autostack unstacks variables."""
+    """Returns a graph's operations that unstack variables; Mesh-TF's autostack makes them."""
     return [operation for operation in graph.operations if takes_stack_apart(operation)]
 
 
 def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
-    """Replaces a lowered variable by one read, which all later operations share.
+    """Replaces the lowered value of a variable by one read of it, which all operations then share.
 
     Mesh-TF 0.1.21 lowers a variable to the variable object, so that each operation reads it again,
-    before or after its assignment (see docs/races.md). On a SIMD mesh it is a tensor already.
+    before or after its assignment (see docs/races.md). On a SIMD mesh the lowered value is a tensor
+    already.
     """
     lowered = lowering.tensors[variable.value].to_laid_out_tensor()
     if not all(isinstance(x, tf.Tensor) for x in lowered.tensor_list):
@@ -529,7 +563,10 @@ def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
 
 @contextlib.contextmanager
 def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
-    """Hides sums that Mesh-TF reduces inside the block from operations after the branch."""
+    """Returns a context for a branch; sums that Mesh-TF reduces inside are not used outside.
+
+    Operations after the branch reduce such a sum again.
+    """
     before = {
         tensor: lazy
         for tensor, lazy in lowering.tensors.items()
@@ -546,7 +583,7 @@ def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
 
 
 def scope_around(operation: mtf.Operation) -> str:
-    """Returns the name scope around the one that Mesh-TF opened for an operation."""
+    """Returns the name scope in which Mesh-TF opened the scope of `operation`."""
     inner = tf.get_default_graph().get_name_scope().split("/")
     # A name with slashes opens nested scopes, of which the last may have a number added.
     return "/".join(inner[: -(operation.name.count("/") + 1)])

@@ -1,4 +1,4 @@
-"""Writes of variables: the one way to write slices, what writes wait for, and their order."""
+"""Writes of variables: how slices are written, what writes wait for, and in which order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from mtf_gradsync.variables import CURE, ref_variables_explained
 
 
 class Gate:
-    """A point of a step: after some tensors, and after all reads of their meshes' variables."""
+    """A point of a step that writes wait for.
+
+    It is reached when some tensors have been computed, and when all variables on the meshes of
+    these tensors have been read.
+    """
 
     def __init__(self, plan: StepPlan, tensors: Sequence[mtf.Tensor]):
         self._plan = plan
@@ -26,7 +30,7 @@ class Gate:
         self._plan.wait(operations, lambda lowering: [self.barrier(lowering)])
 
     def barrier(self, lowering: mtf.Lowering) -> tf.Operation:
-        """Returns the tf operation after the gate's tensors; call it outside branches."""
+        """Returns a tf operation that runs when the gate is reached; call it outside branches."""
         barriers = self._plan.lowered(lowering).barriers
         if self not in barriers:
             barriers[self] = self._make(lowering)
@@ -69,10 +73,11 @@ def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
 def gated_update(
     make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[Any]
 ) -> list[mtf.Operation]:
-    """Builds an update that writes only after all gradients exist and all variables are read.
+    """Builds an update that writes only when all gradients exist and all variables are read.
 
-    Inside another update or a branch, it waits with that one; without gradients it waits for
-    nothing. The update may create variables (slots).
+    Returns the operations that `make_update` returns. Inside another such update, or inside a
+    branch, they need not wait themselves, because the operations around them wait. If all gradients
+    are None, they wait for nothing. `make_update` may create variables (slots).
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -87,7 +92,7 @@ def gated_update(
 
 
 class WriteInPlace(mtf.Operation):
-    """A write of variables slice by slice, each from the same processor's slice of a value.
+    """A write of variables in which each processor's slice gets that processor's slice of a value.
 
     It is for writes that Mesh-TensorFlow's own assignments cannot make.
     """
@@ -100,9 +105,10 @@ class WriteInPlace(mtf.Operation):
         name: str,
         scalars: Sequence[mtf.Tensor] = (),
     ):
-        """Adds the operation; values are laid out like the variables.
+        """Adds the operation; the layout splits each value as its variable.
 
-        `write` makes the assignment of a value to a tf variable; it is given `scalars`, too.
+        `write` is called with a tf variable (a slice), the slice of its value, and all `scalars`.
+        It returns the operation that writes the slice.
         """
         super().__init__([*values, *scalars], name=name)
         self.variables, self._write = list(variables), write
@@ -127,18 +133,20 @@ def write_slices(
     write: Callable[[list[int], list[Any], list[Any]], Sequence[tf.Tensor]],
     values: Sequence[Any],
 ) -> list[Any]:
-    """Writes several variables together; returns the results of the writes.
+    """Writes the slices of several variables, all slices of a processor by one call of a function.
 
     Args:
       lowering: the lowering.
       variables: variables of one mesh.
-      write: a function that is called once for each processor that writes: with the positions of
-        the variables that it writes a slice of, with these slices, and with its slice of each of
-        `values`. It returns a tensor for each of the slices.
-      values: lists of one value for each processor.
+      write: a function that is called once for each processor that writes slices (of those that
+        share a slice, one writes it). Its arguments are the positions of the variables whose slices
+        the processor writes, these slices, and the processor's item of each of `values`. It returns
+        a tensor for each of the slices.
+      values: lists with one item for each processor.
 
     Returns:
-      For each variable a `LaidOutTensor`. Processors that share a slice have the writer's tensor.
+      For each variable a `LaidOutTensor` of the tensors that `write` returned. Processors that
+      share a slice have the tensor of the one that wrote it.
     """
     mesh_impl = lowering.mesh_impl(variables[0])
     laid_out = [lowering.variables[v] for v in variables]
@@ -161,24 +169,30 @@ def write_slices(
     ]
 
 
-# Where two of these write a variable, their order does not matter, if nothing comes between read
-# and write. Mesh-TF's own functions (0.1.21) read, add and assign.
+# If two assignments of these kinds write a variable, their order does not matter, provided that
+# each adds atomically. Mesh-TF's own functions (0.1.21) do not: they read, add and assign.
 _COMMUTING = {mtf.assign_add_slice: tf.assign_add, mtf.assign_sub_slice: tf.assign_sub}
 
 
 class WriteOrder(PlanExtension):
-    """The order of operations that write one variable."""
+    """A graph's record of the order of operations that write the same variable.
+
+    A warning is logged of writes of a variable that have no order.
+    """
 
     def __init__(self) -> None:
         self._after: Mapping[mtf.Operation, tuple[mtf.Operation, ...]] = {}
         self._step_of: Mapping[mtf.Operation, object] = {}
 
     def put_after(self, operation: mtf.Operation, before: Sequence[mtf.Operation]) -> None:
-        """Makes an operation run after others, which always run with it and are lowered before."""
+        """Makes an operation run after the operations `before`.
+
+        These always run when it runs, and are lowered before it.
+        """
         self._after = {**self._after, operation: (*self._after.get(operation, ()), *before)}
 
     def one_step(self, operations: Sequence[mtf.Operation]) -> None:
-        """Notes that operations are one step, which orders their writes."""
+        """Declares that operations belong to one update, which orders their writes itself."""
         self._step_of = {**self._step_of, **dict.fromkeys(operations, object())}
 
     def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
@@ -203,7 +217,10 @@ class _WriteOrderLowering(ExtensionLowering):
         lowering: mtf.Lowering,
         contested: Mapping[mtf.Variable, Sequence[mtf.Assign]],
     ):
-        """Takes `contested`, the variables with several writing steps or operations."""
+        """Begins a lowering; `contested` has the variables that several updates write.
+
+        Each comes with the operations that write it.
+        """
         self._lowering, self._contested = lowering, contested
         self._commuting = {
             op for some in contested.values() for op in some if op.assign_fn in _COMMUTING
@@ -247,7 +264,7 @@ def _write_at_once(write: Any, variable: mtf.Variable, slice_variable: Any, valu
 
 
 def is_before(first: tf.Operation, then: tf.Operation) -> bool:
-    """Returns whether a tf operation waits for another one, or is the same."""
+    """Returns whether the tf operation `then` waits for `first`, or is the same."""
     found, todo = {then}, [then]
     while todo and first not in found:
         op = todo.pop()
@@ -258,10 +275,10 @@ def is_before(first: tf.Operation, then: tf.Operation) -> bool:
 
 
 def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-    """Makes assignments that run together write each variable one after the other.
+    """Orders the writes of assignments that run together, so that the same variable's do not race.
 
-    Assignments keep the graph's order. One that writes a variable several times becomes several.
-    Returns all operations.
+    Assignments write in the order that they have in the graph. An assignment that writes a variable
+    several times is split into several. Returns all operations, the new ones included.
     """
     result = [one for op in operations for one in [*_first_writes(op), op]]
     writes = {op: list(op.variables) for op in result if isinstance(op, mtf.Assign)}
@@ -282,7 +299,10 @@ def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
 
 
 def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
-    """Splits off an assignment's repeated writes of a variable; the last write stays."""
+    """Splits an assignment that writes a variable several times; it keeps the last write.
+
+    Returns the new assignments, which make the earlier writes.
+    """
     if not isinstance(operation, mtf.Assign):
         return []
     pairs = list(zip(operation.variables, operation.inputs))
@@ -308,9 +328,10 @@ def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
 
 
 class ProgramWrites(PlanExtension):
-    """A program's own assignments, which wait for all reads and for the sums before them.
+    """The plan extension that makes a program's own assignments wait.
 
-    Their variables are read once, as a wrapper's are.
+    They wait for all reads of variables, and for the sums of gradients that were made before them.
+    The variables that they assign are read once in a step, as those that a wrapper assigns.
     """
 
     orders_updates = True
@@ -320,7 +341,10 @@ class ProgramWrites(PlanExtension):
 
     @classmethod
     def wait_for(cls, sums: Sequence[mtf.Tensor]) -> None:
-        """Makes a program's assignments wait for sums of one mesh; a branch waits by itself."""
+        """Makes later assignments of the program wait for sums, all of one mesh.
+
+        In a branch it does nothing, because the branch itself waits.
+        """
         plan = StepPlan.of(sums[0].graph)
         if plan.is_in_branch:
             return
@@ -351,7 +375,10 @@ class ProgramWrites(PlanExtension):
 
 
 class AdvanceStep(mtf.Operation):
-    """An addition to a step counter that is a tf variable, after the update."""
+    """An addition to a step counter that is a tf variable, made after an update.
+
+    It adds one, or an amount.
+    """
 
     def __init__(
         self,
@@ -386,8 +413,9 @@ def advance_step(
 ) -> mtf.Operation:
     """Returns an operation that adds one, or an amount, to a step counter after an update.
 
-    The counter is an mtf variable (or its value), or a tf variable, of an integer or float type;
-    the amount is the same on every processor.
+    The counter is an mtf variable (or its value) or a tf variable, and has an integer or float
+    dtype. `update` are the operations of the update. `amount` has the same value on every
+    processor.
     """
     if isinstance(step, (mtf.Variable, mtf.Tensor)):
         value = step.value if isinstance(step, mtf.Variable) else step
@@ -401,7 +429,7 @@ def advance_step(
 
 
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:
-    """Returns whether one of the operations advances a tf step counter, by `advance_step`."""
+    """Returns whether `advance_step` made one of the operations, for a tf step counter."""
     return any(isinstance(op, AdvanceStep) for op in built(update))
 
 
@@ -410,7 +438,11 @@ def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operatio
 
 
 def before_lowering(graph: mtf.Graph) -> None:
-    """Builds the steps that are not built yet, and orders each assignment's writes."""
+    """Prepares a graph for its lowering.
+
+    Builds updates that are not built yet, and splits assignments that write a variable several
+    times.
+    """
     plan = StepPlan.of_graph(graph)
     if plan is not None:
         plan.build_deferred()
@@ -422,9 +454,11 @@ def before_lowering(graph: mtf.Graph) -> None:
 
 
 def after_lowering(lowering: mtf.Lowering, first: int) -> None:
-    """Raises ValueError if a shared slice has several writers; warns of unordered writes.
+    """Checks a lowering that has ended, and records it in TensorFlow's graph.
 
-    `first` is how many operations TensorFlow's graph had before the lowering.
+    Raises ValueError if a slice that processors share may be written several times, and warns of
+    writes without an order. `first` is how many operations TensorFlow's graph had before the
+    lowering.
     """
     check_writers(lowering.variables.values(), first)
     tf.add_to_collection(_LOWERINGS, lowering)
