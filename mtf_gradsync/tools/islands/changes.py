@@ -27,10 +27,11 @@ Form = Literal["float32", "bfloat16", "int8", "int4"]
 FORMS = get_args(Form)
 Weight = Literal["tokens", "tokens_per_step"]
 Merge = Literal["mean", "radial"]
-# Names of what is averaged and not trained begin so. No variable's name has a ":".
+# Prefix of the names of variables that are averaged and not trained. TensorFlow's names of
+# variables have no ":".
 MEAN = "mean:"
 _SCALES = "/scales"
-_PART = 1 << 17  # numbers that fit into a core's cache, with what is computed from them
+_PART = 1 << 17  # so many numbers, and the results computed from them, fit into a core's cache
 
 
 class _Blocks(NamedTuple):

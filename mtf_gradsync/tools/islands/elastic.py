@@ -28,7 +28,7 @@ ALL_DATA = DataPart()
 
 
 def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> DataPart:
-    """Returns the part of the data that an island learns from: no two islands have the same part.
+    """Returns the part of the data that an island learns from, different for each island.
 
     An island claims the first free part and writes its claim into the folder, so that it has the
     same part after a restart. If there are more islands than parts, the later ones share parts with
@@ -171,7 +171,7 @@ class IslandHook(tf.train.SessionRunHook):
             is_restored = newest is not None and newest.endswith(f"-{step}")
             self._island.begin(run_context.session, step, newest if is_restored else None)
             self._has_begun = True
-        elif newest:  # after the last step's exchange
+        elif newest:  # a checkpoint that was written after the exchange of the last step
             self._island.save(newest)
         fetched = None if is_number(self._tokens) else {"tokens": self._tokens}
         return tf.train.SessionRunArgs(fetched)

@@ -40,7 +40,7 @@ from mtf_gradsync.tools.islands.versions import MergeSettings, most_bytes, read_
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-# An object that is gone is looked for, and an offer made again, so often.
+# The least time between two looks for a lost offer or contribution of this island.
 _LOOK_SECONDS = 2.0
 
 
@@ -100,7 +100,7 @@ class Exchange:
         self.reminders.over(key)
         return found
 
-    # The island's place.
+    # The island's name.
 
     def begin(self, seconds: float) -> None:
         """Takes the lease of the island's name, so that no other process is this island.
@@ -168,7 +168,7 @@ class Exchange:
 
         began = time.monotonic()
         found = self.trying("versions", work, (version, False))
-        # A folder that takes its time, or fails, is asked less often: steps wait for it.
+        # A folder that is slow or fails is asked less often, because training waits for it.
         self._next_look = now + max(self._poll, 20.0 * (time.monotonic() - began - 0.05))
         return found
 
@@ -202,7 +202,7 @@ class Exchange:
             found = self.trying("settings", lambda: MergeSettings.of(self.folder), None)
         return found or MergeSettings()
 
-    # What the island gives.
+    # Offers and contributions.
 
     def offer(self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray]) -> None:
         """Offers this island's values for version 0; a later call replaces a lost or damaged offer.
@@ -242,7 +242,7 @@ class Exchange:
 
         began = self._looked_for_sent = time.monotonic()
         is_there = self.trying("contribution", work, False)
-        if not is_there:  # steps wait for a folder that fails: it is not asked all the time
+        if not is_there:  # training waits for a folder that fails, so it is not asked at each step
             self._next_try = began + max(self._poll, 20.0 * (time.monotonic() - began))
         return name, is_there
 
@@ -282,7 +282,7 @@ class Exchange:
         place, last = name.rsplit("/", 1)
         names = self.trying("contribution", lambda: self.folder.names(place), None)
         if names is None or self.trying("versions", lambda: self.newest(version), None) != version:
-            return ""  # what the newer version says counts
+            return ""  # a newer version will say whether it was merged
         if last.removesuffix(SUFFIX) + REFUSED in names:
             why = self.trying("refused", lambda: self._reason(name), "")
             return f"the merger refuses it: {why}"

@@ -37,9 +37,9 @@ from mtf_gradsync.tools.islands.tensor_files import (
 T = TypeVar("T")
 JSON_BYTES = 1 << 26  # no JSON object is larger
 _SET_ASIDE = "damaged"
-# What an object store takes in one request, so that it can say whether the object is new.
+# The largest object that a store takes in one request. Only then can it refuse an existing name.
 _ONE_PUT = 4 << 30
-# Half-written files of a local disk, and after how many seconds nobody writes them any more.
+# Names of half-written files on a local disk, and the age in seconds from which they are left over.
 _HALF, _HALF_SECONDS = re.compile(r".*#\d+"), 3600.0
 _RETRIES: Any = {
     "max_retries": 6,
@@ -48,9 +48,9 @@ _RETRIES: Any = {
                 "base": 2},
 }  # fmt: skip
 _CLIENT: Any = {"connect_timeout": "5 seconds", "timeout": "15 minutes"}
-# What this process has in memory:// instead of a store.
+# The stores behind URLs memory://NAME, by NAME: they exist in this process only.
 _MEMORY: dict[str, Any] = {}
-# The process in which `obstore` has begun to work.
+# The id of the process in which `obstore` was first used (one element, or none yet).
 _WORKS_IN: list[int] = []
 
 
@@ -91,7 +91,7 @@ class Folder:
             self._store = _MEMORY.setdefault(rest, obstore.store.MemoryStore())
         else:
             _check_not_forked()
-            # The library's own variable for it does not reach a client with options.
+            # obstore ignores this variable of its own for clients that are given options.
             http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
             try:
                 self._store = obstore.store.from_url(
@@ -173,7 +173,7 @@ class Folder:
         with self._asking(folder, "listed"):
             found = self._local_marks(folder) if self.is_local else self._marks(folder)
         if not found:
-            self._is_there()  # it may have been moved away just now
+            self._is_there()  # raises if the folder was moved away just now
         return found
 
     def _local_marks(self, folder: str) -> dict[str, str]:
@@ -198,7 +198,7 @@ class Folder:
         listed = obstore.list_with_delimiter(self._store, folder)
         for one in listed["objects"]:
             name = one["path"].rsplit("/", 1)[-1]
-            # A console's marker of a folder is an empty object of the folder's own name.
+            # Consoles of object stores mark a folder by an empty object of the folder's own name.
             if one["path"].strip("/") != folder and not name.startswith("."):
                 found[name] = f"{one['e_tag']}-{one['last_modified']}-{one['size']}"
         return found | {p.rstrip("/").rsplit("/", 1)[-1]: "" for p in listed["common_prefixes"]}
@@ -239,7 +239,7 @@ class Folder:
         self._is_there(creates=True)
         with self._asking(name, "written"):
             obstore.put(self._store, name, data)
-            self._is_there()  # and not what has taken its place meanwhile
+            self._is_there()  # raises if another folder has taken the place meanwhile
 
     def create(self, name: str, data: bytes) -> bool:
         """Writes an object atomically, unless it exists; returns whether this call created it.
@@ -281,7 +281,7 @@ class Folder:
         aside = f"{_SET_ASIDE}/{name.replace('/', '.')}.{uuid.uuid4().hex[:8]}"
         self._is_there()
         with self._asking(name, "set aside"), contextlib.suppress(FileNotFoundError):
-            if self.is_local:  # whatever it is: a directory, a pipe
+            if self.is_local:  # also moves directories and pipes
                 os.makedirs(self._path(_SET_ASIDE), exist_ok=True)
                 os.rename(self._path(name), self._path(aside))
             else:

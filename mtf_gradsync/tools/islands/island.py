@@ -55,10 +55,10 @@ class FolderTraffic(NamedTuple):
     read: int
 
 
-# How often an island contributes to one version, all that it has learned since it: when nobody
-# merges, and when it ends.
+# How often an island contributes to the same version at most. It contributes again, with all that
+# it has learned since the version, if nobody merges for long and when it ends.
 _ATTEMPTS = 3
-# After how many seconds without a version it says so, and contributes what it has learned since.
+# After how many seconds without a new version an island logs this, and contributes again.
 _LONG = 120.0
 
 
@@ -161,11 +161,11 @@ class Island:
             if merge
             else None
         )
-        self._merger = self._make_merger()  # wrong settings are an error at once
+        self._merger = self._make_merger()  # made here, so that wrong settings raise at once
         self._exchange = self._new_exchange()
         self._has_left = False
-        self.version: int | None = None  # whose values the island goes on from
-        self._base: dict[str, np.ndarray] = {}  # these values
+        self.version: int | None = None  # the version whose values the island has taken last
+        self._base: dict[str, np.ndarray] = {}  # the values of that version
         self.step = 0
         self._fragments = 1
 
@@ -190,7 +190,7 @@ class Island:
         """
         self.version = version
         self._counts_before = dict(counts)
-        self._sent: Sent | None = None  # what waits to be merged
+        self._sent: Sent | None = None  # the contribution that waits to be merged
         self._attempts: dict[str, Sent] = {}  # contributions to this version, by name
         self._since = 0  # updates since it contributed
         self._tokens = [0.0] * self._fragments
@@ -231,7 +231,7 @@ class Island:
         if self._merger:
             self._merger.start()
         version, decision = self._await_version(session)
-        # The merger may merge what an earlier life contributed.
+        # The merger may still merge a contribution of an earlier run of this island's process.
         outstanding = self._exchange.outstanding(decision, self._turn_specs(version))
         self._exchange.journal.keeps_all = decision.keeps_all
         sent = outstanding[0] if outstanding else ""
@@ -241,7 +241,8 @@ class Island:
             return self._go_on_with(session, saved, version, decision)
         self._join(session, version, decision, outstanding)
         self._note("joined", bytes=_bytes(self._base), sent=sent)
-        # A run that begins takes values as it should; what is overwritten or jumps is said.
+        # It is normal that a new run takes a version's values. If an older run's values are
+        # overwritten, or the step jumps, a warning says so.
         level = logging.WARNING if self.step != step or step else logging.INFO
         logger.log(
             level, "The island %s goes on from version %d, whose values take the place of its own "
@@ -407,7 +408,7 @@ class Island:
         written: dict[str, Any] = dict(more)
         for name, value in merged.items():
             since = learned.get(name, np.zeros((), value.dtype))
-            # Exactly the merged values where nothing was learned since.
+            # If nothing was learned since, these are exactly the merged values.
             written[name] = (value + since).astype(dtype_of(self._values.specs[name].dtype))
             is_exact = written[name].dtype == value.dtype
             self._base[name] = value if is_exact else wide(written[name]) - since
@@ -513,7 +514,7 @@ class Island:
         """Counts the update of this step and its tokens, unless the step accumulated or skipped."""
         before, now = self._step_counts, self._counts_of(session)
         self._step_counts = now
-        if self._waiting_tokens is None:  # a checkpoint does not say how many are in its sums
+        if self._waiting_tokens is None:  # restored sums, of which no tokens are known: estimate
             self._waiting_tokens = before.waiting * tokens
         if now.waiting:
             self._waiting_tokens += tokens if now.waiting != before.waiting else 0.0
@@ -549,10 +550,10 @@ class Island:
                 if time.monotonic() > until:
                     break
         if self._sent is not None and any(self._tokens):
-            # In place of it, with what came since: the merger takes the last one.
+            # Contribute again, with what was learned since. The merger takes the last contribution.
             self._take_back("it ends: all that is left goes into one contribution")
             self._contribute(session, True)
-            if self._wait_and_take(session, 0.0):  # a version that has the former one came between
+            if self._wait_and_take(session, 0.0):  # a version with the former one came in between
                 self._contribute(session, True)
         left = max(self._tokens)
         if left or (self._sent and waits):
@@ -638,7 +639,7 @@ class Island:
             event = {"step": self._at, "version": self.version, "tokens": tokens, "steps": steps,
                      "early": is_early, "bytes": _bytes(tensors)}  # fmt: skip
             name, is_there = self._exchange.contribute(facts, tensors, event)
-            self._attempts[name] = sent  # it may be there, whatever the folder says
+            self._attempts[name] = sent  # the object may exist even if the folder reported an error
             self.traffic = self.traffic._replace(written=self.traffic.written + _bytes(tensors))
         self._sent, self._sent_at = sent, time.monotonic()
         self._since, self._tokens[fragment] = 0, 0.0
@@ -687,7 +688,7 @@ class Island:
             version = self.version if sent is None else sent.version
             merged_as = self._exchange.fate(list(self._attempts), version, decision)
         if merged_as and not self._replay:
-            # Another attempt than the last one may be merged.
+            # The merged contribution may be an earlier attempt than the last one.
             then = self._attempts[merged_as]
             if sent is not then:
                 self._tokens[then.version % self._fragments] += (
@@ -705,7 +706,7 @@ class Island:
         counts_before = sent.counts if sent else self._counts_before
         is_open = sent is not None and merged_as is None
         if is_open and sent:
-            # It may be merged with a later version: what is in it is still there.
+            # The contribution may still be merged into a later version, so its change is kept.
             more = {name: before[name] - self._base[name] for name in before}
             learned = {name: x + more[name] if name in more else x for name, x in learned.items()}
         followed = self._follow_version(decision, counts, counts_before)
@@ -751,7 +752,7 @@ class Island:
         for event in self._events.get(self._at, []):
             kind = event["event"]
             if kind == "joined" and "restored" in event:
-                continue  # it is in the session and in this object
+                continue  # `_begin_replay` has restored this
             if kind == "joined":
                 self._take_fragments()
                 found = self._load(event["version"], 0)

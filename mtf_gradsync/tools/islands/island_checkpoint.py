@@ -21,7 +21,7 @@ from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError, TensorSp
 logger = logging.getLogger(__name__)
 
 _ENDING = ".island"
-_BASE, _ROUNDED = "base", "rounded"  # what parts of the tensors' names say
+_BASE, _ROUNDED = "base", "rounded"  # parts of the tensors' names in the file
 
 
 class Sent(NamedTuple):
@@ -120,7 +120,8 @@ class SavedIsland(NamedTuple):
         later = [x for x in contributed if life_and_number(x) > (learned.life, learned.number)]
         if later:
             logger.info("What the checkpoint of %s has learned is in %s", learned.island, later[0])
-        # Lives and versions count up in a folder: others are of another one.
+        # Numbers of runs and versions only grow in a folder. If they are smaller now, the file
+        # belongs to another folder.
         is_same = learned.life < life and learned.version <= version
         return is_same and not later and len(learned.tokens) == fragments
 
@@ -139,7 +140,7 @@ class SavedIsland(NamedTuple):
         folder, name = _place(checkpoint)
         named = {f"{of}:{key}": x for of, some in tensors.items() for key, x in some.items()}
         folder.store(name, learned, named)
-        # Those of other steps, whose checkpoints TensorFlow's Saver has removed.
+        # Remove the files of other steps whose checkpoints TensorFlow's Saver has removed.
         there, begin = folder.names(""), name.rpartition("-")[0]
         kept = {name, _place(before)[1]} if before else {name}
         for other in there:

@@ -24,8 +24,8 @@ from mtf_gradsync.tools.islands.tensor_files import SUFFIX, DamagedObjectError
 logger = logging.getLogger(__name__)
 
 _LINES_IN_A_PART = 200
-_PARTS_KEPT = 50  # of an island, unless all is kept
-_DECISIONS_SHOWN = 8  # whose refused contributions a table has
+_PARTS_KEPT = 50  # so many parts of an island's journal stay, unless all are kept
+_DECISIONS_SHOWN = 8  # the table lists contributions that the last so many decisions refused
 
 
 class Journal:
@@ -40,7 +40,7 @@ class Journal:
         self.life = 0  # to be set before the first event
         self._reminders = reminders
         self._island, self._part, self._lines = island, 0, list[dict[str, Any]]()
-        self._before = 0  # lines in earlier parts
+        self._before = 0  # the number of lines in earlier parts
         self.keeps_all = True
 
     @property
@@ -78,7 +78,7 @@ class Journal:
             with contextlib.suppress(FolderError):
                 try:
                     self._folder.read(self._name())
-                except DamagedObjectError:  # a directory, or the like
+                except DamagedObjectError:  # a directory has the name of the object
                     self._folder.set_aside(self._name())
             return True
         self._reminders.over("journal")
@@ -135,7 +135,8 @@ def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]
     for life, events in read_journal(folder, island).items():
         for number, event in enumerate(events):
             if event["event"] == "joined":
-                # A checkpoint that has what was learned has what was done before it in its step.
+                # With a restored file beside the checkpoint, events up to that file count, even
+                # those of the same step.
                 until = tuple(event.get("restored", ()))
                 counted = [
                     (at, one)

@@ -28,14 +28,14 @@ from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 5.0
-LIFE_SECONDS = 20.0  # without a sign of life a process is taken for dead
+LIFE_SECONDS = 20.0  # a process that gives no sign of life for so long is taken for dead
 _TERM = re.compile(r"(.*?)(\d{8})\.(json|beat|left)")
 # Ids of leases that this process holds.
 _HELD: set[str] = set()
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The process that has taken a lease: a unique id, the machine, and the process's number."""
+    """The process that has taken a lease: a unique id, the machine, and the process id (pid)."""
 
     id: str
     host: str
@@ -105,7 +105,7 @@ class LifeSigns:
     def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._clock = seconds, clock
         self._seen: dict[str, tuple[LeaseTerm, float]] = {}
-        self.changed: set[str] = set()  # leases that gave a sign since they were first looked at
+        self.changed: set[str] = set()  # leases that gave a new sign since they were first seen
 
     def living(self, terms: Mapping[str, LeaseTerm]) -> set[str]:
         """Returns the leases whose holder may be alive: with a recent sign, and not given up.
@@ -178,14 +178,14 @@ class Lease:
         if term and holder and self._lives(term, holder):
             return f"process {holder.pid} on {holder.host.split(' ')[0]}"
         number = term.number + 1 if term else 1
-        if term and holder == self._own:  # the folder's answer to that was lost
+        if term and holder == self._own:  # an earlier call created it, but got no answer
             number = term.number
         elif not self._folder.create_json(self._object(number, "json"), self._own):
             return "another process"
         self.term = number
         _HELD.add(self._own.id)
         self.beat()
-        # The thread ends with the lease: it holds no reference to it.
+        # The thread has only a weak reference to the lease, so that it ends with the lease.
         threading.Thread(
             target=_go_on, args=(weakref.ref(self), self._stopped), name=f"signs of {self._where}",
             daemon=True,
@@ -202,7 +202,7 @@ class Lease:
     def _lives(self, term: LeaseTerm, holder: Holder) -> bool:
         if holder.host == self._own.host:
             if holder.pid == self._own.pid:
-                # Here it is known at once.
+                # Whether a holder in this very process still holds the lease is known at once.
                 self._signs.changed.add(self._name)
                 return holder.id in _HELD and not self._replaces_own and not term.has_left
             if not _is_process(holder.pid):
@@ -216,7 +216,7 @@ class Lease:
         term, holder = self._newest()
         name = self._object(self.term, "json")
         if term is None or term.number < self.term:
-            if not self._folder.create_json(name, self._own):  # a directory, or the like
+            if not self._folder.create_json(name, self._own):  # a directory has this name
                 self._folder.set_aside(name)
                 self._folder.create_json(name, self._own)
             term, holder = self._newest()

@@ -54,9 +54,10 @@ from mtf_gradsync.tools.islands.versions import (
 
 logger = logging.getLogger(__name__)
 
-# Contributions of so many versions back are still counted as late; as many decisions are kept.
+# Contributions to versions that are older by up to so many are still counted as late. And so many
+# decisions are kept.
 _VERSIONS_LOOKED_AT, _DECISIONS_KEPT = 8, 64
-# A change's usual length is that of so many versions.
+# The usual length of an island's change is found from its changes for so many versions.
 _VERSIONS_OF_LENGTHS = 8
 
 
@@ -242,7 +243,7 @@ class Merger:
             if self._folder.create_json(decision_object(decision.version), decision):
                 decided = decision
                 self._received.refused = {}
-            else:  # another one has decided, or this one before an error of the folder
+            else:  # another merger has decided, or this one, whose write reported an error
                 decided = self._stored_decision(decision.version)
         if decided:
             self._make(decided)
@@ -254,7 +255,7 @@ class Merger:
     def _next(self) -> int:
         return self._state.version + 1 if self._state else 0
 
-    # What is there when it begins.
+    # The folder's content when the merger begins.
 
     def _keep_settings(self) -> None:
         """Writes this merger's settings into the folder, or takes the folder's if it has any."""
@@ -337,7 +338,7 @@ class Merger:
         except DamagedObjectError as error:
             if before or (not decision.version and self._state):
                 raise
-            # Nobody can have the version.
+            # The version cannot be made, so nobody has taken it, and the decision can be replaced.
             aside = self._folder.set_aside(decision_object(decision.version))
             self._received.read_again()
             logger.warning("%s; the decision goes to %s, and is made anew", error, aside)
@@ -345,7 +346,7 @@ class Merger:
         made = state.changed(self.settings)
         if made.momenta:
             self._create(momentum_object(state.version), decision, made.momenta)
-        # Last: what has values has all else.
+        # Values are written last: if they exist, all other objects of the version do.
         self._create(version_object(state.version), decision, made.values)
         self._state = state
 
@@ -389,7 +390,7 @@ class Merger:
         is_complete = self._living <= {one.island for one in current}
         if not is_complete and now - arrived[quorum - 1] < self._grace():
             return None
-        # Names decide the order, and not arrival.
+        # Sorted by name, so that the order in which contributions arrive does not matter.
         there.sort(key=lambda one: (one.island, one.version))
         contributions = [self._bounded(one, there) for one in there]
         self._received.name_equal(contributions)
@@ -415,11 +416,11 @@ class Merger:
     def _decide_first(self) -> Decision | None:
         names = [f"offers/{x}" for x in self._folder.names("offers") if x.endswith(SUFFIX)]
         offers = [self._received.look_at(None, self.settings, name) for name in names]
-        # Others are of an earlier try.
+        # Offers of islands that do not live are left over from earlier attempts.
         found = [one for one in offers if one and one.island in self._living]
         if not self._are_enough([one.island for one in found], self._quorum()):
             return None
-        # The one that has come furthest.
+        # Take the offer of the island that has made most steps.
         found.sort(key=lambda one: (-one.counts.get("step", 0), one.island))
         return Decision(
             version=0, contributions=found[:1], counts=found[0].counts, time=time.time(),
@@ -509,7 +510,7 @@ class Merger:
         """Returns how many seconds to wait for more contributions: see `Waiting`."""
         decisions = map(self._decision, range(max(self._next - 8, 1), self._next))
         arrivals = [decision.arrivals.values() for decision in decisions if decision]
-        # One that came alone says nothing about how far apart they come.
+        # A single contribution says nothing about how far apart contributions arrive.
         spreads = [max(seconds) for seconds in arrivals if len(seconds) > 1]
         usual = 1.5 * float(np.median(spreads)) if spreads else self._waiting.max_grace
         return min(max(usual, self._waiting.min_grace), self._waiting.max_grace)
@@ -531,8 +532,8 @@ class Merger:
         # An island may be reading the version before, and the newest may have to be made again.
         needed = {*versions_that_make(version, fragments)}
         needed |= {*versions_that_make(max(version - 1, 0), fragments)}
-        # Version 0 is made of the offer that its decision names: where that cannot be read now, all
-        # offers stay.
+        # Version 0 is made from the offer that its decision names. If this decision cannot be read
+        # now, all offers stay.
         is_needed = self._keep_all or 0 in needed
         first = self._decision(0) if is_needed else None
         for name in self._folder.names("offers") if version and (first or not is_needed) else ():
@@ -552,7 +553,7 @@ class Merger:
         _, counted = self._pairs(version - self._waiting.max_staleness)
         for number in numbers_in(self._folder, "contributions", ""):
             place = f"contributions/{number:08d}"
-            # Those of the newest version stay.
+            # Contributions that a merge of the newest versions needs stay.
             if number >= version - 1 - self._waiting.max_staleness:
                 continue
             for name in self._folder.names(place):

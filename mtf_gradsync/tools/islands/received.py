@@ -46,9 +46,9 @@ class ReceivedContributions:
 
     def __init__(self, folder: Folder, clock: Callable[[], float], reminders: Reminders):
         self._folder, self._clock, self._reminders = folder, clock, reminders
-        # By object and its mark; None: refused.
+        # (name, mark of the object) -> its record, or None if it is refused.
         self._looked: dict[tuple[str, str], Contribution | None] = {}
-        self._named_equal: set[tuple[str, ...]] = set()  # islands with equal changes
+        self._named_equal: set[tuple[str, ...]] = set()  # islands of which a warning was logged
         self.arrived: dict[tuple[str, int], float] = {}
         self.refused: dict[str, str] = {}
 
@@ -95,7 +95,7 @@ class ReceivedContributions:
         return self._looked[key]
 
     def _mark_of(self, name: str) -> str:
-        # Contributions are created once, under names of their own; offers may be made again.
+        # The name of a contribution is used only once. An offer may be replaced under its name.
         place, last = name.rsplit("/", 1)
         return "" if parsed_contribution(name) else self._folder.marks(place).get(last, "")
 
@@ -117,7 +117,7 @@ class ReceivedContributions:
             try:
                 found = [self._folder.load(one.object, kind=ContributionFacts) for one in some]
             except (DamagedObjectError, FolderError):
-                continue  # it is said where it is merged
+                continue  # merging reports the error
             digests = [checksum({}, stored.tensors) if stored else None for stored in found]
             if len(set(digests)) == 1 and digests[0]:
                 self._named_equal.add(islands)

@@ -24,8 +24,10 @@ from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, VariableA
 from mtf_gradsync.tools.islands.changes import MEAN
 from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 
-_WAITING = ("/mini_step", "/count")  # what sums hold that no update has applied
-_SKIPPED = ("/skipped", "/without_data")  # steps whose gradients no update applies
+# Endings of the names of counters: of gradients accumulated for the next update, and of steps whose
+# gradients are never applied.
+_WAITING = ("/mini_step", "/count")
+_SKIPPED = ("/skipped", "/without_data")
 
 
 class StepCounts(NamedTuple):
@@ -70,7 +72,7 @@ class Values:
     def __init__(self, lowering: Any = None, variables: Sequence[str] | None = None):
         self._graph = tf.get_default_graph()
         there = {v.op.name: v for v in tf.global_variables()}
-        # Mesh-TF's slices are trainable too, and no global variables.
+        # Mesh-TF's slices are trainable variables, too, but not global ones.
         trainable = [v.op.name for v in tf.trainable_variables() if v.op.name in there]
         chosen = trainable if variables is None else variables
         unknown = [name for name in chosen if name not in there]
@@ -105,7 +107,7 @@ class Values:
                 f"{whole[0]!r} is of {self.specs[whole[0]].dtype}: islands exchange numbers of "
                 "floating point. Give the names of those that they shall as variables=."
             )
-        # What begins anew with values that are not finite.
+        # Variables that are reset when values are not finite: all that are not exchanged.
         exchanged = {v.op.name for v in self._variables.values()}
         self._state = {name: v for name, v in there.items() if name not in exchanged}
         self._trainable = trainable
@@ -180,7 +182,7 @@ class Values:
         if not self._counters:
             return StepCounts()
         if session is not self._counted_in:
-            # A callable takes half of the time of a session's run.
+            # Calling a callable takes half the time of `session.run`.
             is_plain = isinstance(session, tf.Session)
             self._count = (
                 session.make_callable(self._counters)
@@ -221,10 +223,11 @@ class Values:
             replicas.write(wanted)
             return
         access = self._checked(session)
-        # The slices of the others are newer than their masters.
+        # For variables that are not written, slices are newer than masters.
         session.run(self._to_masters)
         if not self._is_joined:
-            # An island joins before its first step: what wrappers derive begins with these values.
+            # An island joins before its first step. So values that wrappers derive from variables,
+            # such as averages, begin from the written ones.
             are_equal = session.run(self._beginnings.are_equal)
             wanted = {**self._beginnings.marks(are_equal, wanted), **wanted}
         self._is_joined = True

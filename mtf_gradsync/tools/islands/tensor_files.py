@@ -102,7 +102,7 @@ def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, b
 
     text = encoded_json(facts)
     found = _checksum(text, tensors)
-    # Numpy has no bfloat16 of its own; the bits are kept.
+    # Numpy has no bfloat16 of its own, so these tensors are stored as uint16 with the same bits.
     narrow = sorted(key for key, value in tensors.items() if str(value.dtype) == _BFLOAT16)
     kept = {
         key: np.asarray(value.view(np.uint16) if key in narrow else value, order="C")
@@ -134,8 +134,8 @@ def read_tensors(
 def _read(
     data: memoryview, specs: Mapping[str, TensorSpec] | None, expected: str | None, kind: Any
 ) -> Stored:
-    # The `safetensors` library would copy the file twice, or map it: then a failing disk ends the
-    # process.
+    # The `safetensors` library would copy the file twice, or map it into memory. With a mapped
+    # file, a failing disk would kill the process.
     import msgspec
 
     class Tensor(msgspec.Struct):

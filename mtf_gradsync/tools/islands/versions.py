@@ -164,7 +164,7 @@ def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]
     if version == 0:
         return sorted(names)
     turn = (version - 1) % fragments
-    # What is averaged is dealt out by itself: each fragment has its share of both.
+    # Averaged and trained variables are dealt out separately, so each fragment has some of both.
     means = sorted(name for name in names if name.startswith(MEAN))
     return sorted(set(names) - set(means))[turn::fragments] + means[turn::fragments]
 
@@ -294,7 +294,7 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
         for one in decision.contributions:
             yield Change(one.weight, one.scale, decoded(load(one, specs), specs))
 
-    with np.errstate(over="ignore", invalid="ignore"):  # it is said below
+    with np.errstate(over="ignore", invalid="ignore"):  # the warning below reports overflows
         values, momenta = merged(
             {name: before.values[name] for name in names},
             {name: before.momenta[name] for name in names if name in before.momenta},
@@ -374,7 +374,7 @@ def export_version(
     Raises:
       DamagedObjectError: there is no such version, or it cannot be read.
     """
-    from mtf_gradsync.extension import tf  # a merger does not load it
+    from mtf_gradsync.extension import tf  # here, so that a merger does not load TensorFlow
 
     number = newest_version(folder) if version is None else version
     settings = MergeSettings.of(folder)

@@ -16,10 +16,10 @@ from mtf_gradsync.tools.planning.machines import Machine, shapes_of
 from mtf_gradsync.tools.planning.search import rules_of
 from mtf_gradsync.tools.planning.stacks import Stack, stacks_of
 
-# A prediction of memory has not been more than this share of the compiler's bytes too high: what
-# is predicted to need more than the budget by it is not compiled.
+# In all measurements the compiler's bytes were at least this share of the predicted bytes. So a
+# division whose predicted bytes, times this share, exceed the budget is not compiled.
 _LEAST_SHARE = 0.75
-# So many rules of a layout are tried with and without each other.
+# Up to so many rules of a layout are tried in all combinations; of more, only all together.
 _MOST_RULES = 6
 _SHOWN = 5
 
@@ -287,7 +287,7 @@ def best_of(
         limit = float("inf") if budget is None else budget
         if size > (limit if check is None else limit / _LEAST_SHARE):
             continue
-        # A stack that is refused in the same words on several meshes is not for this optimizer.
+        # A stack that is refused in the same words on several meshes does not suit the optimizer.
         refused = [
             (x.mesh_shape, said.refused) for x, said in tried
             if said.refused and _kind(x.stack) == _kind(choice.stack)
@@ -307,5 +307,5 @@ def best_of(
 
 
 def _kind(stack: Stack) -> tuple[Any, ...]:
-    """Returns a stack's settings less its numbers of steps."""
+    """Returns the settings of a stack without its numbers of steps."""
     return stack.sums, stack.sharded_updates, stack.reducer, bool(stack.inner_steps)

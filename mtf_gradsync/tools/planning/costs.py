@@ -15,7 +15,7 @@ from mtf_gradsync.tools.planning.machines import Machine
 from mtf_gradsync.tools.planning.search import rules_of
 from mtf_gradsync.tools.planning.stacks import Stack
 
-# Operations that compilers make no array for, or that only give one another name or shape.
+# Operations that write no array in a compiled program, or only rename or reshape one.
 _FREE = (
     mtf.Constant,
     mtf.Variable,
@@ -34,7 +34,7 @@ _TOUCHED, _KEPT, _HELD = 0.25, 0.5, 0.5
 # A collective of fewer bytes is joined with others.
 _LEAST_BYTES = 1024
 _FLOAT32 = 4
-# Of the sums that a sharded update makes by itself, those that become messages of their own.
+# The share of a sharded update's sums that become separate messages.
 _MESSAGES = 0.5
 
 
@@ -68,7 +68,7 @@ class _Sum(NamedTuple):
 
     array: Array
     over: frozenset[str]
-    is_gradient: bool  # of a variable, to be reduced over the replica axes by the optimizer
+    is_gradient: bool  # whether it is a gradient, which wrappers reduce over the replica axes
 
 
 class _Reshape(NamedTuple):
@@ -349,7 +349,8 @@ class Predictor:
         sum_share = {"": 0.0, "sharded": part}.get(stack.sums, 1.0)
         compute += 2 * sum_share * sums / bandwidth
         update_share = part if stack.sharded_updates else 1.0
-        # Parts of new values are written where they are made, and read and written to be gathered.
+        # With sharded updates, parts of new values are written by the update, and read and written
+        # again by the all-gather.
         passes = 4 if stack.sharded_updates else 2
         once = passes * values + 2 * update_share * slots + self._sum_of(costs.update_reads)
         once /= bandwidth
@@ -416,7 +417,7 @@ class Predictor:
             return self.seconds("all-reduce", axes, size)
 
         def in_parts(operation: str, arrays: Sequence[Array], number_bytes: int = 0) -> float:
-            # The parts of each array are scattered, and gathered, by themselves.
+            # Each array has a reduce-scatter or all-gather of its own.
             share = 1 if operation == "reduce-scatter" else self.shards
             sizes = [self._numbers(x.dims, 1) * (number_bytes or x.number_bytes) for x in arrays]
             return sum(self.seconds(operation, axes, size / share) for size in sizes)

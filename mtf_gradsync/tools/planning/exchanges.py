@@ -28,8 +28,8 @@ class Exchange(NamedTuple):
     operation: str  # HLO's name of it, as in "all-reduce"
     axis: str  # the mesh axes along which cores exchange data, joined by "+"; or "other groups"
     groups: Groups  # the cores that exchange data, group by group
-    size: int  # bytes that each core puts in, each time; 0 if not known
-    times: int  # how often it runs in a step
+    size: int  # bytes that each core gives to it, each time; 0 if unknown
+    times: int  # how often the collective runs in a step
 
 
 def exchanges_of(
@@ -72,7 +72,7 @@ def exchanges_of(
         if row.loops and all(taken is conditions for _, taken in row.branches):
             operation = _HLO_NAMES[row.operation]
             axis = row.group if row.group in by_axis else _OTHER
-            # Groups that lie along no axes are named by their cores.
+            # If groups lie along no axes, the report names them by their cores.
             named = by_axis[axis] if axis in by_axis else json.loads(f"[{row.group}]") or everyone
             groups = tuple(sorted(tuple(sorted(group)) for group in named))
             times = 1 if row.turns is None else row.turns

@@ -39,8 +39,8 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
     factors = {
         "all-reduce": 2 * (n - 1) / n,
         "reduce-scatter": (n - 1) / n,
-        "all-gather": n - 1,  # each puts in its part of the result
-        # What goes to the other side of the ring passes every link on its way.
+        "all-gather": n - 1,  # `size` is only a member's part of the result
+        # Data for the other side of the ring pass over every link in between.
         "all-to-all": max((n - 1) / n, n / 4),
         "collective-permute": 1.0,
         "collective-broadcast": 1.0,
@@ -79,11 +79,11 @@ Place = Sequence[int]
 class Links(NamedTuple):
     """The links that one group of cores uses."""
 
-    chips: int  # that its cores are on; cores of one chip need no link
-    cores_per_chip: float  # of the group, on average
-    # Of all links that a chip of the group sends on, divided among the groups that use them.
+    chips: int  # the number of chips of the group's cores; one chip needs no link
+    cores_per_chip: float  # the group's cores on a chip, on average
+    # The rate at which a chip sends on all its links, divided among the groups that share them.
     bytes_per_second: float
-    is_ring: bool  # whether all directions that the group extends in close to rings
+    is_ring: bool  # whether the links close to a ring in all directions of the group
 
 
 class Torus:
@@ -153,7 +153,7 @@ Begun = Callable[["subprocess.Popen[str]"], None]
 class StepCost(NamedTuple):
     """The cost of a step on one core."""
 
-    cost: CostEstimate  # of its operations one after the other, without the links
+    cost: CostEstimate  # the cost of the operations one after the other, without the links
     collectives: tuple[HloCollective, ...] = ()
 
 
@@ -162,12 +162,12 @@ class Compiled(NamedTuple):
 
     error: str = ""  # why the program was refused
     bytes_per_core: int = 0
-    step: StepCost | None = None  # with all conditions true, where it has some; None if refused
-    # With all conditions false, as in a step that only accumulates; None without conditionals, or
-    # where it was refused.
+    step: StepCost | None = None  # a step with all conditions true; None if refused
+    # A step with all conditions false, which only accumulates; None if the program has no
+    # conditionals, or was refused.
     skipped: StepCost | None = None
-    is_of_update: bool = False  # whether it has conditionals, and `step` has all true
-    seconds: float = 0.0  # how long the compilation took
+    is_of_update: bool = False  # whether the program has conditionals
+    seconds: float = 0.0  # the time of the compilation
 
 
 class Machine(Protocol):
@@ -175,12 +175,12 @@ class Machine(Protocol):
 
     name: str  # the topology, as the user spelled it
     cores: int
-    slices: int  # that a data center network joins
-    dcn_bytes_per_second: float  # that a chip sends over it
-    memory_per_core: int | None  # bytes that a program may use; None where there is no limit
-    peak_flops_per_core: float | None  # per second; None where that is not known
-    bytes_per_second_per_core: float | None  # of its memory; None where that is not known
-    estimate_source: str  # where the seconds of an estimate come from, in a word
+    slices: int  # the number of slices that a data center network joins
+    dcn_bytes_per_second: float  # the rate at which a chip sends over that network
+    memory_per_core: int | None  # bytes that a program may use; None for no limit
+    peak_flops_per_core: float | None  # operations per second; None if unknown
+    bytes_per_second_per_core: float | None  # the bandwidth of memory; None if unknown
+    estimate_source: str  # how times are estimated: see `PlanRow.estimate_source`
 
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
         """Returns the program of a core, lowered for `compile`."""
@@ -279,7 +279,7 @@ def topology_of(chips: str) -> str:
     doublings = int(count).bit_length() - 1
     known = next((chip for chip in CHIPS if chip.name == kind), None)
     if known is None or int(count) < 1:
-        return chips  # `slice_of` says what there is
+        return chips  # `slice_of` will raise an error that lists the known kinds
     if int(count) != 2**doublings:
         raise ValueError(
             f"How {count} chips of {kind} are arranged, their number does not say: give the "

@@ -147,7 +147,7 @@ def _priced(row: PlanRow, hourly: float | None) -> PlanRow:
     return dataclasses.replace(row, dollars_per_hour=hourly, tokens_per_dollar=per_dollar)
 
 
-# What devices of this machine are asked for by, and how jax is kept from looking for a TPU.
+# Environment variables that choose jax's devices here, or keep jax from a search for TPUs.
 _SET_FOR_JAX = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS")
 
 
@@ -192,7 +192,7 @@ def _read_shape(text: str) -> tuple[Any, ...]:
 
 
 def _read_layout(text: str) -> frozenset[tuple[str, ...]]:
-    mtf.convert_to_layout_rules(text)  # raises for what are no pairs
+    mtf.convert_to_layout_rules(text)  # raises ValueError for wrong rules
     return frozenset(rules_of(text))
 
 

@@ -258,7 +258,7 @@ class Plan:
         for label, values in _parts(self.rows).items():
             axes.barh(places, values, left=left, label=label)
             left = [a + b for a, b in zip(left, values)]
-        # The smallest has three digits, and all others as many decimals.
+        # All numbers have as many decimals as the smallest needs for three digits.
         decimals = max(0, 2 - math.floor(math.log10(min(filter(None, left), default=1.0))))
         for place, row in enumerate(self.rows):
             note = ("" if row.fits else " does not fit") + (" not ranked" if row.doubt else "")
@@ -334,7 +334,7 @@ def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
     ]
 
 
-# Of a step, below which fewer messages are not worth what they cost in loss.
+# If fewer messages save less than this share of a step, they are not worth their cost in loss.
 _LEAST_SAVED = 0.05
 
 

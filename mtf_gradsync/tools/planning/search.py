@@ -117,7 +117,7 @@ def _summed(einsum: mtf.EinsumOperation) -> bool:
 
 def rules_of(layout: str) -> list[tuple[str, ...]]:
     """Returns the rules of a layout, each as a pair: a tensor dimension and a mesh axis."""
-    # What Mesh-TF takes for the end of a rule.
+    # Mesh-TF lets any of these characters end a rule.
     return [tuple(rule.split(":")) for rule in re.split("[ ,.;]", layout) if rule]
 
 
@@ -127,7 +127,7 @@ class Candidate(NamedTuple):
     mesh_shape: str  # as in "batch:4;model:2"
     layout: str
     machine: Machine
-    inner_steps: tuple[int, ...] = ()  # of rounds with fewer messages between slices
+    inner_steps: tuple[int, ...] = ()  # see `plan`
 
 
 class _Work(NamedTuple):
@@ -141,7 +141,7 @@ class _Work(NamedTuple):
     build_seconds: float
 
 
-# A program, what becomes of it, and whether an equal one has been compiled.
+# A program, the result of its compilation, and whether an equal one was compiled before.
 _Pending = Tuple[_Work, "concurrent.futures.Future[Compiled]", bool]
 
 
@@ -196,7 +196,7 @@ class _Search:
             for group in _by_program(candidates):
                 self._stop.check()
                 for work in self._built(group):
-                    # A program that waits to be compiled takes memory.
+                    # Programs that wait to be compiled take memory, so only a few may wait.
                     while len(self._pending) > self._jobs:
                         self._finish_one()
                     self._start(pool, work)
@@ -250,7 +250,7 @@ class _Search:
         is_repeated = key in self._compiled
         if not is_repeated:
             self._compiled[key] = pool.submit(machine.compile, lowered, self._begun)
-        # Without the module, which may be large.
+        # Drop the module, which may be large.
         work = work._replace(lowered=lowered._replace(module=None))
         self._pending.append((work, self._compiled[key], is_repeated))
 
@@ -282,7 +282,7 @@ class _Search:
             self._done()
 
     def _refuse(self, candidate: Candidate, reason: str) -> None:
-        # Below a message gin writes the call that raised it.
+        # Cut off what gin adds to a message: the call that raised it.
         reason = " ".join(reason.strip().split("\n  In call to ")[0].split())
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "..."
@@ -419,7 +419,7 @@ def _traffic_of(step: StepCost, work: _Work, conditions: bool) -> tuple[AxisTraf
     sums: dict[str, tuple[int, int, float]] = {}
     for one in exchanges:
         key = (one.operation, one.axis, one.size)
-        # The axis does not determine the pairs of a permutation.
+        # Permutations along one axis may have different pairs, and so different times.
         if key not in known or one.operation == "collective-permute":
             known[key] = machine.seconds(one.operation, one.groups, one.size)
         count, size, seconds = sums.get(one.axis, (0, 0, 0.0))

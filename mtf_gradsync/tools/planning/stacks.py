@@ -53,7 +53,7 @@ def stacks_of(
     for count in steps:
         for sums in ("",) if count == 1 else SUMS if shards > 1 else SUMS[:1]:
             for is_sharded in (False, True)[: 1 + (shards > 1)]:
-                # A sharded update scatters gradients itself.
+                # A sharded update reduces gradients by a reduce-scatter, so it has no choice here.
                 of_stack = reducers if not is_sharded else reducers[:1]
                 found += [Stack(count, sums, is_sharded, reducer) for reducer in of_stack]
     if shards > 1 and 1 in steps:

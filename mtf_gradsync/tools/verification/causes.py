@@ -107,7 +107,7 @@ def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) 
         for out in waiting.pop().outputs:
             following = users.get(out, [])
             for one in following:
-                # Beyond the batch, terms of a loss are added up.
+                # An addition of scalars only adds up the terms of a loss.
                 ends = isinstance(one, mtf.ops.AddOperation) and not one.outputs[0].shape.dims
                 mixes = sum(x.operation in seen for x in one.inputs) > 1
                 kind = getattr(one, "_reduction_fn_string", "SUM")
@@ -142,7 +142,7 @@ def rounds_to_bfloat16(graph: tf.Graph, model: Sequence[str]) -> bool:
 
 
 _CLOSE = 1e-3
-# The largest error of a sum in bfloat16 whose terms do not cancel, and the least that shows it.
+# The least and the largest error that is taken for a sum in bfloat16 whose terms do not cancel.
 _BFLOAT16 = (2.0**-12, 2.0**-5)
 
 
@@ -269,7 +269,7 @@ def _causes(facts: DifferenceFacts) -> Iterator[str]:
             "clipping or a norm that counts copies, leaves out parts that are split, or is taken "
             "over shards; or a scale that is not taken out."
         )
-    # A variable of one number always has a factor.
+    # A variable with a single element always has a factor, so that alone says nothing.
     named = factor if facts.of_factor or facts.factors_are_one else None
     if named is not None and named > 1:
         yield (

@@ -8,18 +8,19 @@ import numpy as np
 
 Values = Mapping[str, np.ndarray]
 
-# Roundings of a float32 sum, of some hundred terms in another order.
+# The error by rounding of a float32 sum of some hundred terms, in another order.
 LEAST = 64 * float(np.finfo(np.float32).eps)
-# Roundings of one number in float32, and the part of a change that shows beyond these.
+# The error by rounding of one float32 number, and the share of a change that must be right.
 ROUNDED, LITTLE = 16 * float(np.finfo(np.float32).eps), 0.01
-# How much more than the reference's own rounding error a division may have: it sums in another
-# order, of which the largest error of many variables is some times the typical one.
+# By how much a division's rounding error may exceed the reference's. A division sums in another
+# order, and the largest error of many variables is several times the typical error.
 _SPREAD = 8.0
 # One rounding to bfloat16, which has eight bits, is up to 2**-9 of a number, and sums have several.
 BFLOAT16 = 2.0**-7
-# Of a float64 sum and of one in another order: a model in which orders differ more depends on them.
+# The error by rounding of a float64 sum in another order. If another order of the examples changes
+# gradients by more, the model depends on the order.
 ORDER = 1e-7
-# What rounding explains at most where it is not known from float64.
+# The largest error that rounding explains if the program does not run in float64.
 MOST_ROUNDED = 1e-3
 
 

@@ -34,10 +34,11 @@ from mtf_gradsync.tools.verification.recorded_program import (
     RecordedProgram,
 )
 
-# More microbatch steps than any program joins: after these there is no update to wait for; and
-# than one that applies gradients of zeros on the others.
+# After so many microbatch steps without an update, none is expected any more. The second number is
+# for programs that apply gradients of zeros in steps without an update.
 _MOST_STEPS, _MOST_ZEROS = 256, 32
-# How far variables are moved, of the square root of their mean square, and where that is zero.
+# The size of the random numbers that are added to a variable, relative to its root mean square; and
+# the size for a variable that is zero.
 _MOVED, _MOVED_ZEROS = 0.05, 0.02
 
 
@@ -112,12 +113,13 @@ class Engine:
         self._moved = moved
         self.groups: list[list[Batch]] = []
         self.initial: dict[str, np.ndarray] = {}
-        # By update: counters of the program's own before its first and its last step.
+        # For each update, the program's own counters before its first step and before its last one.
         self.counted: list[tuple[Values, Values]] = []
         self._applied: list[int] = []  # how often an update applies gradients
         self._done: dict[Any, Outcome | CannotBeDivided] = {}
 
-    # Of the program as it is: the wrappers that join steps, and whether it has an optimizer.
+    # Facts of the unchanged program: labels of the wrappers that accumulate over steps, and whether
+    # an optimizer was seen.
     schedulers: tuple[str, ...] = ()
     sees_gradients: bool = True
 
@@ -171,7 +173,7 @@ class Engine:
         """Returns the outcome of a division; raises `CannotBeDivided` if it cannot be run."""
 
         def series(groups: list[list[Batch]]) -> BatchSeries:
-            # Where its steps are joined, an update has the counters of the last of them.
+            # An update from joined steps has the counters of the last of these steps.
             is_joined = any(len(x) < len(own) for x, own in zip(groups, self.groups))
             return BatchSeries(groups, [last for _, last in self.counted] if is_joined else None)
 
@@ -309,7 +311,7 @@ class Engine:
             for batch in group:
                 before = after
                 if of_group and division.changes.micro_steps > 1 and self.counted:
-                    # These steps are no steps of the program.
+                    # The program does not have these added microbatch steps: reset its counters.
                     running.write({name: first[name] for name in self.counted[number][0]})
                 of_group.append(running.step(batch))
                 after = running.values()

@@ -99,10 +99,10 @@ def recording(changes: Changes) -> Iterator[RecordedProgram]:
             for kind in _kinds(Wrapper):
                 if "__init__" in vars(kind):
                     replace(kind, "__init__", _made_anyhow)
-            # Those that refuse one core have no stages there to compare with others.
+            # Wrappers that refuse one core have no stages there whose order could be checked.
             replace(Wrapper, "_check_order", lambda _: lambda wrapper: None)
-            # On one core nothing is left to be reduced, and Mesh-TensorFlow has operations that
-            # take no pending sum.
+            # On one core there is nothing to reduce, and some operations of Mesh-TensorFlow do not
+            # accept pending (not yet reduced) sums.
             replace(mtf.Lowering, "set_tensor_lowering", _never_pending)
         moe = sys.modules.get("mesh_tensorflow.transformer.moe")
         if moe is not None:
@@ -136,7 +136,7 @@ def _made_anyhow(init: Any) -> Any:
             init(self, *args, **kwargs)
         except ValueError:
             if "_slots" in vars(self) and self._given_axes is not None:
-                return  # made, and then refused for a single replica
+                return  # the wrapper was complete when it refused a single replica
             kwargs = {**gin.get_bindings(type(self)), **kwargs} if _is_bound(self) else kwargs
             if not args and "opt" not in kwargs:
                 raise
@@ -148,7 +148,7 @@ def _made_anyhow(init: Any) -> Any:
             common = CommonArguments(name, batch_dims=names, learning_rate=rate)
             try:
                 self._wrap(opt, common._replace(**given))
-            except ValueError:  # these are what it refuses
+            except ValueError:  # it refuses these arguments
                 self._wrap(opt, common)
 
     return made

@@ -29,7 +29,7 @@ from mtf_gradsync.tools.verification.program_patches import recording
 from mtf_gradsync.tools.verification.recorded_program import GRADIENT, RANDOM, RecordedProgram
 
 Batch = Any  # a structure of arrays, the examples their first dimension
-# So many random numbers are not equal by chance.
+# Arrays of so many random numbers, or more, are never equal by chance.
 _FEW = 4
 
 
@@ -97,7 +97,7 @@ class UserProgram:
     def _build_model_fn(
         self, division: Division, inputs: Any, params: dict[str, Any], program: Any
     ) -> tuple[tf.Tensor, list[Any]]:
-        # Where the program lowers on the mesh that it is given, wrappers find that mesh.
+        # A program without the argument mesh_impl gets a context, as under TPUEstimator.
         if program is not None and "mesh_impl" not in self._names:
             params = {**params, "context": program.tpu_context, "use_tpu": True}
         features, labels = inputs if isinstance(inputs, tuple) else (inputs, None)
@@ -167,7 +167,7 @@ class BuiltDivision(NamedTuple):
             ]
             sizes = [impl.size for x in lowerings for impl in x.mesh_to_impl.values()]
             config = session_config(num_cpu_devices=max(sizes))
-            # For a few steps, rewriting the graph takes longer than it saves.
+            # Rewriting the graph takes longer than it saves in a few steps.
             config.graph_options.rewrite_options.disable_meta_optimizer = True
             with tf.Session(config=config) as session:
                 session.run(init)
@@ -222,7 +222,8 @@ class Running:
             self._session.write(fitting)
             return
         if not self._is_stepped:
-            # What wrappers derive from the variables begins with the values of the first step.
+            # Values that wrappers derive from variables, such as averages, begin from the values
+            # that the variables have in the first step.
             are_equal = self._session.run(self._beginnings.are_equal)
             fitting = {**self._beginnings.marks(are_equal, fitting), **fitting}
         self._access.set(self._session, fitting.items())
@@ -242,7 +243,7 @@ class Running:
             variable: (lowering.mesh_impl(variable), laid_out.laid_out_tensor)
             for lowering in self.built.recorded.lowerings
             for variable, laid_out in lowering.variables.items()
-            if not isinstance(laid_out, HeldSlices)  # they are the holder's slices
+            if not isinstance(laid_out, HeldSlices)  # these are slices of another variable
         }
         reads = {}
         for variable, (mesh_impl, laid_out) in lowered.items():
@@ -252,7 +253,7 @@ class Running:
                 reads[variable] = [self._access.read[name] for name in names]
             else:
                 reads[variable] = laid_out.to_laid_out_tensor().tensor_list
-        # In one call, as each new set of fetches takes the time of the whole graph.
+        # In one call, as TensorFlow prepares the whole graph for each new set of fetches.
         values = self._inside.run(reads)
         found, alike = [], []
         for variable, (mesh_impl, _) in lowered.items():
@@ -271,7 +272,7 @@ class Running:
         names = [name.removesuffix(GRADIENT).removesuffix(RANDOM) for name in found]
         order = {name: number for number, name in enumerate(self.built.recorded.order)}
         apart = sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
-        # Those that one axis explains come first.
+        # Pairs of cores that differ along one axis only come first.
         return apart, sorted(dict.fromkeys(alike), key=lambda pair: pair[1].count(" "))
 
 

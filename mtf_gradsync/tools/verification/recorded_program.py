@@ -30,7 +30,7 @@ from mtf_gradsync.extension import (
 )
 from mtf_gradsync.tools.verification.causes import random_operations
 
-# Endings of the names of variables that a program under test has besides its own.
+# Endings of the names of variables that are added to a program under test.
 GRADIENT = "/verified_gradient"
 UPDATES = "verified_updates"
 RANDOM = "/verified_random"
@@ -94,11 +94,11 @@ class RecordedProgram:
         self.random_sizes: list[int] = []
         self._positions: dict[str, int] = {}
         self._outermost: dict[int, Any] = {}
-        self._stacks: dict[int, list[Any]] = {}  # by id of the outermost, as the program made them
+        self._stacks: dict[int, list[Any]] = {}  # id of the outermost optimizer -> original stack
         self._busy: list[Any] = []
         self._held: list[Any] = []
         self._undo: list[Callable[[], None]] = []
-        self._weights: dict[int, tuple[Any, Any]] = {}  # by id: as given, and their sum
+        self._weights: dict[int, tuple[Any, Any]] = {}  # id of weights -> the weights, their sum
 
     @property
     def losses(self) -> list[mtf.Tensor]:
@@ -143,7 +143,7 @@ class RecordedProgram:
         """Whether the program was lowered on a mesh of a SIMD program."""
         return any(is_simd(x) for low in self.lowerings for x in low.mesh_to_impl.values())
 
-    # What the patched methods call.
+    # Methods that the patches call.
 
     def differentiates(self, losses: Sequence[mtf.Tensor]) -> None:
         """Records the losses with which `mtf.gradients` is called."""
@@ -190,7 +190,7 @@ class RecordedProgram:
         is_changed = isinstance(opt, Wrapper) or self.changes.micro_steps > 1
         stack = self._changed(opt) if is_outermost and is_changed else opt
         is_bare = stack is not opt and not isinstance(stack, Wrapper)
-        # Where the outermost wrapper stays, those inside of it are gone.
+        # If the outermost wrapper only keeps averages, it stays, and the wrappers inside are gone.
         is_unwrapped = is_outermost and self.changes.unwrapped and id(opt) in self._stacks
         if is_bare or is_unwrapped:
             kwargs.pop("weights", None)
@@ -231,7 +231,7 @@ class RecordedProgram:
         def make() -> list[mtf.Operation]:
             operations, graph = list(make_update()), variables[0].graph
             plan = StepPlan.of_graph(graph)
-            if plan and self.stack:  # the wrappers that are gone would have advanced them
+            if plan and self.stack:  # the removed wrappers would have advanced these counters
                 meshes = {v.mesh for v in variables}
                 operations += plan.extension(UpdateCounters).advances(graph, meshes)
             return operations
@@ -266,7 +266,7 @@ class RecordedProgram:
             if isinstance(one, SyncReplicasOptimizer):
                 self._mask(one)
         out = set(changes.without)
-        if changes.unwrapped:  # averages are no matter of how a program is divided
+        if changes.unwrapped:  # wrappers that only keep averages change no update, so they stay
             out |= {label for label in labels.values() if not self.keeps_averages(label)}
         left = [one for one in stack if labels.get(id(one)) not in out]
         for outer, inner in zip(left, left[1:]):
@@ -275,7 +275,7 @@ class RecordedProgram:
         if changes.micro_steps > 1:
             outermost = self._accumulated(left)
         self._outermost[id(opt)] = self._outermost[id(outermost)] = outermost
-        # Held on to, so that no other object gets their numbers.
+        # Referenced, so that no other object gets the same id.
         self._held += [opt, outermost]
         return outermost
 

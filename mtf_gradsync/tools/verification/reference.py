@@ -120,18 +120,18 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     flats = [[{**flat(x.gradients), **x.values, **_loss(x)}] for x in (outcome, *others)]
     expected = expected_errors(flats[0][0], [x[0] for x in flats[1:]])
     if source != "float64":
-        # Where the order of examples matters, rounding is no reason.
+        # If the order of examples changes values by more, this is not rounding.
         expected = {k: min(x, MOST_ROUNDED) for k, x in expected.items()}
     for name in exact.recorded.order:
         value, before = exact.values.get(name), engine.initial.get(name)
         if value is not None and before is not None and expected.get(name) == LEAST:
-            # Of values that hardly change a part of the change is more than rounding.
+            # If a value hardly changes, the tolerance must be smaller than its change.
             expected[name] = min(LEAST, max(ROUNDED, LITTLE * error_of(value, before)))
     by_order: dict[str, float] = {}
     others_of = flat(other.gradients)
     for key, value in flat(exact.gradients).items():
         name = key.rpartition("@")[0]
-        if key in others_of and expected.get(key, 0.0) < 1:  # else it is nothing but rounding
+        if key in others_of and expected.get(key, 0.0) < 1:  # else the gradient is only rounding
             by_order[name] = max(by_order.get(name, 0.0), error_of(others_of[key], value))
     step_by_step = None
     if joins and set(base.written_early) - set(first[0]):
@@ -231,7 +231,8 @@ def compare_with(
         for x in compare(told, exact.values, order, expected)
     ]
     slots = _slots(reference, outcome, told, exact, left_out, expected)
-    # A masked shard's loss is in the program's mean, and microbatches may weigh differently.
+    # Losses are not comparable in two cases: the program's mean includes the loss of a masked
+    # shard, and the mean over microbatches may lack their weights.
     is_another = masked or (outcome.batches > 1 and not outcome.weighted)
     limit = float("inf") if is_another else expected["loss"]
     (loss,) = compare(_loss(outcome), _loss(exact), ["loss"], {"loss": limit})
@@ -283,7 +284,7 @@ def _slots(
     own = reference.step_by_step
     if own is not None and own.batches == outcome.batches:
         again = [name for name in names if name in early and name in own.values]
-        limits = {name: MOST_ROUNDED for name in again}  # float32 is compared with float32
+        limits = {name: MOST_ROUNDED for name in again}  # both sides are computed in float32
         slots += compare(told, own.values, again, limits)
     return slots
 

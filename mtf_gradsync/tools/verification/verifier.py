@@ -71,7 +71,8 @@ class Verifier:
         changes what is to be computed.
         """
         division = kinds.reference(self._base)
-        # What is left of the stack decides whether, and the mask of what, gradients are clipped.
+        # The reference depends on two things: which wrappers that clip or average are left, and the
+        # mask, which decides of which shards the gradients are.
         clips = [
             label
             for label in of.changes.without
@@ -259,7 +260,8 @@ class Verifier:
                 "not told from it. Give it room for all examples."
             )
             return dataclasses.replace(line, verdict=NOT_SHOWN, cause=why)
-        # Such a program writes a variable twice in a step, in no order that other divisions share.
+        # A program that writes a variable before the update may write it twice in a step, in an
+        # order that differs by division. So no culprit is looked for.
         is_early = what == "value before the update"
         culprit, factor = "" if is_early else self._culprit(division, first), first.factor
         named = (
@@ -274,7 +276,7 @@ class Verifier:
             for x in factors
         )
         if not (named or is_one) and np.size(reference.exact.values.get(first.variable, 0.0)) == 1:
-            factor = None  # two numbers are always some number of each other
+            factor = None  # between two single numbers there is always some factor
         facts = DifferenceFacts(
             what,
             culprit,
@@ -352,7 +354,7 @@ class Verifier:
         Returns "" if no such part is found. `first` is the first difference of the division.
         """
         simpler = list(self._simpler(division))
-        # What was found once is tried first.
+        # Parts that were found to be a culprit before are tried first.
         known = [name for variable, factor, name in self._found if variable == first.variable]
         simpler.sort(key=lambda pair: pair[0] not in known)
         for name, other in simpler:
@@ -397,7 +399,7 @@ class Verifier:
         shape = mtf.convert_to_shape(division.mesh_shape)
         batch_axes = kinds.axes_of_batch(division.layout, outcome.recorded)
         shards = int(np.prod([d.size for d in shape.dims if d.name in batch_axes] or [1]))
-        # K of the first update, in which a factor shows first.
+        # The number of microbatch steps of the first update, in which a factor shows first.
         steps = max(len(self._engine.groups[0]), division.changes.micro_steps)
         axes = [d.name for d in shape.dims if culprit == f"mesh axis {d.name}"]
         axes = axes or [d.name for d in shape.dims]
@@ -419,7 +421,7 @@ def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | No
 
     Writes before the update and unequal copies come first, as they explain later differences.
     """
-    # These two explain what differs in later steps.
+    # These two kinds of faults explain differences in later steps.
     for what, names in (
         ("value before the update", outcome.changed_before),
         ("copies", outcome.apart),
