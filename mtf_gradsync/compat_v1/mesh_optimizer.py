@@ -201,6 +201,8 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                 draw = count.value
                 operations.append(mtf.assign(count, draw + 1))
             operations += _update(rule, grad, variable, slots, on[variable.mesh], draw)
+        for power in state.powers.values():
+            power.begins_with = [s.name for (_, key), s in state.slots.items() if key != COUNT]
         return operations
 
     def _slot(self, state: _MeshState, slot: Slot, variable: mtf.Variable) -> mtf.Variable:

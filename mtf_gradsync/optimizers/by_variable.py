@@ -13,6 +13,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients.arguments import check_grads_and_variables
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.optimizers.sharded_variables import PartOfVariable
+from mtf_gradsync.optimizers.state.slots import check_bare_update
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.step import gated_update
@@ -142,7 +143,9 @@ class ByVariable(mtf.optimize.Optimizer):
         if variables:
             self._tell_of_empty_groups(variables)
         # A group's gradients may still need variables of another one.
-        return gated_update(functools.partial(self._update, grads, variables), grads)
+        updates = gated_update(functools.partial(self._update, grads, variables), grads)
+        check_bare_update(self, updates, variables)
+        return updates
 
     def _update(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]

@@ -10,6 +10,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.checkpoints import write_changed
 from tests import harness, models, reference, wrappers
 from tests.reference import AdamW, Sgd
 from tests.sessions import session_of, train
@@ -205,6 +206,60 @@ def test_a_checkpoint_without_any_slot_is_another_runs(tmp_path):
         path = session.save(str(tmp_path / "model"))
     with session_of(adamw) as session, pytest.raises(tf.errors.NotFoundError):
         session.restore(path)
+
+
+@pytest.mark.parametrize("lacks", ["w1/adam_v", "w1/adam_m"])
+def test_a_slot_does_not_begin_anew_beside_others_of_its_variable(lacks, tmp_path):
+    """With t of the checkpoint and v of zeros, updates would be 31 times as large."""
+    feed = models.mlp_batches(1)[0]
+    build = models.train(lambda: gs.CrossShardOptimizer(ADAMW()))
+    made = harness.built("placement", SHAPE, LAYOUT, build, feed)
+    with session_of(made) as session:
+        train(made, session, [feed])
+        path, cut = session.save(str(tmp_path / "model")), str(tmp_path / "cut")
+        names = set(session.variables()) - {lacks}
+        write_changed(path, cut, {}, names)
+        with pytest.raises(tf.errors.NotFoundError, match=lacks):
+            session.restore(cut)
+
+
+def test_a_group_changes_to_an_optimizer_of_tensorflow_in_a_restart(tmp_path):
+    """Its powers, which belong to no variable, begin with its slots, and never without them."""
+    feed = models.mlp_batches(1)[0]
+    adam = [("w1", gs.MeshOptimizer(tf.train.AdamOptimizer(0.01)))]
+    first, then = (
+        harness.built(
+            "placement",
+            SHAPE,
+            LAYOUT,
+            models.train(
+                lambda groups=groups: gs.CrossShardOptimizer(gs.ByVariable(ADAMW, groups))
+            ),
+            feed,
+        )
+        for groups in ([], adam)
+    )
+    with session_of(first) as session:
+        path = session.save(str(tmp_path / "model"))
+    with session_of(then) as session:
+        session.restore(path)
+        train(then, session, [feed])
+        (power,) = [name for name in session.variables() if name.endswith("beta1_power")]
+        np.testing.assert_allclose(session.variables()[power], 0.9**2, rtol=1e-6)
+        path, cut = session.save(str(tmp_path / "model")), str(tmp_path / "cut")
+        write_changed(path, cut, {}, set(session.variables()) - {power})
+        with pytest.raises(tf.errors.NotFoundError, match=power):
+            session.restore(cut)
+
+
+def test_bare_groups_of_two_optimizers_do_not_share_slots(caplog):
+    graph = mtf.Graph()
+    mesh, dim = mtf.Mesh(graph, "mesh"), mtf.Dimension("in", 4)
+    with tf.Graph().as_default():
+        w = mtf.get_variable(mesh, "w", [dim]).operation
+        for _ in range(2):
+            gs.ByVariable(ADAMW, []).apply_grads([mtf.ones(mesh, w.shape)], [w])
+    assert "would share its slot" in caplog.text
 
 
 def test_without_a_wrapper_updates_wait_for_the_gradients_of_all_groups():

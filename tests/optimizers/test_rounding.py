@@ -1,5 +1,7 @@
 """Optimizers that round bfloat16 variables and slots by chance."""
 
+import functools
+
 import gin
 import numpy as np
 import pytest
@@ -224,6 +226,13 @@ def test_a_checkpoint_that_was_rounded_to_nearest_goes_on(make, tmp_path):
     counts = {k: v for k, v in after.items() if k.endswith("_t")}
     assert list(counts.values()) in ([2.0], [4.0])  # of these updates, or of Adam's
     trained(nearest, path, 1, tmp_path / "c")
+
+
+def test_so_does_one_without_a_wrapper(tmp_path):
+    make = functools.partial(gs.MuonOptimizer, 0.01)
+    _, path = trained(make, None, 2, tmp_path / "a")
+    after, _ = trained(functools.partial(make, **STOCHASTIC), path, 2, tmp_path / "b")
+    assert after["w/rounding_t"] == 2
 
 
 def test_float32_variables_are_as_without_it_and_that_is_told(caplog):

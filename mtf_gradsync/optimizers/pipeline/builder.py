@@ -26,12 +26,14 @@ from mtf_gradsync.optimizers.pipeline.forms import (
 )
 from mtf_gradsync.optimizers.pipeline.stack import Partition, Reduction, Stack
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
-from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners, tell_of_names_and_dtypes
-from mtf_gradsync.optimizers.state.variables import (
-    SLOTS_COLLECTION,
-    UpdateCounters,
-    note_state,
+from mtf_gradsync.optimizers.state.slots import (
+    SlotBook,
+    SlotOwners,
+    note_slots,
+    tell_of_names_and_dtypes,
+    written_by,
 )
+from mtf_gradsync.optimizers.state.variables import UpdateCounters
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import Compression
 from mtf_gradsync.step import (
@@ -489,13 +491,9 @@ class StepBuilder(StepConditions):
         updates = write_in_order(built(updates))
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
-        written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
+        written = written_by(updates)
         self.plan.extension(SlotOwners).check(self._keeper, written, gradients.variables)
-        for variable in created:
-            tf.add_to_collection(SLOTS_COLLECTION, variable.name)
-        for variable in written:
-            if getattr(variable, "begins_at_zero", False):
-                note_state(variable)
+        note_slots(written, gradients.variables)
         self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
         tell_of_names_and_dtypes(opt, gradients.variables)
         return updates

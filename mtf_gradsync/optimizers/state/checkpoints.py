@@ -156,18 +156,21 @@ class Saved:
 
     @functools.cached_property
     def _new_slots(self) -> dict[str, Change]:
-        """The slots that it does not have, by name, where it has other slots of the graph.
+        """The slots of variables of which it has no slot, by name, if it has others of the graph.
 
-        That is a run in which another optimizer, or none, updated some variables.
+        That is a run in which another optimizer, or none, updated some variables. Where it has some
+        slots of a variable, the others must not begin anew beside them.
         """
-        noted = {note.name for note in self._graph.get_collection(STATE_COLLECTION)}
-        slots = set(self._graph.get_collection(SLOTS_COLLECTION)) - noted
-        if not any(self.find(name) for name in slots):
+        state = {note.name for note in self._graph.get_collection(STATE_COLLECTION)}
+        notes = self._graph.get_collection(SLOTS_COLLECTION)
+        there = {x for note in notes for x in note.siblings if self.find(x)}
+        if not there - state:
             return {}
+        slots = {n.name for n in notes if n.name not in state and there.isdisjoint(n.siblings)}
         found = {}
         for variable in self._graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
             name, shape = variable.op.name, tuple(variable.shape.as_list())
-            if name not in slots or self.find(name):
+            if name not in slots:
                 continue
             start = _begins_with(variable)
             if start is not None:

@@ -10,6 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import patterns_of
 from mtf_gradsync._private.patches import patch
 from mtf_gradsync.gradients.rounding import STOCHASTIC, is_rounded
+from mtf_gradsync.optimizers.state.variables import SLOTS_COLLECTION, SlotNote, note_state
 from mtf_gradsync.step import PlanExtension, StepPlan
 
 
@@ -147,8 +148,36 @@ def check_bare_update(
     """
     plan = StepPlan.of(variables[0].graph) if updates else None
     if plan is not None and not plan.is_held:  # or the wrapper checks itself
-        written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
+        written = written_by(updates)
         plan.extension(SlotOwners).check(optimizer, written, variables, is_bare=True)
+        note_slots(written, variables)
+
+
+def written_by(updates: Sequence[mtf.Operation]) -> list[mtf.Variable]:
+    """Returns the variables that an optimizer's operations assign."""
+    return [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
+
+
+def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]) -> None:
+    """Notes for checkpoints which slots an update of `variables` writes.
+
+    A slot that belongs to no variable begins with the slots that its attribute `begins_with` names,
+    or with all slots of the update.
+    """
+    names, scope = {v.name for v in variables}, tf.get_variable_scope().name
+    noted = {note.name for note in tf.get_collection(SLOTS_COLLECTION)}
+    slots = [v for v in dict.fromkeys(written) if v.name not in names and not v.trainable]
+    of = {v: owner_of(_without_scope(v.name, scope), names) for v in slots}
+    # A count of roundings says nothing of the optimizer.
+    telling = [v for v in slots if not getattr(v, "begins_at_zero", False)]
+    for slot in slots:
+        if slot.name in noted:
+            continue
+        if slot not in telling:
+            note_state(slot)
+        same = [v.name for v in telling if of[slot] is None or of[v] == of[slot]]
+        siblings = frozenset([slot.name, *getattr(slot, "begins_with", same)])
+        tf.add_to_collection(SLOTS_COLLECTION, SlotNote(slot.name, siblings))
 
 
 def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:

@@ -23,7 +23,7 @@ ISLAND = "island"
 # though one with other arguments would. They are not exported, as their keys are no strings.
 STATE_COLLECTION = ("mtf_gradsync state",)
 SUMS_NOT_KEPT = ("mtf_gradsync sums not kept",)
-# The collection of names of the innermost optimizers' slots.
+# The collection of a tf graph's `SlotNote`s.
 SLOTS_COLLECTION = ("mtf_gradsync slots",)
 #: The collection of variables that nothing reads, so that they need not be initialized.
 STAND_INS = ("mtf_gradsync stand-ins",)
@@ -102,6 +102,19 @@ class StateNote(NamedTuple):
     counter: str | None = None
     weight: str | None = None
     ring: Ring | None = None
+
+
+class SlotNote(NamedTuple):
+    """A note on a slot of the innermost optimizers.
+
+    Attributes:
+      name: the slot's name.
+      siblings: the names of the slots that begin together: those of the same variable, itself
+        included.
+    """
+
+    name: str
+    siblings: frozenset[str]
 
 
 def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any) -> None:
