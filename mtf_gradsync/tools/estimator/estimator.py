@@ -216,11 +216,11 @@ class Estimator(_TensorFlows):
         max_steps: int | None = None,
         saving_listeners: Sequence[Any] | None = None,
     ) -> Estimator:
-        """Trains, from the newest checkpoint of model_dir where there is one.
+        """Trains, from the newest checkpoint of model_dir if there is one.
 
         Args:
-          input_fn: takes any of mode, params and config by name; returns a Dataset of features
-            or of (features, labels), or such tensors.
+          input_fn: takes any of mode, params and config by name; returns a Dataset of features or
+            of (features, labels), or returns such tensors.
           hooks: more session hooks.
           steps: how many steps to make; None for all that the input has.
           max_steps: the global step to stop at; nothing is done if a checkpoint has reached it.
@@ -233,8 +233,8 @@ class Estimator(_TensorFlows):
           ValueError: both of steps and max_steps are given, or one is not positive; nothing saves
             checkpoints for saving_listeners; evaluate_with_averages is set and no optimizer keeps
             averages; the newest checkpoint is damaged, or of another model or inner optimizer;
-            there is no checkpoint to warm start from; or a batch is smaller or larger than those
-            that the model takes.
+            there is no checkpoint to warm start from; or the size of a batch is not the one that
+            the model takes.
         """
         _check_positive(steps=steps, max_steps=max_steps)
         if steps is not None and max_steps is not None:
@@ -288,16 +288,16 @@ class Estimator(_TensorFlows):
           input_fn: see `train`.
           steps: how many steps to make; None for all that the input has.
           hooks: more session hooks.
-          checkpoint_path: the checkpoint; None takes the newest of model_dir, and without one the
-            values to warm start from.
-          name: summaries go to "eval_<name>" in model_dir, "eval" without one.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir. If there is none, the
+            values to warm start from are evaluated.
+          name: summaries go to "eval_<name>" in model_dir, or to "eval" without a name.
 
         Returns:
           The mean loss as "loss", the metrics, and "global_step", by name.
 
         Raises:
-          ValueError: there is no checkpoint, or it has no averages to evaluate with; the input has
-            no batch; steps is not positive; or a SIMD program's spec has eval_metric_ops.
+          ValueError: there is no checkpoint; it has no averages to evaluate with; the input has no
+            batch; steps is not positive; or a SIMD program's spec has eval_metric_ops.
         """
         _check_positive(steps=steps)
         start = self._start(checkpoint_path)
@@ -372,8 +372,8 @@ class Estimator(_TensorFlows):
             feeds.
           assets_extra: files to copy into the directory "assets.extra": the name there -> the file.
           as_text: whether to write the graph as text.
-          checkpoint_path: the checkpoint; None takes the newest of model_dir, and without one that
-            to warm start from.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir. If there is none, it
+            takes the checkpoint to warm start from.
 
         Returns:
           The directory.

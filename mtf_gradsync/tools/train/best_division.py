@@ -393,9 +393,9 @@ def _candidate(choice: Choice, machine: Machine) -> Candidate:
 
 
 def _counts(steps: int) -> list[str]:
-    """Returns gin lines that set K, the microbatch steps of an update, where others count by it.
+    """Returns gin lines that set K, the microbatch steps of an update.
 
-    The K of the accumulating wrapper itself is not among them.
+    They are for everything that counts updates by K, but for the accumulating wrapper itself.
     """
     return [
         f"{scope}/{short_name(selector)}.{_K} = {steps}".lstrip("/")

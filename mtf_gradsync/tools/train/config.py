@@ -113,13 +113,13 @@ class RunConfig:
       model_type: "lm", "aligned" or "bitransformer".
       vocabulary: an object with vocab_size, encode and decode, or an (inputs, targets) pair.
       train_dataset_fn: function of sequence_length, vocabulary and dataset_split ("train") that
-        returns a tf.data.Dataset of examples, repeated when it ends. One that takes `start`, too,
-        returns the examples from that number on, without end.
+        returns a tf.data.Dataset of examples, repeated when it ends. A function that also takes
+        `start` returns the examples from that number on, without end.
       eval_dataset_fn: the same with dataset_split "validation", or a function that returns a list
         of mesh_tensorflow EvalDatasets, of which the first is used; None evaluates nothing.
       autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).
       save_checkpoints_steps: a checkpoint, and an evaluation, every this many steps.
-      keep_checkpoint_max: delete older checkpoints; None keeps all.
+      keep_checkpoint_max: how many of the newest checkpoints to keep; None keeps all.
       batch_size: global batch size in sequences, or a (method, value) pair.
       outer_batch_size: size of an "outer_batch" dimension, for mixtures of experts.
       train_steps: how many steps in all.
@@ -130,37 +130,38 @@ class RunConfig:
       mesh_impl: makes the placement mesh, such as `mtf_gradsync.placement_mesh_impl`; None for
         Mesh-TensorFlow's.
       layout_rules: for example "batch:batch,d_ff:model,heads:model,vocab:model".
-      learning_rate_schedule: a number, a function of step and total_train_steps, a list of both
-        to be multiplied, or None for the optimizer's own.
-      schedule_step: the step that schedules get: @get_update_step for the number of updates, so
-        that steps that only accumulate, or are skipped, do not count; the lengths that schedules
-        have are then updates, too. None for the global step, which counts all steps.
+      learning_rate_schedule: a number, a function of step and total_train_steps, a list of both to
+        be multiplied, or None for the optimizer's own learning rate.
+      schedule_step: what schedules get as the step. @get_update_step is the number of updates, in
+        which steps that only accumulate, or are skipped, do not count; lengths in schedules are
+        then numbers of updates, too. None is the global step, which counts all steps.
       optimizer: a class or function called with learning_rate=.
-      variable_filter: which variables train: a regular expression or a function of an mtf
-        variable; None for all.
-      keep_best: whether the checkpoint of the lowest held-out loss is kept as well, in "best" of
-        the run's directory.
+      variable_filter: which variables train: a regular expression or a function of an mtf variable;
+        None for all.
+      keep_best: whether the checkpoint of the lowest held-out loss is kept as well, in the folder
+        "best" of the run's directory.
       max_steps_without_decrease: end the run when the held-out loss has not fallen below its lowest
-        for this many steps, as Estimator's `stop_if_no_decrease_hook` does; None never does.
+        value for this many steps, as Estimator's `stop_if_no_decrease_hook` does; None never ends
+        it.
       perplexity_eval_steps: evaluate on at most this many batches.
       evaluate_with_averages: whether held-out data are scored, and samples are written, with the
         moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
         variables. Training goes on with the variables.
-      init_checkpoint: begin with the variables and slots of this checkpoint where names, shapes and
-        types agree; wrappers' counts, sums and averages begin anew.
+      init_checkpoint: begin with the values of this checkpoint for variables and slots that have
+        the same name, shape and type there; counts, sums and averages of wrappers begin anew.
       log_steps: measurements are written every this many steps; losses, learning rates and tokens
         per second are means over the steps since the last time.
-      reports: whether to measure what the optimizers report, norms of gradients above all.
+      reports: whether to measure what the optimizers report, such as norms of gradients.
       noise_scale: whether to estimate the gradient noise scale, in sequences, and to show it and
         the norms of the shards' gradients beside the loss.
       hooks: functions without arguments that each return a tf.train.SessionRunHook.
-      seed: seed of the initial values, and of data sets that are shuffled without one.
+      seed: seed of the initial values, and of data sets that are shuffled without a seed.
       runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
         fastest that is installed.
       watch_copies_steps: compare the copies of variables and slots on all cores every this many
         steps and before each checkpoint, and end the run if they differ; None compares nothing.
-      timeline_steps: record this many steps, a few after the run's first, and show where their time
-        went in the report; 0 records none.
+      timeline_steps: record this many steps, a few after the run's first, and show in the report
+        where their time went; 0 records none.
     """
 
     model_type: ModelType = "lm"

@@ -1,4 +1,4 @@
-"""Differences between a run's settings, data and checkpoint, and those it began with."""
+"""Compares the settings, data and checkpoint of a run to go on with to those it began with."""
 
 from __future__ import annotations
 

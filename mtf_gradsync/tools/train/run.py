@@ -210,7 +210,7 @@ class _Run:
         return RunResult(result.step, result.stopped_by, None, None)
 
     def _train(self, start: Start) -> LoopResult:
-        """Makes the steps after those of a checkpoint, if there is one."""
+        """Makes the steps that follow a checkpoint, or all steps if there is none."""
         config, directory, say = self._config, self.directory, self._say
         accept, step = self._accepted.differences, start.step
         is_finished = step >= config.train_steps

@@ -90,7 +90,7 @@ def write_output(flag: str, path: Path | None, text: str) -> None:
 def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
     """Returns the `output_path` of each flag; raises if two flags name the same file.
 
-    Files of --png and --plot need names that are those of pictures.
+    It also raises if the file of --png or --plot does not end in .png.
     """
     paths = {flag: output_path(flag, name) for flag, name in names.items()}
     flags: dict[Path, str] = {}

@@ -1,8 +1,8 @@
 """Copy an example config to start from.
 
 Copies a gin file that comes with the package, to be changed and trained. Without a name it lists
-what there is. A file that is there already stays as it is. With --text it trains on text files of
-yours, and has the name of the first; the last tenth is held out.
+the files that the package has. It never overwrites a file. With --text the copy trains on your text
+files, of which the last tenth is held out; it gets the name of the first text file.
 
 Examples:
   mtf-gradsync init

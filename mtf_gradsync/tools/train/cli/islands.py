@@ -1,7 +1,8 @@
 """Merge what islands contribute to a folder, show or replay it.
 
-Makes versions of the values from what islands contribute to a folder, until it is stopped: the
-merger of ElasticIslands. Killed anywhere and started again, it makes the same bits.
+Runs the merger of ElasticIslands until it is stopped: makes new versions of a model's values from
+what islands have contributed to a folder. If it is killed at any moment and started again, it makes
+the same bits.
 
 Examples:
   mtf-gradsync islands runs/folder --quorum=2

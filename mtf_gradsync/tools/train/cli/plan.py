@@ -1,9 +1,9 @@
 r"""Predict what a training costs on TPUs for each mesh shape, without a TPU.
 
 Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
-that the chips can have: whether it fits, the time of its operations, what goes along each mesh
-axis and how long that takes over the links, the step, tokens per second, share of the peak.
-Nothing is trained, no data is read, and no TPU is needed: the compiler is (the extra [tpu]).
+that the chips can have: whether it fits, the time of its operations, the bytes along each mesh axis
+and their time over the links, the time of a step, tokens per second, and the share of the peak.
+Nothing is trained, no data is read, and no TPU is needed. The TPU compiler is needed (extra [tpu]).
 
 Examples:
   mtf-gradsync plan --gin_file=lm_cpu_mesh.gin --topologies=v5e:2x4,v5p:2x2x2
@@ -13,10 +13,10 @@ Examples:
   mtf-gradsync plan --best --chips=v5e:256 --budget_bytes=12e9 --gin_file=my_model.gin
 
 With --best it finds the mesh, the layout, the microbatch steps and the wrappers with the shortest
-predicted update that fits, prints the lines of gin for it, and proves on this machine that it is
-the same training. Exit code 0: found and proved, 1: none fits or NOT EQUAL, 3: not shown.
+predicted update that fits, prints the gin lines for that division, and proves on this machine that
+it is the same training. Exit code 0: found and proved, 1: none fits or NOT EQUAL, 3: not shown.
 
-Ctrl-C and SIGTERM print what was found until then. docs/plan.md explains the table.
+Ctrl-C and SIGTERM end the search and print what it has found. docs/plan.md explains the table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 r"""Let the model of a run write.
 
-Prints what the language model of a run writes after a prompt: the run's own config and its newest
-checkpoint, whatever runtime has made it. The run may be finished, stopped, or still going on.
+Prints what the language model of a run writes after a prompt. It uses the config that the run left
+and its newest checkpoint, whatever runtime has made it. The run may be finished, stopped, or still
+going on.
 
 Examples:
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
@@ -10,7 +11,7 @@ Examples:
   mtf-gradsync sample --model_dir=runs/mine --prompt=a \
       --gin_param="train.run.evaluate_with_averages = True"
 
-Every token takes a pass of the whole model: that is for a look at a model, not for serving one.
+Every token takes a pass of the whole model: the command is for a look at a model, not for serving.
 """
 
 from __future__ import annotations

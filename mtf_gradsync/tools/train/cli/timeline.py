@@ -1,12 +1,12 @@
 """Record where the time of a training step goes.
 
-Makes some training steps of a run and tells where their time goes: compute, collectives, the part
-of those that no compute hides, the host, and idle time, core by core, with the longest operations
-and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
+Makes some training steps of a run and shows where their time goes on each core: compute,
+collectives, the part of collectives that no compute hides, the host, and idle time. It also shows
+the longest operations and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
 
 With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
-Gin files and bindings go over the config that it has, or are in its place where it has none.
-With --gin_file alone they begin with new values.
+Gin files and bindings override the config of the run, or replace it if the run has none.
+With --gin_file alone the steps begin with new values.
 
 Examples:
   mtf-gradsync timeline --model_dir=runs/lm_cpu_mesh
@@ -14,8 +14,9 @@ Examples:
   mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --gin_param="train.run.runtime = 'cpu_replicas'"
   mtf-gradsync timeline --merge=a.part.json --merge=b.part.json --trace=both.trace.json.gz
 
-Processes on XLA devices all take the command; process 0 writes the result for all. --part writes
-what one process recorded, for --merge. docs/guides/timeline.md explains the numbers.
+With several processes on XLA devices, start this command in each; process 0 writes the result for
+all. --part writes what one process has recorded, for --merge. docs/guides/timeline.md explains the
+numbers.
 """
 
 from __future__ import annotations

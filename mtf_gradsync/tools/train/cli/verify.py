@@ -1,9 +1,9 @@
 """Prove that an update is the same however it is divided.
 
 Shows whether an update of the training that gin files describe is the same however it is divided.
-From the same values and batches it makes one update on one core without wrappers, and one in each
-division: the config's mesh, its cores along one axis, another order of axes, microbatch steps, each
-wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the innermost
+From the same values and batches it makes one update on one core without wrappers, and one update in
+each division: the config's mesh, its cores along one axis, another order of axes, microbatch steps,
+each wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the innermost
 optimizer, new values and slots on all cores, and the losses: equal to rounding, NOT EQUAL (the
 first variable that differs, by what factor, and what brings it in), or not shown, and why.
 
