@@ -3,9 +3,10 @@
 Shows whether an update of the training that gin files describe is the same however it is divided.
 From the same values and batches it makes one update on one core without wrappers, and one update in
 each division: the config's mesh, its cores along one axis, another order of axes, microbatch steps,
-each wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the innermost
-optimizer, new values and slots on all cores, and the losses: equal to rounding, NOT EQUAL (the
-first variable that differs, by what factor, and what brings it in), or not shown, and why.
+each wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the
+innermost optimizer, new values and slots on all cores, and the losses. The answer is: equal to
+rounding; NOT EQUAL, with the first variable that differs, by what factor, and the part of the
+division that brings it in; or not shown, and why.
 
 Examples:
   mtf-gradsync verify --gin_file=lm_cpu_mesh.gin
