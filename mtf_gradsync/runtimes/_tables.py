@@ -9,10 +9,10 @@ from typing import Collection, NamedTuple, Sequence
 
 #: The width of tables where output is no terminal, in characters.
 WIDE = 160
-# A column of text is not made narrower than this.
+# The least width of a column of text, in characters.
 _LEAST = 16
 _GAP = "  "
-# Where lines of a text may end: behind a space, and behind signs that stand in names.
+# A line of text may end after a space, and after signs that names contain.
 _PIECES = re.compile(r"[^ /+;>]*[ /+;>]+|[^ /+;>]+")
 
 

@@ -26,7 +26,7 @@ from mtf_gradsync.extension import (
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession
 
-# The collection of the hooks that watch a tf graph; it is not exported, as its key is no string.
+# Key of the graph collection of hooks. As it is no string, the collection is not exported.
 _COLLECTION = ("mtf_gradsync watched copies",)
 _DOCS = "docs/guides/watch.md"
 _VARIABLE = "variable"
@@ -196,7 +196,7 @@ class CopiesHook(tf.train.SessionRunHook):
                     copies = _Copies(names[0], tuple(range(len(names))), names, None)
                     yield copies, [x.tobytes() for x in of_cores]
         for copies in self._copies:
-            # Those that no step has used are not on the devices.
+            # Variables that no step has used are not on the devices.
             if all(name in by_name for name in copies.keys):
                 yield copies, [by_name[name].tobytes() for name in copies.keys]
 
@@ -284,7 +284,7 @@ def _different(
     )
 
 
-# Rows in which numbers are added up, so that few weights do for a large slice.
+# The length of rows in which numbers are added up: a large slice then needs few weights.
 _ROW = 4096
 _INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 

@@ -34,9 +34,9 @@ from mtf_gradsync.runtimes.starting import (
     remove_leftovers,
 )
 
-# More than these are counted, not listed.
+# Lines beyond this number are counted, not listed.
 _MAX_LISTED = 40
-# Of another shape: where one size differs, that of most variables does.
+# Variables of another shape that an error names: if one size differs, most variables differ.
 _MAX_UNFIT = 3
 _logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class Differences(NamedTuple):
 
     dropped: tuple[str, ...]  # names that only the checkpoint has
     new: tuple[str, ...]  # names that only the graph has
-    adapted: tuple[str, ...]  # those of `new` that a wrapper derives from other values
-    unfit: tuple[str, ...]  # sentences about variables of both that cannot be restored
+    adapted: tuple[str, ...]  # names in `new` that a wrapper derives from other values
+    unfit: tuple[str, ...]  # sentences about variables in both that cannot be restored
 
 
 def differences(path: str, variables: Sequence[Any]) -> Differences:
@@ -352,7 +352,7 @@ class TrainingSaver(RunSaver):
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         names = {v.op.name for v in tf.trainable_variables()}
         if not sums_may_be_bad:
-            # What an accumulator holds is in the next update.
+            # The next update contains what an accumulator holds.
             names.update(note.name for note in tf.get_collection(STATE_COLLECTION))
         variables = tf.global_variables()
         checked = [v for v in variables if v.op.name in names and v.dtype.is_floating]

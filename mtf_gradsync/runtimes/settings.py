@@ -67,7 +67,7 @@ def session_config(
     if repeatable:
         rewrites = config.graph_options.rewrite_options
         rewrites.arithmetic_optimization = type(rewrites).OFF
-        # It moves constants of products together, in an order that differs between equal graphs.
+        # Constant folding groups constant factors, in an order that differs between equal graphs.
         rewrites.constant_folding = type(rewrites).OFF
     if leader is not None:
         config.experimental.collective_group_leader = leader

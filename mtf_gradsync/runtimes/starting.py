@@ -125,7 +125,7 @@ def _read(manifest: Path) -> dict[str, Any]:
         return {}  # TensorFlow's checksums still hold
 
 
-# What TensorFlow's reader raises of a file that it cannot read.
+# The errors that TensorFlow's reader raises for a file that it cannot read.
 UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeError, OSError)
 
 
@@ -373,7 +373,7 @@ def only_run_in(model_dir: str) -> Iterator[None]:
         )
     try:
         os.makedirs(model_dir, exist_ok=True)
-        # Only writing shows that files can be written: permissions and mounts do not say all.
+        # Only a test file shows that files can be written: permissions do not say all.
         with tempfile.TemporaryFile(dir=model_dir) as probe:
             probe.write(b"x")
             probe.flush()

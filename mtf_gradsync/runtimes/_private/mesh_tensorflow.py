@@ -10,7 +10,7 @@ from typing import Any
 
 from mtf_gradsync.extension import mtf, tf
 
-#: A graph's collection of the slices of a SIMD mesh's variables, which are no global variables.
+#: The graph collection with the slices of SIMD meshes' variables. They are no global variables.
 SLICES_COLLECTION = "TPU_VAR"
 
 

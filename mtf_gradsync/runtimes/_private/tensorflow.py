@@ -59,7 +59,7 @@ def bind_to_loopback(port: int) -> None:
             if one.family not in (socket.AF_INET, socket.AF_INET6) or one.getsockname()[1] != port:
                 continue
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                # Unlike an address it can be set on a socket that listens. Linux asks for no right.
+                # Unlike an address, this can be set on a listening socket, without privileges.
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
                 bound += 1
             else:

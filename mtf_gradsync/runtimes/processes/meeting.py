@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 #: Seconds that process 0 may take for its first word, and a stranger for its first message.
 ANSWER_S = 10.0
 _PAUSE_S = 0.1
-# As many strangers at once as there are processes, but at least so many; the oldest goes first.
+# Unknown callers allowed at once, or the number of processes if that is more.
 _STRANGERS = 64
 
 
@@ -45,7 +45,7 @@ class _Stranger(NamedTuple):
 
     connection: Connection
     address: str
-    challenge: str  # the text that its proof has to be made of
+    challenge: str  # the random text for which the caller has to send a proof
     since: float  # when it called, by `time.monotonic`
 
 
@@ -54,8 +54,8 @@ class Introduction(NamedTuple):
 
     member: Member
     facts: dict[str, Any]  # the settings that the process was started with
-    challenge: str  # for process 0's own proof
-    proof: str  # that the process has the secret
+    challenge: str  # random text for which process 0 has to send a proof
+    proof: str  # proves that the process has the secret
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Introduction:
@@ -97,7 +97,7 @@ class Host:
                         elif isinstance(key.data, _Stranger):
                             self._greet(key.data, len(names))
                         else:
-                            # Nobody has a reason to speak: it is gone, and may be started again.
+                            # Processes send nothing while they wait: this one is gone.
                             del self._arrived[key.data]
                             gone = cast("Connection", key.fileobj)
                             self._selector.unregister(gone)
@@ -239,7 +239,7 @@ def _listening(me: Member, place: MeetingAddress) -> socket.socket:
             f"{error.strerror}. Give all processes another port; if you did not start this job "
             "twice, another program has it."
         ) from error
-    # Who called may be gone before it is accepted.
+    # A caller may be gone before it is accepted.
     server.setblocking(False)
     return server
 
@@ -278,7 +278,7 @@ class Met(NamedTuple):
     me: Member
     peers: dict[Member, Connection]  # as `meet` returns them
     bind_address: str | None  # where jax's coordinator listens on process 0; None: everywhere
-    loopback: str | None  # the address where they met, if only this machine's processes can
+    loopback: str | None  # the address where they met, if it is a loopback address
 
 
 def meet_at(
@@ -310,7 +310,7 @@ def _join(
             said = Introduction(me, dict(facts), mine, proof)
             connection.send(**said._asdict())
             why = "it waits for other processes"
-            # Longer than process 0 waits, because it knows who is missing.
+            # Longer than process 0 waits, because process 0 knows which processes are missing.
             return {_welcome(connection, place, first, mine, end + _GRACE_S): connection}
         except ConnectionBroken:
             # Another program's port, or a process 0 that has failed and may be started again.
@@ -343,7 +343,7 @@ def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, 
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while time.monotonic() < end:
-            # One by one: what follows the welcome is for the watchdog, such as an early error.
+            # One by one: messages after the welcome, such as an early error, are for the watchdog.
             messages = connection.receive(at_most=1)
             if not messages:
                 selector.select(_PAUSE_S)

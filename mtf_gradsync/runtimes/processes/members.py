@@ -95,7 +95,7 @@ def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
     return not missing
 
 
-# EX_TEMPFAIL of sysexits.h: nothing is wrong with the program; started again, it goes on.
+# EX_TEMPFAIL of sysexits.h: nothing is wrong with the program. If started again, it goes on.
 LOST_PROCESS_EXIT_CODE = 75
 
 
@@ -107,9 +107,9 @@ class MissingProcessesError(ProcessesError):
     """The error of a start for which some processes came too late; starting again may help."""
 
 
-#: Characters of a text in a message; of a longer one the beginning is sent.
+#: The most characters of a text in a message. Of a longer text the beginning is sent.
 LONGEST_TEXT = 1 << 12
-#: Bytes of a message, and of messages that wait for a side that does not read.
+#: The most bytes of a message, and of messages held back while the other side does not read.
 LONGEST = 1 << 20
 
 
@@ -211,7 +211,7 @@ def _message(line: bytes) -> dict[str, Any]:
     return message
 
 
-#: The environment variable.
+#: The environment variable with the job's secret.
 SECRET_VARIABLE = "MTF_GRADSYNC_SECRET"
 
 

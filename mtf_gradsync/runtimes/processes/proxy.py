@@ -22,7 +22,7 @@ def is_stopped(pid: int) -> bool:
     """Returns whether a process is stopped by a signal; False if the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Its name, in parentheses, may hold anything.
+            # The process's name, in parentheses, may hold any characters.
             return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
     except OSError:
         return False

@@ -31,26 +31,26 @@ from mtf_gradsync.runtimes.processes.members import (
 )
 
 _BEAT_S = 1.0
-# A loop that was late by this much has to read before it can say who was silent.
+# If the loop was late by so many seconds, it has to read messages before it judges who is silent.
 _LATE_S = 2.0
-# When another process failed, this one may be about to fail by itself, with a better error.
+# Seconds to wait when another process failed: this one may fail itself, with a better error.
 _GRACE_S = 2.0
-# How long an error of a step waits for the watchdog's word on it.
+# Seconds that an error of a step waits for the watchdog to find a lost process.
 _VERDICT_S = 10.0
-# A process that crashes may do so because another one is lost, which is the better error.
+# Seconds to wait after a crash: if another process was lost before, that is the better error.
 _CRASH_S = 2.0
-# What another thread has begun to write has come out after this time.
+# Seconds after which text that another thread has begun to write is written.
 _WRITING_S = 0.1
 
 _running: Watchdog | None = None
-# What this process has begun last, in words.
+# The work that this process has begun last, in words.
 _begun = ""
 
 
 class Alarm(NamedTuple):
     """The means by which a signal handler warns the watchdog that the process is about to end."""
 
-    descriptor: int  # read end of a pipe that is written to then; the watchdog closes it
+    descriptor: int  # read end of the pipe that the handler writes to; the watchdog closes it
     explain: Callable[[str], str]  # turns what was written into a sentence about what happened
 
 

@@ -186,9 +186,9 @@ class Agreement(NamedTuple):
     """A predicate that one group of cores has to agree on."""
 
     kind: str  # "conditional" or "while loop"
-    predicate: str  # in the user's graph, as a NodeDef spells an input
+    predicate: str  # the predicate in the user's graph, as the text of a NodeDef's input
     group: tuple[int, ...]
-    meetings: list[str]  # names of the operations that need it
+    meetings: list[str]  # names of the operations that need the agreement
 
 
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:

@@ -203,9 +203,9 @@ class CommunicationReport:
         figure.savefig(path, format="png", dpi=120)
 
 
-# A row with more variables has the names of so many.
+# A row with more variables shows this many names.
 _MOST_VARIABLES = 6
-# What a line above a table says where all rows have the same.
+# Columns that become part of a line above the table if all rows have the same value.
 _SAID_ONCE = ("operation", "dtype", "over", "together", "where", "part", "at")
 
 

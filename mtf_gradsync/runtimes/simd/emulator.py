@@ -258,7 +258,7 @@ class _Rewriter:
             return [join_input(self._name(inner, number), inner_number), done]
         if source in facts.cluster:
             if node.op == "TPUReplicateMetadata":
-                # It is at the start of the program: waiting for it is not waiting for the end.
+                # This node is at the program's start: who waits for it does not wait for the end.
                 return ["^" + self._name(source, core) for core in self._cores(source)]
             return ["^" + self._done[facts.cluster[source]]]
         return [join_input(source, number)]
@@ -313,7 +313,7 @@ class _Rewriter:
             self._add(name, "NoOp", control)
             return
         if core and node.name in self._effects.shared_writes:
-            # Every core would write the same value: the first one does, the others wait for it.
+            # Every core would write the same value: the first core writes, the others wait for it.
             waits = ["^" + split_input(text)[0] for text in data] + control
             self._add(name, "NoOp", [*waits, "^" + self._name(node.name, 0)])
             return
@@ -477,7 +477,7 @@ class _Rewriter:
             self._add(stem + "/all", "All", [pack.name, axis], Tidx=index)
             self._add(stem + "/any", "Any", [pack.name, axis], Tidx=index)
             self._add(stem + "/same", "Equal", [stem + "/all", stem + "/any"], T=boolean)
-            # The error has the values from here, and not from the text of TensorFlow's error.
+            # The error takes the values from this variable, not from TensorFlow's text.
             self._variable_of_values(stem + "/compared", stem, len(group), near=pack.name)
             write = self._add(stem + "/write", "AssignVariableOp", [stem + "/compared", pack.name])
             write.attr["dtype"].type = boolean

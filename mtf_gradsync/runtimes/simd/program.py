@@ -195,7 +195,7 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
     """Returns a tensor of the program: on core i it is `tensors[i]`."""
-    # The operation belongs outside the program, whose context marks all that is made in it.
+    # The operation belongs outside the program, whose context would mark it as inside.
     with tf.control_dependencies(None):
         return private.tpu_replicated_input(tensors, name)
 

@@ -27,7 +27,7 @@ STATELESS = {
     "Multinomial": ("StatelessMultinomial", 2),
 }
 
-_WORDS = 3  # of the state: turns of loops above 2**40 times steps at one count, the count, a zero
+_WORDS = 3  # of the state: loop iterations + 2**40 * steps without a new count; the count; zero
 _REPEAT_BITS = 40
 _PHILOX = 1
 

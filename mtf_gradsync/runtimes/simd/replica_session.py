@@ -81,7 +81,7 @@ class ReplicaSession(abc.ABC):
     raises `NoUpdateError` if there were too many steps without an update.
     """
 
-    # Hooks that watch steps leave it to the session.
+    # Tells hooks that would look at skipped steps that this session does it.
     looks_at_steps = True
 
     def __init__(self, session: tf.Session, ops: MasterOps):
@@ -243,7 +243,7 @@ class ReplicaSession(abc.ABC):
         if self._access is None:
             self._access = VariableAccess(self._session.graph)
         if not self._is_stepped:
-            # What wrappers derive from the variables begins with the values of the first step.
+            # Values that wrappers derive from variables begin with the variables' values at step 1.
             are_equal = self._session.run(self._ops.are_equal)
             wanted = {**self._ops.beginnings.marks(are_equal, wanted), **wanted}
         self._set_masters(wanted.items())
@@ -336,7 +336,7 @@ class VariableAccess:
         self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
         self._exists: dict[str, str] = {}
         self._assign: dict[str, tuple[str, str]] = {}
-        # A variable makes one read and one assignment of its own; later ones are the program's.
+        # Each variable is made with a read and an assignment; later ones are the program's.
         for op in graph.get_operations():
             if op.type == "ReadVariableOp" and op.inputs[0].op.type == "VarHandleOp":
                 self.read.setdefault(op.inputs[0].op.name, op.outputs[0].name)

@@ -160,7 +160,7 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
     if not handle.endswith("_slice_0"):
         return handle
     # Mesh-TF makes slices in a name scope of the variable's own name: "w/w_slice_0", or
-    # "w_1/w_slice_0" where "w" is taken, which it is as the master is called that.
+    # "w_1/w_slice_0" if "w" is taken; it is, because the master has this name.
     stem = handle[: -len("_slice_0")]
     for slash in re.finditer("/", stem):
         scope, name = stem[: slash.start()], stem[slash.end() :]

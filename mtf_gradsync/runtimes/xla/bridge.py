@@ -31,8 +31,8 @@ RANDOM_TYPES = frozenset(
 )
 
 _PHILOX = 1
-# The state: draws of this step; steps, and above them a key of this run of the program, for
-# operations without a seed; the core's key.
+# The state has three words: the draws of this step; the number of steps, with a key of this run for
+# operations without a seed in the upper bits; and the core's key.
 STATE_WORDS = 3
 _STEP_BITS = 40
 _RUN_BITS = 23
@@ -46,13 +46,13 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
-    # Names other than "groups" and "together" are those of StableHLO's attributes.
+    # Names other than "groups" and "together" are names of StableHLO's attributes.
     settings: dict[str, Any] = {"groups": tf.get_static_value(groups).tolist()}
     if TOGETHER_ATTR in node.attr:
         settings["together"] = node.attr[TOGETHER_ATTR].s.decode()
     op = node.op
     if op == "AllToAll" and node.attr[GATHERS].b:
-        # All rows are the same: one is sent to all.
+        # All rows are equal, so one row is sent to all cores.
         op, sent = "AllGather", sent[:1]
         axis = settings["all_gather_dim"] = node.attr["concat_dimension"].i
         shape[axis] *= shape[0]
@@ -195,7 +195,7 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
     has_randomness = any(node.op in RANDOM_TYPES for node in replica.graph_def.node)
     # The bridge needs live variables, and eager execution.
     with eager_mode():
-        # It reads only their shapes.
+        # The bridge reads only their shapes.
         live = [tf2.Variable(tf2.zeros(i.shape, i.dtype), trainable=False) for i in variables]
         state = tf2.Variable(tf2.zeros([STATE_WORDS], tf2.int64), trainable=False)
         turns: dict[str, int] = {}

@@ -33,7 +33,7 @@ def leave_absent_tpus_alone() -> None:
         return
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Platforms that are installed beside jax's own.
+    # Platforms that plugins add to jax.
     if not metadata.entry_points(group="jax_plugins"):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
         if "jax" in sys.modules:
@@ -42,8 +42,8 @@ def leave_absent_tpus_alone() -> None:
             jax.config.update("jax_platforms", "cpu")
 
 
-# Before it, a process waits for the others in the collective of one device while its other devices
-# wait for a thread.
+# In older versions, a process waits for others in the collective of one device, while its other
+# devices wait for a thread.
 _OLDEST_JAXLIB = (0, 4, 33)
 
 

@@ -24,7 +24,7 @@ class DeviceInputs:
     def __init__(self, outside: HostGraph, cores: Cores):
         self._outside = outside
         self._cores = cores
-        # For inputs that are made of constants: the operations that they are made of.
+        # Input -> the operations that it is made of, if these are constant; else None.
         self._constant: dict[tuple[str, ...], set[str] | None] = {}
         self._kept: dict[tuple[str, ...], DeviceValues] = {}
 
@@ -99,7 +99,7 @@ class DeviceVariables:
         self._on_devices: dict[tuple[str, ...], DeviceValues] = {}
         # The keys of values on the devices that are newer than TensorFlow's.
         self._newer: set[tuple[str, ...]] = set()
-        # For each variable's name the keys that have it: a key is `ReplicaInput.sources`.
+        # Name of a variable -> the keys that contain it; a key is `ReplicaInput.sources`.
         self._keys: dict[str, set[tuple[str, ...]]] = {}
 
     def share(self) -> None:

@@ -53,15 +53,15 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
         sleep, set_handler = library.sleep, library.signal
     except (OSError, AttributeError):  # no POSIX
         return None, lambda: None
-    # An instruction that faulted runs again when the handler returns, so its handler has to work
-    # once. Where C's library has no such handlers, only `abort` waits.
+    # An instruction that faulted runs again when the handler returns, so the handler may be called
+    # only once. If C's library has no such handlers, only `abort` waits.
     set_once = getattr(library, "sysv_signal", None)
     for setter in (set_handler, set_once):
         if setter is not None:
             setter.restype, setter.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
     is_taken = faulthandler.is_enabled()
     # The handler's argument is the signal's number: the C function sleeps as many seconds, 4 to 11.
-    # Unlike anything in Python it may be called whatever the thread was doing.
+    # Unlike Python code, it may be called whatever the thread was doing.
     handler = ctypes.cast(sleep, ctypes.c_void_p)
     before: dict[int, Any] = {}
     for name in _FATAL.values():

@@ -32,7 +32,7 @@ from mtf_gradsync.runtimes.xla.runner.loaded_program import (
 )
 from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo, without_overwriting
 
-# Beyond this size the least recently used entries are deleted; reading an entry uses it.
+# Beyond this size, the entries that were written or read least recently are deleted.
 _MOST_BYTES = 2 << 30
 
 
@@ -79,7 +79,7 @@ class Cache:
 
     def __init__(self, folder: str | None):
         folder = os.path.expanduser(folder or "")
-        # Of a user without a home "~" stays.
+        # For a user without a home folder, "~" stays in the path.
         self._folder = Path(folder) if folder and not folder.startswith("~") else None
 
     def get(self, key: str) -> bytes | None:

@@ -65,7 +65,7 @@ class HloCollective:
         return any(not part.startswith("branch ") for part in self.inside)
 
 
-# What the runtime that joins slices does with what a program sends to the host.
+# The attribute that says what the runtime joining slices does with data sent to the host.
 _TRANSFER = "_xla_megascale_transfer_type"
 
 
@@ -95,7 +95,7 @@ def _walk(
     computation: Computation, inside: tuple[str, ...], is_fused: bool = False
 ) -> Iterator[HloCollective]:
     for instruction in computation.instructions:
-        # An operation of a start and an end counts once, at its start.
+        # An operation split into start and end counts once, at its start.
         if instruction.opcode.endswith(("-update", "-done")):
             continue
         attributes = instruction.proto.frontend_attributes.map
@@ -128,7 +128,7 @@ def _walk(
                 yield from _walk(called, inside + around, instruction.opcode == "fusion")
 
 
-# They only pass on the numbers of their first operand.
+# Operations that only pass on the numbers of their first operand.
 _PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "reshape"))
 
 

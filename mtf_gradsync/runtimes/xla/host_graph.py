@@ -47,9 +47,9 @@ class Touched(NamedTuple):
 class Needs(NamedTuple):
     """The needs of a step's last part: what earlier parts compute, by the placeholders to feed."""
 
-    carried: dict[str, str]  # -> tensor of the first part
-    run_before: set[str]  # operations of the first part
-    returned: dict[str, tuple[str, int]]  # -> tensor of the program, and the core to take it from
+    carried: dict[str, str]  # placeholder -> tensor of the first part
+    run_before: set[str]  # operations of the first part that have to run before
+    returned: dict[str, tuple[str, int]]  # placeholder -> tensor of the program, and core
 
 
 class HostGraph:
@@ -184,7 +184,7 @@ class HostGraph:
             if name in facts.cluster or node.op == "TPUReplicatedInput":
                 continue
             for source, _ in facts.inputs(name):
-                # What waits for the program's beginning need not wait for its end.
+                # An operation that waits for the program's start need not wait for its end.
                 starts = facts.node[source].op == "TPUReplicateMetadata"
                 inside = facts.cluster.get(source) in programs and not starts
                 if source in found or inside:
@@ -285,7 +285,7 @@ class FetchPlan(NamedTuple):
     inside: tuple[str, ...]  # tensors of the program to fetch, sorted
     first: frozenset[str]
     last: frozenset[str]
-    needs: Needs  # of `last`
+    needs: Needs  # the needs of `last`
     shared: frozenset[str]  # tensors of `first` that the caller, or `last`, gets
 
     @classmethod

@@ -13,7 +13,7 @@ from pathlib import Path
 from mtf_gradsync.runtimes._common import install_extra
 
 _OLDEST_JAX = "0.4.30"
-# The newest version that was tested. A newer one is tried in a process of its own first.
+# The newest version that was tested. A newer version is first tried in its own process.
 _NEWEST_KNOWN_JAX = "0.12.0.1"
 _TRIAL = str(Path(__file__).with_name("try_jax.py"))
 _TRIAL_SECONDS = 120

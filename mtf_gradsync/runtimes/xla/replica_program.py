@@ -21,9 +21,9 @@ from mtf_gradsync.runtimes.simd.side_effects import find_collectives, find_effec
 class ReplicaInput(NamedTuple):
     """An input of a core's program, from outside: a tensor or a variable."""
 
-    name: str  # of its placeholder in `ReplicaProgram.graph_def`
-    dtype: str  # as in "float32"
-    shape: tuple[int, ...]  # of one core's value
+    name: str  # the name of its placeholder in `ReplicaProgram.graph_def`
+    dtype: str  # the name of the dtype, as in "float32"
+    shape: tuple[int, ...]  # the shape of one core's value
     # The name in the user's graph of each core's tensor, or of its variable's ``VarHandleOp``.
     sources: tuple[str, ...]
     is_variable: bool  # whether it is a variable, which the program reads and writes
@@ -89,7 +89,7 @@ class _Cut:
                 del made[-1].input[:]
                 made[-1].input.extend(self._node_inputs(name))
         inputs = sorted(self._inputs.values(), key=lambda i: i.is_variable)
-        # First, so that the order of nodes stays an order of creation.
+        # Placeholders come first, so that each node follows its inputs.
         graph_def.node.extend(_placeholder(i) for i in inputs)
         graph_def.node.extend(made)
         return ReplicaProgram(

@@ -19,7 +19,7 @@ from mtf_gradsync.runtimes.xla.runner.combiner import (
     text_of,
 )
 
-#: The attribute of a loop that says how often it turns.
+#: The attribute of a loop that has its number of iterations.
 TURNS = "mtf_gradsync.turns"
 _STABLEHLO = {
     "AllGather": "stablehlo.all_gather",
@@ -64,7 +64,7 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
         for name in [getattr(a, "name", a) for a in module.operation.attributes]:
             if name.startswith("mhlo."):
                 del module.operation.attributes[name]
-        # TensorFlow's name has a count of all functions that the process has made.
+        # The module's name from TensorFlow contains a count of all functions of the process.
         text = text_of(module, with_names)
         return re.sub(r"^module @\S+", "module @step", text, count=1, flags=re.MULTILINE)
 
@@ -193,7 +193,7 @@ class Artifact(NamedTuple):
     """A program as a portable artifact of StableHLO."""
 
     content: bytes
-    version: str  # the oldest that reads it; "text" for text
+    version: str  # the oldest version of StableHLO that reads it; "text" for text
     # Each collective's group, in order. The oldest versions have no room for such attributes.
     groups: list[str | None]
 

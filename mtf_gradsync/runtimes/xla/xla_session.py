@@ -123,7 +123,7 @@ class XlaSession(ReplicaSession):
         self._plans: dict[tuple[tuple[str, ...], bool], FetchPlan] = {}
         self._random_state: DeviceValues | None = None
         self._dispatched = 0  # `steps` belongs to the user
-        # What counts skips of the steps whose warnings and errors are still to be looked at.
+        # For each step not yet checked for skips: its number, and the counters to look at.
         self._pending_checks: collections.deque[tuple[int, dict[str, DeviceValues]]] = (
             collections.deque()
         )
@@ -226,7 +226,7 @@ class XlaSession(ReplicaSession):
         values.update(self._step(compiled, values, feeds, plan.shared))
         step = self._dispatched = self._dispatched + 1
         self._pending_checks.append((step, {name: values[name] for name in self._counts}))
-        # Nobody may ask for the results.
+        # The caller may never ask for the results.
         self._look_until(step - _STEPS_UNCHECKED)
         if plan.last:
             last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
@@ -359,7 +359,7 @@ class XlaSession(ReplicaSession):
         super()._bring_masters_up_to_date()
 
     def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
-        # Unlike a checkpoint, values are no point in time to begin random numbers from.
+        # Values, unlike a checkpoint, do not say at which step random numbers should begin.
         state = self._random_state
         self._cores.together(lambda: super(XlaSession, self)._set_masters(values))
         self._random_state = state

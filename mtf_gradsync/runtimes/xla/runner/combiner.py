@@ -64,7 +64,7 @@ def create(
 
 #: The attribute of a collective that names its group.
 TOGETHER = "mtf_gradsync.together"
-# It bounds the extra memory.
+# The most bytes that are combined: they bound the extra memory.
 _MOST_BYTES = 32 * 1024 * 1024
 _ALL_REDUCE, _SCATTER, _GATHER = (
     f"stablehlo.{name}" for name in ("all_reduce", "reduce_scatter", "all_gather")
@@ -110,10 +110,10 @@ class _Member(NamedTuple):
     """A collective of a group that is combined with the group's other collectives."""
 
     op: Any
-    given: tuple[int, ...]  # the shape of its operand
+    given: tuple[int, ...]  # the shape of the operand
     result: tuple[int, ...]
-    axis: int  # along which a result is cut or joined
-    cores: int  # how many meet
+    axis: int  # the axis along which a result is cut or joined
+    cores: int  # how many cores a group of it has
 
     @property
     def part(self) -> int:
@@ -168,7 +168,7 @@ def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
     operations = [op.operation for op in block]
     run: list[int] = []  # the positions of the collectives to combine next
     dependents: list[int] = []  # the positions of operations that take their results
-    results: set[Any] = set()  # of both
+    results: set[Any] = set()  # the results of both
     size, combined = 0, False
 
     def finish() -> bool:
@@ -346,7 +346,7 @@ def _slice(x: Any, axis: int, begin: int, end: int) -> Any:
     return create("stablehlo.slice", _like(x, shape), [x], attributes)
 
 
-# For smaller packs, the loop takes no longer than starting as many copies.
+# Smaller packs are concatenated: a loop takes no longer than starting so many copies.
 _FEWEST_TENSORS = 8
 _ELEMENTS_A_TENSOR = 512
 _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")

@@ -69,7 +69,7 @@ def write_folder(
     """
     check_free(folder, replace)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory, so that a rename puts it in place.
+    # In the same directory, so that renaming moves it to its place.
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         new, old = made / "new", made / "old"

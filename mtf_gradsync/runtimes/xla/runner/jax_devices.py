@@ -33,7 +33,7 @@ def devices_errors(in_step: bool = True) -> Iterator[None]:
             raise
         # A step that failed may leave its devices unusable until the process ends.
         remedy = "Variables may be lost; go on from what was saved last in a new process."
-        # Only the message shows which error it is. The second is a CPU device's in jaxlib 0.4.
+        # Only the message tells errors apart. The second text is from CPU devices in jaxlib 0.4.
         if any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "memory allocating")):
             raise DevicesError(
                 f"The devices have no room for the step: {short(error)} Take a smaller batch, more "

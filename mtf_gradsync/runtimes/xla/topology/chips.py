@@ -70,8 +70,8 @@ CHIPS = (
 class Rates(NamedTuple):
     """The rates of one core, per second."""
 
-    flops: float  # floating-point operations of products, in bfloat16
-    bytes: float  # that it reads from its memory and writes to it
+    flops: float  # floating-point operations of multiplications in bfloat16
+    bytes: float  # bytes that the core reads from its memory and writes to it
 
 
 class Generation(NamedTuple):

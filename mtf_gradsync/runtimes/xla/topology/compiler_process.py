@@ -18,9 +18,9 @@ from mtf_gradsync.runtimes._private import jax as private
 from mtf_gradsync.runtimes.xla.topology import compiler_script
 from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
-# As Google's logs have what ends a process, after time and thread.
+# A fatal message in Google's logs: its text follows time and thread.
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ (.+)", re.MULTILINE)
-# Frames of a stack, their address for a symbolizer, and what a crash handler says of itself.
+# Lines without a reason: stack frames, addresses for a symbolizer, a crash handler's own lines.
 _NO_REASON = re.compile(r"\s*(PC: )?@ |https://symbolize|.*\] RAW: ")
 
 

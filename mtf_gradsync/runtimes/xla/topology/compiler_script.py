@@ -16,7 +16,7 @@ from typing import Any, Mapping
 # Keeps each all-reduce of a large weight update one operation, so that bytes can be compared.
 _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
 
-# Chips of a host, unless it is said.
+# The number of chips of a host by default.
 _CHIPS_PER_HOST = 4
 
 

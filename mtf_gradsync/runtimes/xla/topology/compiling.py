@@ -32,7 +32,7 @@ from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 _LONGEST_ERROR = 600
 _EXAMPLES = ", ".join(g.example for g in GENERATIONS)
 _STAGES = ("before", "after", "after_unsharded", "conditions_true", "conditions_false")
-# Estimate -> the name of its compiled program, where that is another.
+# Estimate -> the name of its compiled program, if that is a different name.
 _STAGE_OF = {"step": "after"}
 
 

@@ -18,9 +18,9 @@ _SUMS = (
 )
 # Custom calls of which libtpu 0.0.42 has no estimate.
 _NEVER_KNOWN = frozenset({"ConcatBitcast", "X64Combine", "X64SplitHigh", "X64SplitLow"})
-# What TensorFlow's conditionals become; its first branch is the one for true.
+# TensorFlow's conditionals become this operation; its first branch is for true.
 _IF, _NOT = "stablehlo.if", "stablehlo.not"
-# Marks a conditional on the opposite of another one's condition.
+# Marks a conditional whose condition is the opposite of another conditional's.
 _OPPOSITE = "mtf_gradsync.opposite"
 
 
@@ -96,7 +96,7 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -
         for one in module.instructions
         if one.opcode == "copy-start"
     )
-    # A sum of more than a second does not show how many it lacks.
+    # If the sum is more than a second, it does not show how many operations count as -1.
     never_known = sum(target in _NEVER_KNOWN for target in work.custom_calls)
     own = numbers["optimal_seconds"] + never_known
     unknown = work.unknown
@@ -167,7 +167,7 @@ class OneTurnMore(NamedTuple):
     """A program with one more iteration of one loop, placed before the loop."""
 
     module: str  # StableHLO
-    times: int  # how often its difference from the program is to be added to the program's estimate
+    times: int  # how many times to add the difference of the estimates to the program's
 
 
 def turns_more(module: str) -> tuple[list[OneTurnMore], int]:

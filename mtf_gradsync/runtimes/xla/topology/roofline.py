@@ -8,7 +8,7 @@ from typing import Any, Iterator, NamedTuple
 from mtf_gradsync.runtimes.xla.hlo import Computation, HloModule, Instruction
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
 
-# They name values, or make them out of nothing while another operation reads them.
+# Operations that take no time: they name values, or make constants while others read them.
 _FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"))
 # Custom calls that name memory, or mark where a call begins and ends.
 _FREE_CALLS = frozenset(
@@ -16,14 +16,14 @@ _FREE_CALLS = frozenset(
 )
 # Custom calls that move the halves of numbers of 64 bits.
 _MOVES = frozenset(("X64Combine", "X64SplitHigh", "X64SplitLow"))
-# They read of their first operand what they return, and no more.
+# Operations that read only that part of their first operand which they return.
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _PASSED_ON = frozenset(("bitcast", "reshape"))
 _COPIES = frozenset((*_FREE, *_SLICES, "copy", "dynamic-update-slice"))
 
 
-# An estimate of a sum of rooflines is between one and two rooflines of the whole, to what is no
-# product in the compiler's count of operations.
+# A sum of operations' rooflines is between one and two times the roofline of the whole, except that
+# the compiler's count of operations also has some that are no multiplications.
 _LEAST, _MOST = 0.95, 3.0
 
 
@@ -40,10 +40,10 @@ def why_doubtful(seconds: float, roofline: float) -> str:
 class Work(NamedTuple):
     """The work of a step on one core; loops count as one iteration, and branches not at all."""
 
-    flops: float  # of products of matrices and of convolutions
-    bytes: float  # that operations read and write
-    seconds: float  # of all operations one after the other, each at its roofline
-    custom_calls: tuple[str, ...]  # their targets
+    flops: float  # operations in products of matrices and in convolutions
+    bytes: float  # bytes that operations read and write
+    seconds: float  # the time of all operations one after the other, each at its roofline
+    custom_calls: tuple[str, ...]  # the targets of custom calls
 
     @property
     def unknown(self) -> tuple[str, ...]:
